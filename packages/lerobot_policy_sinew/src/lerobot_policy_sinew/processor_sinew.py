@@ -10,7 +10,7 @@ from lerobot.processor.converters import policy_action_to_transition, transition
 from lerobot.utils.constants import POLICY_POSTPROCESSOR_DEFAULT_NAME, POLICY_PREPROCESSOR_DEFAULT_NAME
 
 
-def make_sinew_pre_post_processors(config, dataset_stats=None):  # noqa: ARG001 - LeRobot calls the function with this argument
+def make_sinew_pre_post_processors(config, dataset_stats=None):  # noqa: ARG001 - LeRobot passes it
     """Return the pipelines before and after a policy of type sinew.
 
     Statistics are not used: observations and actions are in the robot's own units on both sides.

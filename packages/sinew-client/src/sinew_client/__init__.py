@@ -1,4 +1,7 @@
-"""The client of Sinew's policy servers, and the types that it shares with them. Needs numpy and protobuf, not torch."""
+"""The client of Sinew's policy servers, and the types that client and server share.
+
+The package needs numpy and protobuf. It does not need torch.
+"""
 
 from __future__ import annotations
 

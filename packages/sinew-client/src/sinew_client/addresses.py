@@ -1,4 +1,4 @@
-"""The addresses of a client: one or several, of which one is in use. No sockets here."""
+"""The server addresses of a client: one or several, of which one is in use. This module opens no sockets."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 
 
 class Addresses:
-    """The addresses of a client in the order in which they are tried. All of them serve one policy.
+    """The server addresses of a client, in the order in which the client tries them. All servers have the same policy.
+
+    Args:
+        address: One address, or several addresses in the order in which they are tried.
 
     Attributes:
+        all: The addresses without the policy's name.
+        given: The addresses as the user wrote them.
         policy: Name of the policy at the servers; "" for each server's first policy.
-        place: Index of the present address.
+        place: Index of the present address in ``all``.
 
     Raises:
         ClientError: There is no address, or the addresses name several policies.
@@ -44,16 +49,24 @@ class Addresses:
 
     @property
     def present(self) -> str:
+        """The address that the client uses at present."""
         return self.all[self.place]
 
     @property
     def host_and_port(self) -> tuple:
-        """The place of the present address (:func:`sinew_client.link.place_of`)."""
+        """The present address as a tuple for a socket (:func:`sinew_client.link.place_of`)."""
         return self._places[self.place]
 
     def move(self, place: int, why: str) -> bool:
-        """Change from address ``place`` to the next one. Return False if there is no other, or another caller has
-        changed it already.
+        """Change to the next address after a failure, and log the reason.
+
+        Args:
+            place: Index of the address that failed.
+            why: Reason of the failure, for the log.
+
+        Returns:
+            True if the address was changed. False if there is only one address, or if another thread has changed the
+            address already.
         """
         if len(self.all) < 2 or place != self.place:
             return False
@@ -63,7 +76,7 @@ class Addresses:
 
 
 def pauses() -> Iterator[float]:
-    """Yield the seconds to wait after each failed attempt to connect."""
+    """Yield the pause after each failed attempt to connect, in seconds: 0.1, 0.2, 0.4, 0.8, 1, 1 ..."""
     pause = FIRST_PAUSE_S
     while True:
         yield pause

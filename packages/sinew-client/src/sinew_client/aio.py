@@ -1,4 +1,4 @@
-"""The asyncio client: requests, answers and errors of :class:`sinew_client.Client`, without a thread."""
+"""The asyncio client. It has the same requests, answers and errors as :class:`sinew_client.Client`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ from sinew_client.types import ActionChunk, Observation
 
 
 class AsyncClient(BaseClient):
-    """A connection to a policy server, for an event loop. Several requests may be in progress at once.
+    """A connection to a policy server for asyncio. Several requests may be in progress at the same time.
 
-    The arguments are those of :class:`sinew_client.Client`, except ``shared_memory``. After a request times out, the
-    next request opens a new connection, and requests in progress keep the old connection. If a task is cancelled, its
-    answer is dropped, and the server finishes the inference. The client belongs to the event loop in which it is first
-    used.
+    The client belongs to the event loop in which you first use it. After a request times out, the next request opens a
+    new connection, while other requests in progress stay on the old connection. If you cancel a task, the client drops
+    its answer, but the server still finishes the inference.
+
+    The arguments are those of :class:`sinew_client.Client`, except ``shared_memory``.
+
+    Example:
+        >>> async with AsyncClient("tcp://server:5555") as client:
+        ...     chunk = await client.infer({"images": {"front": frame}, "state": state, "prompt": "stack the cups"})
     """
 
     def _begin(self) -> None:
@@ -48,8 +53,8 @@ class AsyncClient(BaseClient):
     ) -> ActionChunk:
         """Compute the actions for one observation.
 
-        The server lets one client have two waiting requests in addition to the running one. More are rejected as
-        busy.
+        One client may have one running and two waiting requests at a server. The server rejects further requests with
+        the code ``busy``.
 
         Args:
             observation: As in :meth:`sinew_client.Client.infer`.
@@ -59,7 +64,10 @@ class AsyncClient(BaseClient):
             The action chunk.
 
         Raises:
-            ClientError: The errors of :meth:`sinew_client.Client.infer`.
+            ClientError: See :meth:`sinew_client.Client.infer`.
+
+        Example:
+            >>> chunks = await asyncio.gather(client.infer(left), client.infer(right))
         """
         start, request_id, fields = time.perf_counter(), next(self._ids), protocol.given(observation)
         parts = self._encoded(fields, request_id)
@@ -68,7 +76,18 @@ class AsyncClient(BaseClient):
     async def infer_all(
         self, observations: Sequence[Observation | Mapping[str, Any]], *, timeout: float | None = None
     ) -> list[ActionChunk | ClientError]:
-        """Compute the actions for several observations with one message (:meth:`sinew_client.Client.infer_all`)."""
+        """Compute the actions for several observations with one message.
+
+        Args:
+            observations: 1 to 64 observations, each as in :meth:`infer`.
+            timeout: Seconds for this call; None for the client's own.
+
+        Returns:
+            One entry per observation, in the same order: its chunk, or its error.
+
+        Raises:
+            ClientError: See :meth:`sinew_client.Client.infer_all`.
+        """
         asking, outcomes = self._all(observations, timeout)
         results: list = outcomes(await self._drive(asking))
         return results
@@ -81,7 +100,20 @@ class AsyncClient(BaseClient):
         *,
         timeout: float | None = None,
     ) -> str:
-        """Let the policy's language head answer a question about an observation (:meth:`sinew_client.Client.ask`)."""
+        """Let the policy's language head answer a question about an observation.
+
+        Args:
+            observation: As in :meth:`infer`.
+            question: The question; not empty.
+            max_tokens: Largest number of tokens in the answer; None for the bundle's own.
+            timeout: Seconds for this call; None for the client's own.
+
+        Returns:
+            The answer.
+
+        Raises:
+            SinewError: See :meth:`sinew_client.Client.ask`.
+        """
         return (await self.infer(asking(observation, question, max_tokens), timeout=timeout)).text
 
     async def subtask(
@@ -91,33 +123,82 @@ class AsyncClient(BaseClient):
         *,
         timeout: float | None = None,
     ) -> str:
-        """Let the policy's language head name the next subtask, without actions
-        (:meth:`sinew_client.Client.subtask`).
+        """Let the policy's language head name the next subtask of the instruction, without computing actions.
+
+        Args:
+            observation: As in :meth:`infer`.
+            max_tokens: Largest number of tokens; None for the bundle's own.
+            timeout: Seconds for this call; None for the client's own.
+
+        Returns:
+            The subtask.
+
+        Raises:
+            ClientError: See :meth:`sinew_client.Client.subtask`.
         """
         return (await self.infer(asking(observation, None, max_tokens), timeout=timeout)).text
 
     async def context(
         self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
     ) -> tuple:
-        """Compute the context of an observation for a head on this machine (:meth:`sinew_client.Client.context`)."""
+        """Compute the context of an observation, for an action head that runs on this machine (split inference).
+
+        Args:
+            observation: As in :meth:`infer`.
+            timeout: Seconds for this call; None for the client's own.
+
+        Returns:
+            The context as bytes, and its :class:`Timing`.
+
+        Raises:
+            ClientError: See :meth:`sinew_client.Client.context`.
+        """
         request_id = next(self._ids)
         parts = self._encoded(protocol.given(observation), request_id)
         return self._context(await self._drive(self._asking(parts, request_id, timeout)))
 
     async def metadata(self, *, timeout: float | None = None) -> dict:
-        """Request the server's description of itself and its policy (:meth:`sinew_client.Client.metadata`)."""
+        """Request the server's description of itself and its policy.
+
+        Args:
+            timeout: Seconds for this call; None for the client's own.
+
+        Returns:
+            A dict with "policy" (cameras, state, action, chunk size ...) and "server".
+
+        Raises:
+            ClientError: See :meth:`sinew_client.Client.metadata`.
+        """
         return protocol.described(self._said(await self._drive(self._control("METADATA", "", timeout))))
 
     async def health(self, *, timeout: float | None = None) -> dict:
-        """Request the status and the counters of the server."""
+        """Request the status and the counters of the server.
+
+        Args:
+            timeout: Seconds for this call; None for the client's own.
+
+        Returns:
+            A dict with the status and the counters.
+
+        Raises:
+            ClientError: See :meth:`sinew_client.Client.health`.
+        """
         return self._said(await self._drive(self._control("HEALTH", "", timeout)))
 
     async def reset(self, session: str = "", *, timeout: float | None = None) -> None:
-        """Begin a new episode in ``session``."""
+        """Begin a new episode.
+
+        Args:
+            session: Session of the robot, as in its observations.
+            timeout: Seconds for this call; None for the client's own.
+
+        Raises:
+            ClientError: See :meth:`sinew_client.Client.reset`.
+        """
         await self._drive(self._control("RESET", session, timeout))
 
     async def close(self) -> None:
-        """Close the connection. Requests in progress raise ClientError."""
+        """Close the connection. Requests in progress raise ClosedError."""
         self._closed, self._link = True, None
         if self._opening is not None:
             self._opening.cancel()
@@ -133,7 +214,17 @@ class AsyncClient(BaseClient):
         await self.close()
 
     async def _drive(self, asking: Asking) -> Any:
-        """Carry out the attempts of a request one after the other, and return the result."""
+        """Send the attempts of a request one after the other, until one succeeds.
+
+        Args:
+            asking: The generator of the attempts (:mod:`sinew_client.base_client`).
+
+        Returns:
+            The result of the generator.
+
+        Raises:
+            ClientError: All attempts failed, or the client is used in another event loop.
+        """
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
@@ -151,7 +242,10 @@ class AsyncClient(BaseClient):
             return done.value
 
     async def _tried(self, attempt: Attempt) -> bytes | ConnectionLost | None:
-        """Send one request.
+        """Send one attempt of a request.
+
+        Args:
+            attempt: The request and its time limits.
 
         Returns:
             The reply, None if no reply arrived in time, or the error if the connection was lost or could not be
@@ -180,9 +274,16 @@ class AsyncClient(BaseClient):
             self._tidy(link)
 
     async def _connected(self, end: float) -> AsyncLink | None:
-        """Return an open connection. A single address is tried again until ``end``, then the result is None.
+        """Return an open connection to the present address.
 
-        With several addresses, a failure raises ConnectionLost, so that the next address is tried.
+        Args:
+            end: Time limit, seconds of ``time.monotonic()``.
+
+        Returns:
+            The connection; None if the only address could not be reached until ``end``.
+
+        Raises:
+            ConnectionLost: The address could not be reached, and the client has further addresses.
         """
         if self._link is not None:
             # Let the event loop run, so that a disconnect that has already arrived is noticed before the request.
@@ -209,7 +310,14 @@ class AsyncClient(BaseClient):
         return None
 
     async def _open(self, end: float) -> Exception | None:
-        """Open one connection for all requests that need it. Return the error if it cannot be opened."""
+        """Open one connection for all requests that wait for a connection.
+
+        Args:
+            end: Time limit, seconds of ``time.monotonic()``.
+
+        Returns:
+            None after a success, else the error.
+        """
         if self._opening is None:
             opened = AsyncLink.opened(self._addresses.host_and_port, self.address, end)
             self._opening = asyncio.get_running_loop().create_task(opened)
@@ -221,7 +329,7 @@ class AsyncClient(BaseClient):
         return ClosedError("the client is closed") if task.cancelled() else task.exception()
 
     def _take(self, task: Any) -> None:
-        """Make a new connection the present connection."""
+        """Use the connection that ``task`` has opened for the next requests, or close it if the client is closed."""
         self._opening = None
         if task.cancelled() or task.exception() is not None:
             return
@@ -237,17 +345,20 @@ class AsyncClient(BaseClient):
             self._tidy(link)
 
     def _tidy(self, link: AsyncLink) -> None:
-        """Close a connection if it is not the present connection and no request waits on it."""
+        """Close a connection if it was replaced and no request waits for a reply on it."""
         if link is not self._link and not link.waiting:
             self._links.discard(link)
             link.end()
 
 
 class AsyncLink(asyncio.BufferedProtocol):
-    """A connection to a ROUTER socket, in the role of a DEALER socket. The event loop reads it.
+    """A ZeroMQ connection to a ROUTER socket, in the role of a DEALER socket. The event loop reads the connection.
+
+    Args:
+        address: Address of the server, for error messages.
 
     Attributes:
-        waiting: Request id -> future of its reply.
+        waiting: For each request id, the future of its reply.
     """
 
     def __init__(self, address: str) -> None:
@@ -260,7 +371,15 @@ class AsyncLink(asyncio.BufferedProtocol):
 
     @classmethod
     async def opened(cls, place: tuple, address: str, end: float) -> AsyncLink:
-        """Open a connection.
+        """Open a connection and complete its handshake.
+
+        Args:
+            place: The server, as :func:`~sinew_client.link.place_of` returns it.
+            address: Address of the server, for error messages.
+            end: Time limit, seconds of ``time.monotonic()``.
+
+        Returns:
+            The open connection.
 
         Raises:
             OSError: The connection cannot be opened. At ``end``, the error is ``socket.timeout``.
@@ -288,10 +407,19 @@ class AsyncLink(asyncio.BufferedProtocol):
 
     @property
     def stands(self) -> bool:
+        """True while the connection is open."""
         return not self._ended
 
     def ask(self, payload: bytes, request_id: int) -> asyncio.Future:
-        """Send a request. Return the future of its reply, or of the error that takes the reply's place."""
+        """Send a request.
+
+        Args:
+            payload: The encoded request.
+            request_id: Id of the request.
+
+        Returns:
+            The future of the reply. It raises an error if the connection ends before the reply arrives.
+        """
         answer = self.waiting[request_id] = asyncio.get_running_loop().create_future()
         if self._ended:
             answer.set_exception(self._broken())
@@ -304,7 +432,7 @@ class AsyncLink(asyncio.BufferedProtocol):
         """Close the connection at once.
 
         Args:
-            error: The error to raise in waiting requests; None raises the error of a broken connection.
+            error: The error that waiting requests raise; None for the error of a broken connection.
         """
         self._ended = True
         for answer in self.waiting.values():
@@ -348,12 +476,16 @@ class AsyncLink(asyncio.BufferedProtocol):
         self.end()
 
     def _reply(self) -> None:
-        """Send the replies that ZeroMQ itself requires: greeting, handshake, PONG."""
+        """Send the messages that the ZeroMQ protocol itself requires: greeting, handshake, PONG."""
         while self._framing.replies and not self._ended:
             self._transport.write(self._framing.replies.pop(0))
 
     def _hand_over(self, payload: bytes) -> None:
-        """Pass a reply to its request. The reply to an abandoned request is dropped."""
+        """Pass a reply to the request that waits for it. Drop the reply if its request was abandoned.
+
+        Args:
+            payload: The encoded reply.
+        """
         request_id = protocol.reply_id(payload)
         if request_id:
             answer = self.waiting.get(request_id)
@@ -373,7 +505,19 @@ class AsyncLink(asyncio.BufferedProtocol):
 
 
 async def _connected(loop: Any, place: tuple, end: float) -> socket.socket:
-    """Return a connected socket, like :func:`sinew_client.link.connected`."""
+    """Connect a socket without TLS. This is the asyncio version of :func:`sinew_client.link.connected`.
+
+    Args:
+        loop: The running event loop.
+        place: The server, as :func:`~sinew_client.link.place_of` returns it.
+        end: Time limit, seconds of ``time.monotonic()``.
+
+    Returns:
+        The connected socket.
+
+    Raises:
+        OSError: No address of the host can be reached. At ``end``, the error is ``socket.timeout``.
+    """
     candidates = unix_place(place)
     if not candidates:
         candidates = await _within(loop.getaddrinfo(*place[:2], type=socket.SOCK_STREAM), end)
@@ -399,7 +543,18 @@ async def _connected(loop: Any, place: tuple, end: float) -> socket.socket:
 
 
 async def _within(awaited: Any, end: float) -> Any:
-    """Await ``awaited``. Raises ``socket.timeout`` at ``end``."""
+    """Await a coroutine or future with a time limit.
+
+    Args:
+        awaited: The coroutine or future.
+        end: Time limit, seconds of ``time.monotonic()``.
+
+    Returns:
+        The result of ``awaited``.
+
+    Raises:
+        socket.timeout: There is no result at ``end``.
+    """
     try:
         return await asyncio.wait_for(awaited, max(1e-3, end - time.monotonic()))
     except asyncio.TimeoutError:

@@ -14,7 +14,7 @@ ROBOT, METRICS, ADMIN = ROLES = ("robot", "metrics", "admin")
 
 
 def role_and_key(line: str) -> tuple[str, str]:
-    """Split a line of a key file into role and key. A key without a role has the role "" and allows everything."""
+    """Split a line of a key file, ``role:key`` or ``key``, into (role, key). A key without a role allows everything."""
     role, colon, key = line.partition(":")
     return (role, key.strip()) if colon and role in ROLES else ("", line)
 
@@ -25,12 +25,16 @@ def key_from_environment() -> str:
 
 
 def api_key_of(path: Path | None) -> str:
-    """Return the key that a client sends.
+    """Choose the API key that a client sends.
 
-    That is the first key of the file that is for robots or has no role, else the file's first key. Without a file, it
-    is the key in the environment.
+    Args:
+        path: A key file; None takes the key from the environment variable ``SINEW_API_KEY``.
 
-    Raises the errors of :func:`keys_in`.
+    Returns:
+        The file's first key for robots or without a role, else the first key of the file. "" if there is no key.
+
+    Raises:
+        SinewError: See :func:`keys_in`.
     """
     if path is None:
         return key_from_environment()
@@ -39,9 +43,16 @@ def api_key_of(path: Path | None) -> str:
 
 
 def keys_in(path: Path) -> tuple[str, ...]:
-    """Return the lines of a key file: a key, or ``role:key`` (:data:`ROLES`).
+    """Read the lines of a key file.
 
-    Raises :class:`SinewError` for a file that cannot be read or is empty, and for a role without a key.
+    Args:
+        path: A text file with a key or ``role:key`` in each line (:data:`ROLES`).
+
+    Returns:
+        The lines that are not empty.
+
+    Raises:
+        SinewError: The file cannot be read or is empty, or a role has no key.
     """
     try:
         with open(path, encoding="utf-8") as file:  # own file: named by the person at this machine

@@ -1,8 +1,8 @@
-"""The rules that the blocking and the asyncio client share: choice of the address, attempts, and time limits.
+"""The rules that the blocking and the asyncio client share: choice of the address, retries, and time limits.
 
-This module opens no sockets.
-The rules are generators. They yield each attempt and are sent its reply. A client carries out the attempts over its
-own kind of connection, so both kinds fail over, retry and time out alike.
+This module opens no sockets. Each rule is a generator. It yields the attempts of a request, and the client sends each
+attempt over its own kind of connection and sends the reply back into the generator. So both clients fail over, retry
+and time out in the same way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ Asking = Generator[Attempt, Optional[bytes], Any]
 
 
 class BaseClient:
-    """Settings of a client, and its rules for requests. :class:`sinew_client.Client` describes the arguments."""
+    """Base class of the clients: their settings and the rules for requests.
+
+    :class:`sinew_client.Client` describes the arguments.
+    """
 
     def __init__(
         self,
@@ -101,7 +104,10 @@ class BaseClient:
         return "connected" if self._link is not None else "not connected"
 
     def _connecting(self, error: Exception | None) -> None:
-        """Store the reason why connecting failed, for the final message; clear it after a success."""
+        """Store the reason why connecting failed, for the final error message.
+
+        None clears the reason after a success.
+        """
         # Prefer the system's text for an error number, because asyncio writes longer texts of its own. Errors of name
         # resolution have negative numbers without such a text.
         number = getattr(error, "errno", None) or 0
@@ -109,24 +115,44 @@ class BaseClient:
         self._unreached = "" if error is None else text or str(error)
 
     def _begin(self) -> None:
-        """Create the state that this kind of client needs."""
+        """Initialise a subclass. The constructor calls this at its end."""
 
     def _forget(self) -> None:
-        """Drop the connection, so that the next request opens a new one."""
+        """Close the connection, so that the next request opens a new one."""
         raise NotImplementedError
 
     def _encoded(self, observation: Mapping[str, Any], request_id: int) -> list:
         return protocol.infer_parts(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
 
     def _accepted(self, reply: Any, observation: Mapping[str, Any], start: float) -> ActionChunk:
-        """Return the chunk of a reply, and log each of its warnings once."""
+        """Decode and check the chunk of a reply. Log each different warning of the server once.
+
+        Args:
+            reply: The decoded reply.
+            observation: The observation of the request.
+            start: ``time.perf_counter()`` at the call.
+
+        Returns:
+            The chunk.
+
+        Raises:
+            UnsafeChunk: The chunk must not be executed.
+        """
         chunk = protocol.accepted(reply, observation, start, self.max_age, self.limits, self.max_rows)
         self._heard(chunk.deployment)
         self._warn(chunk.warnings)
         return chunk
 
     def _all(self, observations: Sequence[Any], timeout: float | None) -> tuple:
-        """Return the attempts at one message of several observations, and a function that splits its reply."""
+        """Prepare one message with several observations.
+
+        Args:
+            observations: The observations.
+            timeout: Seconds for this call; None for the client's own.
+
+        Returns:
+            The generator of the attempts, and a function that converts the reply to one outcome per observation.
+        """
         start, request_id = time.perf_counter(), next(self._ids)
         given = [protocol.given(each) for each in observations]
         parts = protocol.infer_all_parts(given, request_id, self.jpeg_quality, self.api_key, self.policy)
@@ -144,7 +170,7 @@ class BaseClient:
                 logger.warning("%s: %s", self.address, warning)
 
     def _said(self, reply: Any) -> dict:
-        """Return the description in a server's reply; {} if there is none."""
+        """Decode the description in a server's reply ({} without one), and store the server's deployment number."""
         found = protocol.decode_metadata(reply) if reply.metadata else {}
         if reply.deployment:  # only replies to METADATA have a deployment number
             self.deployment = reply.deployment
@@ -152,7 +178,10 @@ class BaseClient:
         return found
 
     def _heard(self, deployment: int) -> None:
-        """Store which deployment has answered. After a hot-swap, forget the old policy's specification."""
+        """Store the deployment number of an answer.
+
+        If it has changed (hot-swap), forget the old policy's specification.
+        """
         self._answered = deployment
         if self.exchanged:
             self._spec = None
@@ -166,7 +195,7 @@ class BaseClient:
         return 0 not in (self._answered, self.deployment) and self._answered != self.deployment
 
     def _context(self, reply: Any) -> tuple:
-        """Return (bytes, timing) of a reply with a context, and log each of its warnings once."""
+        """Return the context of a reply as bytes, and its timing. Raises ClientError if the policy returns actions."""
         self._heard(reply.deployment)
         self._warn(reply.warnings)
         if not reply.context:
@@ -176,15 +205,34 @@ class BaseClient:
     def _control(
         self, kind: str, session: str, timeout: float | None, report: RobotReport | None = None
     ) -> Asking:
-        """Return the attempts at a request without an observation."""
+        """Prepare a request without an observation.
+
+        Args:
+            kind: "METADATA", "HEALTH", "RESET" or "REPORT".
+            session: Session of the robot.
+            timeout: Seconds for this call; None for the client's own.
+            report: The report of a robot's run, for "REPORT".
+
+        Returns:
+            The generator of the attempts.
+        """
         request_id = next(self._ids)
         payload = protocol.encode_control(kind, request_id, session, self.api_key, self.policy, report)
         return self._asking([payload], request_id, timeout)
 
     def _asking(self, parts: Sequence, request_id: int, timeout: float | None) -> Asking:
-        """Return the reply of the present server, or of the next server that replies.
+        """Yield the attempts of a request: to the present address, then to the next addresses, then all again.
 
-        The time limit starts again with each round of the addresses. Raises the errors of ``Client.infer``.
+        Args:
+            parts: The encoded request in parts.
+            request_id: Id of the request.
+            timeout: Seconds for one round through the addresses; None for the client's own limit.
+
+        Returns:
+            The decoded reply.
+
+        Raises:
+            ClientError: See ``Client.infer``.
         """
         limit = self.timeout if timeout is None else timeout
         addresses = self._addresses
@@ -232,8 +280,19 @@ class BaseClient:
     def _decoded(self, answer: bytes, request_id: int) -> Any:
         """Decode a reply.
 
-        A reply that cannot be read, or has another id, ends the connection, because later replies would not match
-        either.
+        If the reply cannot be decoded, or has another request id, the connection is closed, because later replies
+        would not match their requests either.
+
+        Args:
+            answer: The encoded reply.
+            request_id: Id of the request.
+
+        Returns:
+            The decoded reply.
+
+        Raises:
+            ServerError: The reply is an error of the server.
+            ClientError: The reply is not valid.
         """
         try:
             return protocol.decode_reply(answer, request_id)

@@ -36,22 +36,22 @@ class Client(BaseClient):
             server. With a list of addresses, a request that finds no server, loses its connection, or reaches a
             stopping or unhealthy server goes to the next address at once. The client stays with the server that
             answered.
-        shared_memory: Pass raw frames of 256 KiB and more to a server at ``ipc://`` in shared memory, if both sides
-            can. :attr:`frames` states whether they do. False sends the frames.
+        shared_memory: True passes raw frames of 256 KiB and more to a server at ``ipc://`` in shared memory, if both
+            sides support it. :attr:`frames` states whether this happens. False sends all frames in the message.
         timeout: Seconds to wait for each answer, including the connection. A client may be created before its server.
         connect_timeout: With several addresses: seconds to wait for a connection before the next address is tried.
         retries: How often a request is sent again after a timeout or a lost connection. An inference changes nothing
             on the server, so this is safe. The default is 0, because a late robot should rather send a fresh
             observation.
-        jpeg_quality: 1 to 95 compresses uint8 frames (needs Pillow). None sends raw pixels.
+        jpeg_quality: Quality 1 to 95 of the JPEG compression of uint8 frames (needs Pillow). None sends raw pixels.
         api_key: Key of the server. None takes SINEW_API_KEY from the environment, "" sends none. With a key,
             ``tcp://`` to another machine raises ClientError, unless SINEW_ALLOW_UNENCRYPTED_KEY is 1 in the
             environment.
         max_age: Seconds. An answer to an older observation raises :class:`UnsafeChunk`. The age counts from the
             observation's ``time`` if it has one (``time.time()`` of this machine), else from the call. None allows
             any age.
-        limits: (lowest, highest) of each action, numbers or [D] in robot units. An answer outside raises
-            :class:`UnsafeChunk`. Non-finite numbers always do.
+        limits: Smallest and largest allowed action, (low, high), each a number or [D] in robot units. An answer with an
+            action outside raises :class:`UnsafeChunk`. An answer with NaN or infinity always raises it.
         max_rows: Largest number of actions in an answer. A longer answer raises :class:`UnsafeChunk`. The policy
             states its own number as ``chunk_size``.
 
@@ -86,7 +86,7 @@ class Client(BaseClient):
             observation: An :class:`Observation`, or a dict with its fields. ``images`` {camera: uint8 [height, width,
                 3] RGB, float in [0, 1], or the bytes of a JPEG or PNG file}, ``state`` float [D] in robot units, and
                 ``prompt`` are enough for most policies. A dict may also have ``deadline_ms``: the server then rejects
-                the request if it cannot begin it in this time after its arrival.
+                the request if it cannot begin the inference within this time after the request has arrived.
             timeout: Seconds for this call; None for the client's own.
 
         Returns:
@@ -175,7 +175,7 @@ class Client(BaseClient):
         """Compute the context of an observation, for a head that runs on this machine (split inference).
 
         Args:
-            observation: As in :meth:`infer`. The server serves the policy ``context.FORM``.
+            observation: As in :meth:`infer`. The server must serve the policy ``context.FORM``.
             timeout: Seconds for this call; None for the client's own.
 
         Returns:
@@ -210,16 +210,17 @@ class Client(BaseClient):
 
     @property
     def spec(self) -> PolicySpec:
-        """Inputs and outputs of the server's policy. Requested once per connection, and again after a hot-swap.
+        """Inputs and outputs of the server's policy. The client requests them once per connection and hot-swap.
 
-        Raises the same errors as :meth:`metadata`.
+        Raises:
+            ClientError: See :meth:`metadata`.
         """
         if self._spec is None:
             self._spec = PolicySpec.from_dict(self.metadata().get("policy"))
         return self._spec
 
     def health(self, *, timeout: float | None = None) -> dict:
-        """Request the status and the counters of the server. It answers at once, also during an inference.
+        """Request the status and the counters of the server. The server answers at once, even during an inference.
 
         Args:
             timeout: Seconds for this call; None for the client's own.
@@ -264,16 +265,19 @@ class Client(BaseClient):
         self._drive(self._control("REPORT", session, timeout, report))
 
     def episode(self, *, rows: int | None = None, session: str = "") -> ActionQueue:
-        """Return an episode that hands out one action per control step.
+        """Begin an episode that returns one action per control step.
 
         Args:
-            rows: See :class:`sinew_client.ActionQueue`.
+            rows: Number of actions per chunk that are executed; see :class:`sinew_client.ActionQueue`.
             session: Session of the episode.
+
+        Returns:
+            The episode.
         """
         return ActionQueue(self, rows=rows, session=session)
 
     def close(self) -> None:
-        """Close the connection, after a call in progress in another thread has ended. Safe to call twice."""
+        """Close the connection. Wait first for a call in progress in another thread. Safe to call twice."""
         self._after_fork()
         with self._lock:
             if not self._closed:
@@ -287,7 +291,17 @@ class Client(BaseClient):
         self.close()
 
     def _drive(self, asking: Asking) -> Any:
-        """Carry out the attempts of a request, one after the other, and return the result."""
+        """Send the attempts of a request one after the other, until one succeeds.
+
+        Args:
+            asking: The generator of the attempts (:mod:`sinew_client.base_client`).
+
+        Returns:
+            The result of the generator.
+
+        Raises:
+            ClientError: All attempts failed.
+        """
         self._after_fork()
         with self._lock:
             try:
@@ -302,7 +316,10 @@ class Client(BaseClient):
                 return done.value
 
     def _tried(self, attempt: Attempt) -> bytes | ConnectionLost | None:
-        """Send one request.
+        """Send one attempt of a request.
+
+        Args:
+            attempt: The request and its time limits.
 
         Returns:
             The reply, None if no reply arrived in time, or the error if the connection was lost or could not be
@@ -331,9 +348,19 @@ class Client(BaseClient):
         return answer
 
     def _placed(self, parts: Sequence, link: Link, end: float) -> Sequence:
-        """Return the parts of a request, with large raw frames moved to shared memory if both sides support it.
+        """Move the large raw frames of a request to shared memory, if client and server support it.
 
-        Raises OSError and ConnectionLost.
+        Args:
+            parts: The encoded request in parts.
+            link: The connection.
+            end: Time limit, seconds of ``time.monotonic()``.
+
+        Returns:
+            The parts of the request to send.
+
+        Raises:
+            OSError: The connection broke while shared memory was offered to the server.
+            ConnectionLost: The server's answer to the offer is not valid.
         """
         unix, size = len(self._addresses.host_and_port) == 1, shared.size_of(parts)
         if not (self.shared_memory and unix) or size < shared.LEAST:
@@ -347,21 +374,31 @@ class Client(BaseClient):
         return link.frames.placed(parts) if link.frames.state == shared.SHARED else parts
 
     def _told(self, answer: bytes | None, request_id: int) -> str:
-        """Return the server's answer to an offer of shared memory."""
+        """Decode the server's answer to an offer of shared memory: the state of the frames.
+
+        Raises OSError at a timeout.
+        """
         if answer is None:
             raise socket.timeout("no answer in time")
         return self._said(protocol.decode_reply(answer, request_id)).get("frames", "")
 
     @property
     def frames(self) -> str:
-        """Path of large frames on the present connection: "shared memory", or "in the message" with the reason."""
+        """How large frames are sent on the present connection: "shared memory", or "in the message" with the reason."""
         channel = None if self._link is None else self._link.frames
         return shared.SENT if channel is None else channel.state
 
     def _connect(self, end: float) -> Link | None:
-        """Open a connection. A single address is tried again until ``end``, then the result is None.
+        """Open a connection to the present address.
 
-        With several addresses, a failure raises ConnectionLost, so that the next address is tried.
+        Args:
+            end: Time limit, seconds of ``time.monotonic()``.
+
+        Returns:
+            The connection; None if the only address could not be reached until ``end``.
+
+        Raises:
+            ConnectionLost: The address could not be reached, and the client has further addresses.
         """
         for pause in pauses():
             if time.monotonic() >= end:
@@ -387,7 +424,7 @@ class Client(BaseClient):
             self.deployment = 0
 
     def _after_fork(self) -> None:
-        """In a forked child: drop the parent's connection, so that the next request opens the child's own."""
+        """In a forked process, drop the connection of the parent process, so that the next request opens a new one."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             # Create a new lock, because another thread of the parent process may have locked the old one.

@@ -119,7 +119,7 @@ class ClientError(SinewError):
     code = ""
 
 
-class InvalidObservation(ClientError, ObservationError, ValueError):  # noqa: N818 - the name without "Error" is part of the public interface
+class InvalidObservation(ClientError, ObservationError, ValueError):  # noqa: N818 - the public name
     """The observation cannot be encoded into a message. Nothing was sent."""
 
     code = "bad_observation"

@@ -1,5 +1,5 @@
 """Robot arms: kinematics, poses of the end effector, leaders, take-over, and assistance by a second policy.
 
-Nothing else in the client imports this folder. To use an arm or a take-over, import it and pass it to the run as a
-robot, a source or a listener.
+The rest of the client does not import this package. To use an arm or a take-over, import its class and pass an instance
+to the run as a robot, a source or a listener.
 """

@@ -1,7 +1,8 @@
-"""A small policy on the robot answers every request, and a rule decides when to ask a large one elsewhere.
+"""Let a large policy on a server assist a small policy on the robot.
 
-The robot never waits for the far policy. A chunk of the far policy is followed from its arrival until half of its
-actions have passed. Chunks that arrive after that time are dropped and counted.
+The small policy ("near") answers every request. A rule decides when the large policy ("far") gets a request too. The
+robot never waits for the far policy. When a chunk of the far policy arrives, the robot follows it until half of the
+chunk's actions have passed. Chunks that arrive later than that are dropped and counted.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ SET_BACK_S = 10.0
 
 @dataclass(frozen=True)
 class AssistRule:
-    """When to ask the far policy; see :func:`parse_assist`. None turns a reason off.
+    """The conditions under which the far policy gets a request. One met condition is enough. None turns it off.
 
     Attributes:
-        every: Seconds since the far policy's last answer.
-        disagreement: Root mean square difference between the near policy's chunk and the actions that are followed,
-            over their common steps.
-        uncertainty: Root mean square difference between two answers of the near policy to one observation, with
-            different noise.
+        every: The far policy's last answer is at least this many seconds old.
+        disagreement: The near policy's new chunk differs from the actions that the robot follows by more than this
+            root mean square, over their common control steps.
+        uncertainty: Two answers of the near policy to the same observation, with different noise, differ by more than
+            this root mean square.
     """
 
     every: float | None = None
@@ -46,17 +47,21 @@ class AssistRule:
 
 
 def parse_assist(text: str) -> AssistRule:
-    """Read a rule.
+    """Parse a rule for requests to the far policy.
 
     Args:
         text: ``every:SECONDS``, ``disagreement:LIMIT`` and ``uncertainty:LIMIT``, separated by commas. The far policy
-            is asked if any of these conditions is met.
+            gets a request if one of these conditions is met.
 
     Returns:
         The rule.
 
     Raises:
-        ValueError: The text names no rule.
+        ValueError: The text is not a rule.
+
+    Example:
+        >>> parse_assist("every:2,disagreement:0.1")
+        AssistRule(every=2.0, disagreement=0.1, uncertainty=None)
     """
     limits: dict[str, float] = {}
     for part in text.split(","):
@@ -79,25 +84,35 @@ def parse_assist(text: str) -> AssistRule:
 
 @dataclass(frozen=True)
 class _Followed:
-    """The targets of a chunk, float32 [H, D], and the time at which its frame was taken, in seconds."""
+    """A chunk that the robot follows: its targets, float32 [H, D], and the time of its frame in seconds."""
 
     targets: np.ndarray
     time: float
 
     def rest(self, now: float, hz: float) -> np.ndarray:
+        """Return the targets whose time has not passed at ``now``, float32 [R, D]. ``hz`` is the control rate."""
         return self.targets[max(0, round((now - self.time) * hz)) :]
 
 
 class Assist:
-    """Opens connections to a near policy and a far policy. It is the ``connect`` of a :class:`Requester`.
+    """Combines the connections to a near policy and a far policy. Use it as ``connect`` of a :class:`Requester`.
 
     Args:
-        near: Opens a connection to the near policy.
-        far: Opens a connection to the far policy. Each of its requests takes at most ``deadline`` seconds.
+        near: Function that opens a connection to the near policy.
+        far: Function that opens a connection to the far policy.
+        rule: The conditions for a request to the far policy.
         hz: Control steps per second.
-        motion: Reference of the actions.
+        deadline: Time limit of a request to the far policy, seconds.
+        motion: The motion, which states what actions are relative to. None for actions without a known motion.
+        clock: The clock of the observations' ``time``, in seconds. Observations without ``time`` get the present time.
 
-    The ``time`` of an observation is in seconds of ``clock``. If it is absent, the present time is used.
+    Attributes:
+        asked: Number of requests to the far policy, by reason.
+        failed: Number of requests to the far policy without an answer, by reason.
+        answered: Number of answers of the far policy.
+        late: Number of answers of the far policy that arrived too late.
+        near_chunks: Number of chunks from the near policy.
+        far_chunks: Number of chunks from the far policy.
     """
 
     def __init__(
@@ -131,11 +146,11 @@ class Assist:
         return _AssistedCall(self, self._near())
 
     def close(self) -> None:
-        """End the connection to the far policy."""
+        """Close the connection to the far policy."""
         self._far.close()
 
     def report(self) -> dict[str, Any]:
-        """Count the requests to the far policy by reason, and the chunks that came from each policy."""
+        """Return the counts: requests to the far policy by reason, its answers, and the chunks from each policy."""
         return {
             "asked": dict(self.asked),
             "answered": self.answered,
@@ -145,7 +160,7 @@ class Assist:
         }
 
     def text(self) -> str:
-        """Return the counts of :meth:`report` as a line of text."""
+        """Return the counts of :meth:`report` as one line of text for a log."""
         why = ", ".join(f"{count} {reason}" for reason, count in self.asked.items())
         return (
             f"{self.far_chunks} of {self.far_chunks + self.near_chunks} chunks from the far policy, asked "
@@ -154,7 +169,16 @@ class Assist:
         )
 
     def answer(self, near: Call, observation: Mapping[str, Any], limit: float) -> np.ndarray:
-        """Return the chunk for an observation, float32 [H, D]: the far policy's rows while they last."""
+        """Return the chunk for an observation: the rest of the far policy's chunk if there is one, else the near chunk.
+
+        Args:
+            near: The connection to the near policy.
+            observation: The observation.
+            limit: Time limit of a request to the near policy, seconds.
+
+        Returns:
+            The actions, float32 [H, D].
+        """
         now = float(observation.get("time") or self._clock())
         state = observation.get("state")
         # The lock is necessary: an abandoned call may still run in its thread when the next call begins.
@@ -218,7 +242,21 @@ class Assist:
     def _spread(
         self, near: Call, observation: Mapping[str, Any], limit: float, targets: np.ndarray, draw: int
     ) -> float | None:
-        """Return the difference between two answers of the near policy to the same observation."""
+        """Request a second answer of the near policy, with other noise, and compare it with the first one.
+
+        Args:
+            near: The connection to the near policy.
+            observation: The observation of the first answer.
+            limit: Time limit of the request, seconds.
+            targets: Targets of the first answer, float32 [H, D].
+            draw: Seed of the noise, and number of this comparison from 1.
+
+        Returns:
+            Root mean square difference of the two answers; None if they have no common steps.
+
+        Raises:
+            ClientError: The policy does not draw noise, so its answers are always equal.
+        """
         second = np.asarray(near({**observation, "seed": draw}, limit), np.float32)
         distance = disagreement(targets, self._motion.targets(second, observation.get("state")))
         if distance == 0.0 and draw == 1:
@@ -229,7 +267,7 @@ class Assist:
         return distance
 
     def _why(self, targets: np.ndarray, spread: float | None, now: float) -> str:
-        """Return the reason to ask the far policy; "" for none."""
+        """Return the condition of the rule that is met, such as "every"; "" if no condition is met."""
         rule = self.rule
         if rule.every is not None and now - self._answered >= rule.every:
             return "every"

@@ -1,8 +1,8 @@
-"""Drive a robot of joints with a policy of end-effector actions, by means of the arm's kinematics.
+"""Drive a robot whose commands are joint positions with a policy whose actions are end-effector poses.
 
-The policy gets the pose of the tip. Each of its actions is converted to joint positions that bring the tip to the
-requested pose. A pose is rejected if it is out of reach, singular, or needs a joint to move too fast. The robot then
-holds and reports the reason.
+The policy's state is the pose of the arm's tip. Inverse kinematics converts each action to joint positions that bring
+the tip to the requested pose. A pose is rejected if it is out of reach, if it is singular, or if a joint would have to
+move too fast. The robot then holds and reports the reason.
 """
 
 from __future__ import annotations
@@ -64,14 +64,15 @@ _GRIPPERS = ("gripper", "opening", "close", "jaw", "finger")
 
 @dataclass(frozen=True)
 class PosePart:
-    """Consecutive numbers of a vector: a position, a rotation, a gripper or joints.
+    """A part of a state or action vector: consecutive numbers that are a position, a rotation, a gripper or joints.
 
     Attributes:
         form: Form of the numbers, such as "xyz" or "rotvec".
-        first: Index of the first number.
+        first: Index of the first number in the vector.
         size: Count of the numbers.
-        unit: Factor from the numbers to metres or radians.
-        offset: True if the numbers are relative to the tip's pose instead of the base.
+        unit: Metres or radians per unit of the numbers.
+        offset: True if the numbers are relative to the tip's present pose (a delta). False if they are relative to the
+            base.
     """
 
     form: str
@@ -81,14 +82,14 @@ class PosePart:
     offset: bool = False
 
     def of(self, vector: np.ndarray) -> np.ndarray:
-        """Return the part's numbers of a vector, in metres or radians."""
+        """Return the numbers of this part from a whole vector [D], converted to metres or radians, float64 [size]."""
         return self.unit * np.asarray(vector, np.float64)[self.first : self.first + self.size]
 
 
 def parse_parts(
     text: str, units: Sequence[str] = (), what: str = "action", joints: int = 0
 ) -> tuple[PosePart, ...]:
-    """Read the parts of a pose.
+    """Parse the layout of a pose vector.
 
     Args:
         text: Parts separated by commas: ``xyz``, ``rpy`` (about fixed axes), ``rotvec``, ``quat`` (x, y, z, w),
@@ -96,14 +97,18 @@ def parse_parts(
             ``*SIZE`` after a part is the size of one unit, such as ``dxyz*0.02``.
         units: Unit of each number, as bundles state them. ``20 mm`` makes a unit 0.02 m. A unit that is neither
             length nor angle is rejected.
-        what: Prefix of error messages.
-        joints: Numbers of the part ``joints``.
+        what: "state" or "action", the prefix of error messages.
+        joints: Count of the numbers of the part ``joints``.
 
     Returns:
-        The parts.
+        The parts, in the order of the vector.
 
     Raises:
         KinematicsError: The text or a unit is not valid.
+
+    Example:
+        >>> [part.size for part in parse_parts("dxyz*0.02,drotvec,gripper")]
+        [3, 3, 1]
     """
     parts, first = [], 0
     for word in text.split(","):
@@ -128,7 +133,19 @@ def parse_parts(
 
 
 def _unit(units: Sequence[str], form: str, field: str) -> float:
-    """Return the size of one unit in metres or radians, from the units of a bundle; 1 if it states none."""
+    """Convert the units of a bundle to the size of one unit in metres or radians.
+
+    Args:
+        units: Unit of each number of a part, such as "mm", "20 mm" or "deg".
+        form: Form of the part, such as "xyz".
+        field: Name of the part in error messages.
+
+    Returns:
+        The size; 1.0 if the bundle states no units, and for grippers and joints.
+
+    Raises:
+        KinematicsError: A unit does not belong to this form, or the units differ.
+    """
     if form in ("gripper", "joints") or not any(units):
         return 1.0
     sizes = set()
@@ -162,14 +179,18 @@ def _size(text: str, field: str) -> float:
 
 
 def parts_of(names: Sequence[str], offsets: Sequence[int] = ()) -> str:
-    """Derive the parts of a pose from the names of a vector's numbers.
+    """Derive the layout of a pose vector from the names of its numbers.
 
     Args:
-        names: Names of the numbers.
+        names: Names of the numbers, such as "ee.x" or "gripper.pos".
         offsets: Indices of the numbers that are delta actions.
 
     Returns:
-        The parts, as :func:`parse_parts` reads them; "" if a name is unknown.
+        The layout in the form that :func:`parse_parts` reads; "" if a name is unknown.
+
+    Example:
+        >>> parts_of(["x", "y", "z", "rx", "ry", "rz", "gripper"])
+        'xyz,rotvec,gripper'
     """
     short = [re.split(r"[./ ]", name.lower())[-1] for name in names]
     short = [re.sub(r"^(ee|eef|tcp|delta|d)_", "", name) for name in short]
@@ -189,23 +210,24 @@ def parts_of(names: Sequence[str], offsets: Sequence[int] = ()) -> str:
 
 @dataclass(frozen=True)
 class KinematicsOptions:
-    """How a policy's poses become joints.
+    """Options for the conversion of a policy's poses to joint positions.
 
     Attributes:
-        tip: Frame of the robot's description (:func:`~sinew_client.arm.kinematics.read_chain`).
-        base: Frame of the robot's description.
-        action: Parts of the policy's action (:func:`parse_parts`). "" derives them from the names of its numbers.
-        state: Parts of the policy's state. "" derives them in the same way.
+        tip: Name of the tip's frame in the URDF or MJCF file (:func:`~sinew_client.arm.kinematics.read_chain`).
+        base: Name of the base frame in the same file.
+        action: Layout of the policy's action (:func:`parse_parts`). "" derives it from the names of the numbers.
+        state: Layout of the policy's state. "" derives the layout from the names of the numbers.
         unit: Unit of the robot's joints, "rad" or "deg".
         offsets: Frame of delta actions: "base" or "tip".
-        rotation: How the tip's rotation is treated. "exact" reaches it, "near" approaches it as far as the position
-            allows, for arms with fewer than six joints. "keep" keeps the rotation of the first command, and "free"
-            ignores it. "" chooses by the arm and the action. With six joints or more: "exact" if the action has a
+        rotation: "exact" reaches the requested rotation. "near" approaches it as far as the position allows, for arms
+            with fewer than six joints. "keep" holds the rotation that the tip has at the first command. "free" allows
+            any rotation. "" chooses by the arm and the action. With six joints or more: "exact" if the action has a
             rotation, else "keep". With fewer joints: "near" if the action has a rotation, else "free".
-        within: Metres and radians by which the tip may miss a pose.
+        within: Largest allowed errors of a pose that is reached: metres and radians.
         singular: Smallest allowed singular value of the jacobian, with lengths in multiples of the arm's reach. A pose
             with a smaller value is rejected.
-        velocity: Limit of each joint per second, or one limit for all joints. None takes the description's limits.
+        velocity: Velocity limit of each joint in rad/s or m/s, or one limit for all joints. None takes the limits of
+            the robot's file.
     """
 
     tip: str = ""
@@ -221,7 +243,17 @@ class KinematicsOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> KinematicsOptions:
-        """Read the options from an object. Raises :class:`KinematicsError` with the name of the wrong field."""
+        """Parse the options from a mapping, such as the JSON object of ``--kinematics-options``.
+
+        Args:
+            given: Field -> value; None for the defaults.
+
+        Returns:
+            The options.
+
+        Raises:
+            KinematicsError: A field is unknown or has a wrong value. The message names the field.
+        """
         if given is not None and not isinstance(given, Mapping):
             raise KinematicsError(f"options: expected an object, got {shown(given)}")
         values = dict(given or {})
@@ -250,7 +282,19 @@ class KinematicsOptions:
         return options
 
     def parts(self, policy: Mapping[str, Any], what: str, joints: int = 0) -> tuple[PosePart, ...]:
-        """Return the parts of a policy's state or action. ``joints`` is the count of the robot's numbers."""
+        """Determine the layout of a policy's state or action vector.
+
+        Args:
+            policy: The policy's description.
+            what: "state" or "action".
+            joints: Count of the robot's own numbers, for the part ``joints``.
+
+        Returns:
+            The parts, in the order of the vector.
+
+        Raises:
+            KinematicsError: The layout is unknown, or has another count of numbers than the vector.
+        """
         stated: str = getattr(self, what)
         about = policy[what]
         names, motion = about.get("names") or (), policy.get("motion") or {}
@@ -275,7 +319,7 @@ class KinematicsOptions:
 
 
 def _positive(value: Any, count: int) -> bool:
-    """Return True for a finite number above 0, or for a list of ``count`` such numbers."""
+    """Return True if ``value`` is a finite number above 0, or, with ``count`` above 0, a list of ``count`` of them."""
     each = value if count else [value]
     return (
         isinstance(each, (list, tuple))
@@ -285,15 +329,19 @@ def _positive(value: Any, count: int) -> bool:
 
 
 class KnownArm:
-    """A robot whose commands are joints, and whose arm is known, so that a viewer can show the arm.
+    """A wrapper around a robot that also computes the points of its arm, so that a viewer can show the arm.
+
+    Commands pass through unchanged.
 
     Args:
-        names: Names of the policy's numbers.
-        units: Units of these numbers, as a policy states them.
+        robot: A robot whose commands are joint positions.
+        chain: The kinematic chain of its arm.
+        names: Names of the robot's numbers.
         unit: Unit of the robot's joints, "rad" or "deg". "" takes the robot's own unit (``joint_unit``), or the unit
             in ``units``.
-        joints: Joint of the chain -> joint of the robot, if their names differ.
-        spare: Count of the robot's numbers besides the arm's; None allows any count.
+        joints: For each joint of the chain, the joint of the robot, if their names differ.
+        spare: Number of values that the robot has in addition to the arm's joints; None allows any number.
+        units: Units of the numbers, as a policy states them.
 
     Raises:
         RobotError: Joints or units do not fit (:class:`~sinew_client.control.robots.RobotError`).
@@ -327,9 +375,10 @@ class KnownArm:
         return observation
 
     def arm_points(self) -> np.ndarray | None:
-        """Return the points of the arm in the last observation: base, joints and tip, float64 [J + 2, 3], in metres.
+        """Return the positions of the base, the joints and the tip in the last observation. Safe from any thread.
 
-        The result is None before the first observation. Any thread may call this.
+        Returns:
+            float64 [J + 2, 3] in metres, in the base's frame; None before the first observation.
         """
         if (seen := self._seen) is None:
             return None
@@ -337,7 +386,7 @@ class KnownArm:
         return np.concatenate([np.zeros((1, 3)), tip.anchors, tip.place[None]])
 
     def text(self) -> str:
-        """Return a line of text about the purpose of the robot's description."""
+        """Return one line for the log: the chain of joints, and that it is only used to show the arm."""
         chain = self.chain
         return (
             f"kinematics: {len(chain.joints)} joints from {chain.base} to {chain.tip}, to show the arm; the policy's"
@@ -345,11 +394,11 @@ class KnownArm:
         )
 
     def _of(self, whole: np.ndarray) -> np.ndarray:
-        """Return the chain's joints, in radians or metres, from the robot's numbers."""
+        """Select the chain's joints from the robot's numbers [D], and convert to radians or metres, float64 [J]."""
         return np.asarray(whole)[self._places] * self._radians
 
     def facts(self) -> RobotFacts:
-        """Return the facts about the robot itself, and the points of its arm."""
+        """Return the facts of the wrapped robot, with the points of its arm added."""
         return replace(facts_of(self._robot), points=self.arm_points)
 
     def act(self, row: np.ndarray) -> None:
@@ -360,16 +409,18 @@ class KnownArm:
 
 
 class EndEffector(KnownArm):
-    """A robot whose numbers are poses of its tip.
+    """A wrapper around a robot with joint commands, whose state and commands are poses of the arm's tip.
 
     ``act`` raises :class:`~sinew_client.control.interfaces.NoCommand` for a rejected pose.
 
     Args:
-        robot: A robot of joints. It names its joints (``joints``), or its numbers are those of the chain followed by
-            the grippers.
+        robot: A robot whose commands are joint positions. If it has no joint names (``joints``), its numbers are the
+            joints of the chain, followed by one number for each gripper.
+        chain: The kinematic chain of its arm.
+        options: The layout of the poses, and the treatment of rotations and limits.
         policy: The policy's description, with its state, action and motion.
         hz: Commands per second, for the velocity limits.
-        joints: Joint of the chain -> joint of the robot, if their names differ.
+        joints: For each joint of the chain, the joint of the robot, if their names differ.
 
     Raises:
         RobotError: Joints or numbers do not fit (:class:`~sinew_client.control.robots.RobotError`).
@@ -425,11 +476,11 @@ class EndEffector(KnownArm):
 
     @property
     def motion(self) -> dict[str, Any] | None:
-        """The motion "absolute" if action and state have the same parts, else None."""
+        """The motion ``{"kind": "absolute"}`` if action and state have the same layout, else None."""
         return {"kind": "absolute"} if self.action == self.state else None
 
     def text(self) -> str:
-        """Return a line of text about the use of the policy's numbers."""
+        """Return one line for the log: the chain of joints, the layout of the poses, and the treatment of rotations."""
         chain = self.chain
         free = [name for name, own in zip(chain.joints, chain.velocity) if math.isnan(own)]
         usual = (
@@ -443,7 +494,7 @@ class EndEffector(KnownArm):
         )
 
     def facts(self) -> RobotFacts:
-        """Return the facts about the robot itself, except that its numbers are poses and it bounds its own speed."""
+        """Return the facts of the wrapped robot, changed for poses: no joint names, and a speed limit of its own."""
         own = super().facts()
         sense = own.sense
         posed = None if sense is None else lambda: self._encoded(sense())
@@ -460,14 +511,23 @@ class EndEffector(KnownArm):
         )
 
     def _of_joints(self, pose: Any) -> np.ndarray:
-        """Convert a pose of the robot's joints to the policy's numbers."""
+        """Convert joint positions, a list or a mapping by names, to a pose in the layout of the action, float32."""
         names = facts_of(self._robot).names("action")
         whole = self._checked([pose[name] for name in names] if isinstance(pose, Mapping) else pose)
         tip = self.chain.forward(self._of(whole))
         return self._written(self.action, whole, tip.place, tip.turn)
 
     def between(self, start: np.ndarray, goal: np.ndarray, share: float) -> np.ndarray:
-        """Return the pose at a share of the way between two poses, float64 [D]. The tip turns about one axis."""
+        """Interpolate between two poses. The tip turns about one fixed axis.
+
+        Args:
+            start: The first pose, [D] in the layout of the action.
+            goal: The last pose, [D].
+            share: 0 for the first pose, 1 for the last pose.
+
+        Returns:
+            The pose in between, float64 [D].
+        """
         pose = np.array(start, np.float64) + share * (np.asarray(goal, np.float64) - start)
         for part in self.action:
             if part.form not in ("xyz", "gripper", "joints"):
@@ -489,7 +549,14 @@ class EndEffector(KnownArm):
         return observation
 
     def act(self, row: np.ndarray) -> None:
-        """Send the joints of a pose. Raises :class:`~sinew_client.control.interfaces.NoCommand`."""
+        """Convert a pose to joint positions, and send them to the robot.
+
+        Args:
+            row: The action, float32 [D].
+
+        Raises:
+            NoCommand: The pose is out of reach, singular, or needs a joint to move too fast.
+        """
         start, whole = self._start()
         tip = self.chain.forward(start if self._now is None else self._now)
         place, turn = self._pose(np.asarray(row, np.float64), tip.place, tip.turn)
@@ -526,7 +593,7 @@ class EndEffector(KnownArm):
         return numbers
 
     def _encoded(self, state: Any) -> np.ndarray:
-        """Convert the robot's state to the policy's state, float32."""
+        """Convert the robot's state to the policy's state, float32. Raises NoObservation if the state is not finite."""
         seen = self._checked(state)
         if not np.all(np.isfinite(seen)):
             raise NoObservation("the state is not finite")
@@ -555,7 +622,7 @@ class EndEffector(KnownArm):
         return np.concatenate(numbers).astype(np.float32)
 
     def _start(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the joints from which a command starts, and all numbers of the robot."""
+        """Return the arm's joints before the next command, float64 [J], and all numbers of the last observed state."""
         # A control loop observes the robot before such a command. Without a loop, observe the robot here.
         if self._now is None and self.needs_state:
             sense = facts_of(self._robot).sense
@@ -567,7 +634,19 @@ class EndEffector(KnownArm):
         return (self._of(self._seen) if self._sent is None else self._sent), self._seen
 
     def _pose(self, row: np.ndarray, place: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pose that an action requests. ``place`` and ``turn`` are the tip's present pose."""
+        """Compute the pose that an action requests.
+
+        Args:
+            row: The action, float64 [D].
+            place: Present position of the tip, [3].
+            turn: Present rotation matrix of the tip, [3, 3].
+
+        Returns:
+            The requested position [3] and rotation matrix [3, 3].
+
+        Raises:
+            NoCommand: The numbers of the rotation do not determine a rotation.
+        """
         if self._kept is None:
             self._kept = turn
         goal, turned = place, self._kept if self.rotation == "keep" else turn
@@ -586,7 +665,17 @@ class EndEffector(KnownArm):
         return goal, turned
 
     def _check(self, place: np.ndarray, turn: np.ndarray, start: np.ndarray, joints: np.ndarray) -> None:
-        """Raise :class:`NoCommand` if the joints must not be sent."""
+        """Check that the joints reach the pose, away from singular poses and within the velocity limits.
+
+        Args:
+            place: Requested position of the tip, [3].
+            turn: Requested rotation matrix of the tip, [3, 3].
+            start: Joints before the command, float64 [J].
+            joints: Joints of the command, float64 [J].
+
+        Raises:
+            NoCommand: The joints must not be sent.
+        """
         chain, (near, straight) = self.chain, self.options.within
         away, apart = (float(value) for value in chain.apart(place, turn, joints))
         if away > near or (apart > straight and self._weight == 1.0):
@@ -623,14 +712,17 @@ def _grippers(parts: Sequence[PosePart]) -> int:
 
 
 def numbers_of(chain: Chain, action: Sequence[PosePart]) -> list[str]:
-    """Name the numbers of a robot that has an arm's joints and one number for each gripper."""
+    """Return default names for the numbers of a robot: the joints of the chain, then one name for each gripper."""
     return [*chain.joints, *(f"gripper{i or ''}" for i in range(_grippers(action)))]
 
 
 def moves_joints(policy: Mapping[str, Any], chain: Chain, joints: Mapping[str, str]) -> bool:
-    """Return True if a policy's state and action are joints and include those of the chain.
+    """Return True if the names of a policy's state and action contain all joints of the chain.
 
-    ``joints`` is the mapping that :class:`KnownArm` takes.
+    Args:
+        policy: The policy's description.
+        chain: The kinematic chain of the arm.
+        joints: For each joint of the chain, the joint of the robot, if their names differ.
     """
     arm = {joints.get(name, name) for name in chain.joints}
     for what in ("state", "action"):
@@ -641,7 +733,20 @@ def moves_joints(policy: Mapping[str, Any], chain: Chain, joints: Mapping[str, s
 
 
 def _matched(chain: Chain, had: Sequence[str], renames: Mapping[str, str], spare: int | None) -> list[int]:
-    """Return the index of each joint of the chain among a robot's numbers. ``spare`` is the count of the others."""
+    """Find the joints of the chain among a robot's numbers.
+
+    Args:
+        chain: The kinematic chain of the arm.
+        had: Names of the robot's numbers.
+        renames: For each joint of the chain, the joint of the robot, if their names differ.
+        spare: Number of values that the robot has in addition to the arm's joints; None allows any number.
+
+    Returns:
+        For each joint of the chain, its index among the robot's numbers.
+
+    Raises:
+        RobotError: A joint is missing, or the robot has another number of further values.
+    """
     expected = {renames.get(name, name) for name in chain.joints}
     arm = [name for name in had if {name, f"{name}.pos", re.sub(r"\.pos$", "", name)} & expected]
     matches = match_joints(chain.joints, arm or had, renames, "kinematics")
@@ -654,7 +759,7 @@ def _matched(chain: Chain, had: Sequence[str], renames: Mapping[str, str], spare
 
 
 def _velocities(chain: Chain, limits: Any) -> np.ndarray:
-    """Return the limit of each joint, per second."""
+    """Return the velocity limit of each joint in rad/s or m/s, float64 [J], from the options or the robot's file."""
     if limits is None:
         return np.where(np.isnan(chain.velocity), USUAL_VELOCITY, chain.velocity)
     each = list(limits) if isinstance(limits, (list, tuple)) else [limits] * len(chain.joints)

@@ -1,6 +1,6 @@
 """Forward and inverse kinematics of an arm.
 
-A :class:`Chain` has the joints between two frames of a robot. It needs only numpy, so it runs on any robot's computer.
+A :class:`Chain` has the joints between two frames of a robot. It needs only numpy, so it runs on the robot's computer.
 :func:`read_chain` reads a chain from URDF, without the meshes, or from MJCF with MuJoCo. Lengths are in metres, angles
 in radians. The columns of a rotation matrix are the tip's axes in the base's frame.
 """
@@ -26,7 +26,7 @@ DAMPING = 1e-9  # smallest damping of inverse kinematics, as a fraction of the s
 
 
 class KinematicsError(ClientError, ValueError):
-    """A robot's description has no such chain, or the chain is ambiguous; the message names the reason."""
+    """The URDF or MJCF file has no such chain of joints, or the chain is ambiguous. The message states the reason."""
 
 
 class Tip(NamedTuple):
@@ -46,11 +46,12 @@ class Tip(NamedTuple):
 
 
 class Singularity(NamedTuple):
-    """How near an arm is to a singular pose.
+    """A measure of the distance between an arm's pose and a singular pose.
 
     Attributes:
-        least: Smallest singular value of the jacobian, with lengths in multiples of the arm's reach.
-        joints: Share of each joint in the motion that moves the tip least, float64 [J].
+        least: Smallest singular value of the jacobian, with lengths in multiples of the arm's reach. It is 0 at a
+            singular pose.
+        joints: Share of each joint in the joint motion that moves the tip least, float64 [J], 0 to 1.
     """
 
     least: float
@@ -88,13 +89,20 @@ class Chain:
 
     @property
     def reach(self) -> float:
-        """Return the length of the stretched arm, from its first joint to its tip, metres."""
+        """Length of the stretched arm, from its first joint to its tip, metres."""
         parts = [*self.places[1:], self.tip_place]
         sliding = np.where(self.slides, np.maximum(np.abs(self.low), np.abs(self.high)), 0.0)
         return float(np.linalg.norm(parts, axis=1).sum() + sliding[np.isfinite(sliding)].sum()) or 1.0
 
     def forward(self, joints: np.ndarray) -> Tip:
-        """Return the pose of the tip for joints float64 [..., J]."""
+        """Compute the pose of the tip (forward kinematics).
+
+        Args:
+            joints: Joint positions [..., J], radians or metres.
+
+        Returns:
+            The pose of the tip, with the jacobian and the positions of the joints.
+        """
         q = np.asarray(joints, np.float64)
         turned = self.turns @ from_vector(np.where(self.slides, 0.0, q)[..., None] * self.axes)
         place, turn = np.zeros((*q.shape[:-1], 3)), np.broadcast_to(np.eye(3), (*q.shape[:-1], 3, 3))
@@ -114,21 +122,24 @@ class Chain:
     def inverse(
         self, place: np.ndarray, turn: np.ndarray, start: np.ndarray, weight: float = 1.0
     ) -> np.ndarray:
-        """Return joints near ``start``, float64 [..., J], that bring the tip to a pose or near it.
+        """Find joints near ``start`` that bring the tip to a pose, or near the pose (inverse kinematics).
 
         Check the remaining distance with :meth:`apart`. The method is damped least squares within the joints' ranges.
-        Each iteration solves (J^T J + d I) dq = J^T e, where e is the error of position and rotation vector, and d is
-        half its square. So the step stays small far from the pose and near a singular pose. Near the pose it is a
-        Newton step (Sugihara 2011, IEEE Transactions on Robotics 27, 984). A joint at the end of its range that would
-        move further is left out of the iteration.
+        Each iteration solves (J^T J + d I) dq = J^T e. e is the error of the position and the rotation vector, and d is
+        half of its square (Sugihara 2011, IEEE Transactions on Robotics 27, 984). So steps are small far from the pose
+        and near a singular pose, and they are Newton steps near the pose. An iteration leaves out the joints that are
+        at the end of their range and would move further.
 
         Args:
             place: [..., 3], requested position of the tip.
             turn: [..., 3, 3], requested rotation of the tip.
             start: [..., J], joints from which the search starts.
-            weight: Weight of the rotation. 1 weighs a radian like the arm's reach. A smaller weight is for arms with
-                fewer than six joints: a second search then reaches the position exactly, from the compromise between
-                position and rotation. 0 allows any rotation.
+            weight: Weight of the rotation. With 1, an error of a radian counts as much as an error of the arm's reach.
+                Use a smaller weight for arms with fewer than six joints. A second search then starts at this
+                compromise of position and rotation, and reaches the position exactly. 0 allows any rotation.
+
+        Returns:
+            Joint positions, float64 [..., J], radians or metres.
         """
         q = np.clip(np.array(start, np.float64), self.low, self.high)
         for length in (weight,) if weight in (0.0, 1.0) else (weight, 0.0):
@@ -171,30 +182,43 @@ class Chain:
         return flat.reshape(shape)
 
     def apart(self, place: np.ndarray, turn: np.ndarray, joints: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the distance between the tip and a pose in metres and in radians, each [...]."""
+        """Compute the distance between the tip and a pose.
+
+        Args:
+            place: Position of the pose, [..., 3].
+            turn: Rotation matrix of the pose, [..., 3, 3].
+            joints: Joint positions, [..., J].
+
+        Returns:
+            The distance in metres [...], and the angle in radians [...].
+        """
         error = _error(place, turn, self.forward(joints))
         return np.linalg.norm(error[..., :3], axis=-1), np.linalg.norm(error[..., 3:], axis=-1)
 
     def singularity(self, joints: np.ndarray, weight: float = 1.0) -> Singularity:
-        """Return how near the arm is to a singular pose.
+        """Measure the distance to a singular pose.
 
         Args:
-            joints: float64 [J].
-            weight: 0 considers only the tip's position.
+            joints: Joint positions, float64 [J].
+            weight: 0 considers only the position of the tip. Any other value considers its rotation too.
+
+        Returns:
+            The smallest singular value of the jacobian, and the joints that belong to it.
         """
         _u, values, rows = np.linalg.svd(self._moves(joints)[: 6 if weight else 3])
         return Singularity(float(values[-1]), np.abs(rows[len(values) - 1]))
 
     def _moves(self, joints: np.ndarray) -> np.ndarray:
-        """Return the jacobians for joints [..., J], with lengths in multiples of the arm's reach: [..., 6, J]."""
+        """Return the jacobian at joints [..., J], float64 [..., 6, J], with lengths in multiples of the arm's reach."""
         jacobian = self.forward(joints).jacobian
         jacobian[..., :3, :] /= self.reach
         return jacobian
 
     def ready(self) -> np.ndarray:
-        """Return joints far from singular poses and from the ends of their ranges: the start pose of a simulated arm.
+        """Return a start pose for a simulated arm, far from singular poses and from the ends of the joints' ranges.
 
-        They are the best of 200 random poses with a fixed seed.
+        Returns:
+            The best of 200 random poses with a fixed seed, float64 [J].
         """
         low, high = np.maximum(self.low, -math.pi / 2), np.minimum(self.high, math.pi / 2)
         low, high = np.where(low < high, low, self.low), np.where(low < high, high, self.high)
@@ -205,19 +229,22 @@ class Chain:
 
 
 def _cross(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the cross products of [..., 3], bit for bit those of np.cross, without its slow argument checks."""
+    """Compute the cross products of [..., 3]. The results equal np.cross, without its slow checks of the arguments."""
     after, before = [1, 2, 0], [2, 0, 1]
     return a[..., after] * b[..., before] - a[..., before] * b[..., after]
 
 
 def _error(place: np.ndarray, turn: np.ndarray, tip: Tip) -> np.ndarray:
-    """Return the difference from the tip to a pose, [..., 6]: metres, and a rotation vector in the base's frame."""
+    """Return the error of the tip, [..., 6]: position in metres, and rotation vector in the base's frame."""
     return np.concatenate([place - tip.place, to_vector(turn @ np.swapaxes(tip.turn, -1, -2))], axis=-1)
 
 
 @dataclass(frozen=True)
 class _Joint:
-    """One joint of a description, or a fixed connection (kind "fixed"), with its frame in the parent's frame."""
+    """A joint of a URDF or MJCF file, or a fixed connection (kind "fixed").
+
+    Its frame is given in the parent's frame.
+    """
 
     name: str
     kind: str
@@ -230,11 +257,11 @@ class _Joint:
 
 
 def read_chain(path: Path, tip: str = "", base: str = "") -> Chain:
-    """Read the joints from ``base`` to ``tip`` of a robot in URDF (``.urdf``) or MJCF (``.xml``, needs MuJoCo).
+    """Read the joints from ``base`` to ``tip`` of a robot in URDF or MJCF.
 
     Args:
-        path: The file.
-        tip: A link of URDF, or a site or body of MJCF. "" takes the robot's end if it has only one.
+        path: A URDF file (``.urdf``), or an MJCF file (``.xml``), which needs the package mujoco.
+        tip: A link of URDF, or a site or body of MJCF. "" takes the robot's last link if it has only one.
         base: A link of URDF or a body of MJCF. "" takes the root link, or the world body.
 
     Returns:
@@ -242,6 +269,10 @@ def read_chain(path: Path, tip: str = "", base: str = "") -> Chain:
 
     Raises:
         KinematicsError: The file cannot be read, or has no such chain.
+
+    Example:
+        >>> chain = read_chain(Path("arm.urdf"), tip="gripper_link")
+        >>> chain.forward(np.zeros(len(chain.joints))).place  # float64 [3], metres
     """
     try:
         text = read_text(path, MAX_FILE)
@@ -265,7 +296,7 @@ def read_chain(path: Path, tip: str = "", base: str = "") -> Chain:
 
 
 def _urdf(root: Any, tip: str, base: str) -> tuple[list[_Joint], str, str]:
-    """Return the joints between two links, from the base to the tip, and the links' names."""
+    """Return the joints between two links of a URDF file, from base to tip, and the names of both links."""
     # For each link, `above` has the joint that carries the link, and the parent link of this joint.
     above = {}
     for joint in root.findall("joint"):
@@ -313,9 +344,9 @@ def _urdf_joint(joint: Any) -> _Joint:
 
 
 def _mjcf(path: Path, tip: str, base: str) -> tuple[list[_Joint], str, str]:
-    """Return the joints between two frames of MJCF, from the base to the tip, and the frames' names.
+    """Return the joints between two frames of an MJCF file, from base to tip, and the names of both frames.
 
-    MuJoCo compiles the file, with its defaults, classes and included files.
+    MuJoCo compiles the file first, with its defaults, classes and included files.
     """
     try:
         import mujoco
@@ -344,7 +375,7 @@ def _mjcf(path: Path, tip: str, base: str) -> tuple[list[_Joint], str, str]:
 
 
 def _mjcf_body(model: Any, at: int) -> list[_Joint]:
-    """Return the transform from the parent body to a body, then the body's joints, each about its own anchor."""
+    """Return the fixed transform from the parent body to body number ``at``, followed by the joints of this body."""
     joints = [_Joint("", "fixed", model.body_pos[at], _mujoco_turn(model.body_quat[at]), np.zeros(3))]
     for number in range(model.body_jntadr[at], model.body_jntadr[at] + model.body_jntnum[at]):
         joint = model.joint(number)
@@ -365,7 +396,7 @@ def _mujoco_turn(quaternion: np.ndarray) -> np.ndarray:
 
 
 def _chain(parts: list[_Joint], base: str, tip: str) -> Chain:
-    """Return a chain of joints, with the fixed connections between them merged."""
+    """Build a chain from joints and fixed connections. Each fixed connection is merged into the next joint's frame."""
     place, turn = np.zeros(3), np.eye(3)
     moving: list[_Joint] = []
     for part in parts:
@@ -400,7 +431,7 @@ def _chain(parts: list[_Joint], base: str, tip: str) -> Chain:
 
 
 def _named(name: str, frames: list[str], only: Any, what: str) -> str:
-    """Return the name of a frame: the requested name, or the only candidate."""
+    """Return the requested name of a frame, or, without a request, the only candidate. Raises KinematicsError."""
     if not name and len(only) == 1:
         return str(only[0])
     if name not in frames or not name:

@@ -1,4 +1,4 @@
-"""Open a leader by name: one of LeRobot's teleoperators, or a class with a method ``read``."""
+"""Open a leader arm by name: one of LeRobot's teleoperators, or a Python class with a method ``read``."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ ALIGN_SPEED = 60.0
 
 
 class LeRobotLeader:
-    """One of LeRobot's teleoperators, with its joints in the order of a robot's commands.
+    """A leader arm that is one of LeRobot's teleoperators. Its joints are in the order of the robot's commands.
 
-    If the teleoperator's feedback has all joints, its own motors move it to the robot's position. They move it a tenth
-    of the way in each control step and at most 60 units per second (degrees, or hundredths of half a joint's range),
-    because a hand may be on it. Then it is released. Any other teleoperator is moved by the human.
+    If the teleoperator supports feedback for all joints, its own motors align it with the robot. In each control step
+    they move it by a tenth of the distance, at most 60 units per second (degrees, or -100 to 100 over a joint's range),
+    because a person's hand may be on it. Then the motors are switched off. A person aligns any other teleoperator.
 
     Args:
         teleoperator: A teleoperator with ``action_features``, ``feedback_features``, ``get_action`` and
             ``send_feedback`` (LeRobot 0.4 to 0.6).
-        names: Names of the robot's commands. A teleoperator with other joints is rejected.
+        names: Names of the numbers of a robot's command. The teleoperator must have the same joints.
         hz: Control steps per second.
+
+    Raises:
+        LeaderError: The teleoperator has other joints.
     """
 
     def __init__(self, teleoperator: Any, names: Sequence[str], hz: float = 30.0):
@@ -45,11 +48,12 @@ class LeRobotLeader:
         self._stiff = False
 
     def read(self) -> Any:
+        """Return the leader's present joint positions, in the order of the robot's commands."""
         action = self.teleoperator.get_action()
         return [float(action[name]) for name in self._names]
 
     def free(self) -> None:
-        """Switch the motors off, so that the human can move the leader."""
+        """Switch the leader's motors off, so that a person can move the leader."""
         self._torque("disable_torque")
         self._stiff = False
 
@@ -60,6 +64,7 @@ class LeRobotLeader:
         self.teleoperator.disconnect()
 
     def _align(self, position: np.ndarray) -> None:
+        """Move the leader one step towards the robot's position, float [D]. Unknown numbers are NaN."""
         if not self._stiff:
             self._torque("enable_torque")
             self._stiff = True
@@ -83,8 +88,11 @@ def open_lerobot_leader(
     Args:
         kind: Type of the teleoperator, such as ``so101_leader``.
         options: Fields of the teleoperator's configuration.
-        names: Names of the robot's commands.
+        names: Names of the numbers of a robot's command.
         hz: Control steps per second.
+
+    Returns:
+        The connected leader.
 
     Raises:
         LeaderError: The teleoperator cannot be opened, or its joints differ from the robot's.
@@ -106,7 +114,18 @@ def open_lerobot_leader(
 
 
 def open_leader(text: str, options: Mapping[str, Any]) -> Any:
-    """Create an instance of ``module:Class``, a class with a method ``read`` in the current folder or a package."""
+    """Create a leader from a Python class with a method ``read``.
+
+    Args:
+        text: ``module:Class``. The module is in the current folder or in an installed package.
+        options: Keyword arguments of the class.
+
+    Returns:
+        The instance.
+
+    Raises:
+        LeaderError: The class cannot be created, or has no method ``read``.
+    """
     factory = load_named(text, f"--takeover {text}")
     if not callable(factory):
         raise LeaderError(f"--takeover {text}: expected a class, got {type(factory).__name__}")

@@ -1,9 +1,9 @@
-"""Take-over: a human at a leader arm, or an expert, drives the robot and hands it back to the policy.
+"""Take-over: a person at a leader arm, or a scripted expert, drives the robot and hands it back to the policy.
 
-At a take-over, the robot holds until the leader has the robot's position. Then the leader's commands are executed,
-with the same limits as the policy's. A leader that was silent for a while, or jumped, is aligned again. When control
-returns to the policy, the robot holds until the policy has a fresh chunk. So the robot does not jump at either change:
-both begin at the last command, and the limits of velocity or acceleration bound the step.
+At a take-over, the robot holds until the leader arm is at the robot's position. Then the robot follows the leader's
+commands, with the same limits as for the policy. If the leader sends no command for 0.2 s, or jumps, the robot holds
+until the leader is aligned again. When the person hands the robot back, it holds until the policy has a fresh chunk.
+So the robot does not jump at a change of the driver: each driver starts at the last command.
 """
 
 from __future__ import annotations
@@ -29,18 +29,24 @@ SILENCE_S = 0.2  # after this many seconds without a command, the leader must be
 
 
 class Takeover(LoopListener):
-    """Reads a leader once per control step, and decides who drives. It belongs to one loop.
+    """Reads a leader once per control step, and decides whether the policy or the leader drives. Use it for one loop.
 
     Threads:
         :meth:`take_over` and :meth:`hand_back` may be called from any thread.
 
     Args:
         leader: The leader.
-        align: Largest difference of each number between the leader and the robot at a take-over, and between two
-            successive commands of the leader. None takes 0.05 of the range in ``limits``. A leader is aligned again if
-            it differs more, or if the robot did not follow it for 0.2 s.
-        shadow: True if the leader drives for the whole run and the policy is only compared
-            (:class:`~sinew_client.control.listeners.shadow.ShadowAgreement`).
+        motion: The motion, which states what the policy's actions are relative to.
+        dim: Number of values in a command (D).
+        limits: Limits of the robot, for the default of ``align`` and for names.
+        align: Largest difference of each joint between the leader and the robot at a take-over, and between two
+            successive commands of the leader, in robot units. None takes 0.05 of each range in ``limits``. With a
+            larger difference, or after 0.2 s without a command, the robot holds until the leader is aligned again.
+        shadow: True if the leader drives for the whole run, and the policy's actions are only compared with the
+            leader's (:class:`~sinew_client.control.listeners.shadow.ShadowAgreement`).
+
+    Attributes:
+        apart: The reason why the leader is not aligned yet; "" if it is.
 
     Raises:
         LeaderError: The motion does not state whether the leader's numbers are positions, or a number has neither
@@ -90,11 +96,11 @@ class Takeover(LoopListener):
         return self.apart if self.loop.controller.driver == ALIGNING else ""
 
     def take_over(self) -> None:
-        """Hold within one period, align the leader with the robot, and follow it until :meth:`hand_back`."""
+        """Hold the robot within one period, align the leader with it, and follow the leader until :meth:`hand_back`."""
         self.loop.calls.append(self._take_over)
 
     def hand_back(self) -> None:
-        """Hold within one period, until the policy has a fresh answer."""
+        """Hold the robot within one period, until the policy has a fresh chunk. Then the policy drives again."""
         self.loop.calls.append(self._hand_back)
 
     def before(self, step: int, observation: Mapping[str, Any] | None) -> None:
@@ -120,7 +126,10 @@ class Takeover(LoopListener):
             controller.followed = step, here
 
     def asks(self) -> bool | None:
-        """Return True if the leader's button now requests a take-over, False if it hands back, None if unchanged."""
+        """Read the leader's button (``wanted``).
+
+        Return True to take over, False to hand back, None without a change.
+        """
         pressed = getattr(self.leader, "wanted", None)
         if pressed is None or bool(pressed) == self._pressed:
             return None
@@ -134,13 +143,13 @@ class Takeover(LoopListener):
         here: np.ndarray | None,
         followed: tuple[float, np.ndarray] | None = None,
     ) -> None:
-        """Process a control step in which a human drives or is about to drive.
+        """Read the leader for one control step, and pass its command to the controller if the leader is aligned.
 
         Args:
             controller: The loop's controller.
             step: The control step.
-            here: Position of the robot, float [D]; unknown numbers are NaN.
-            followed: The last command of the leader that was sent, and the seconds since then.
+            here: Position of the robot, float [D], with NaN for unknown numbers; None if it is unknown.
+            followed: Seconds since the last command of the leader that was sent, and this command, float [D].
         """
         row, reason = self._read()
         if controller.driver == HUMAN and self._left(row, followed):
@@ -169,7 +178,7 @@ class Takeover(LoopListener):
             controller.hand_back(self.loop.next_step)
 
     def _left(self, row: np.ndarray | None, followed: tuple[float, np.ndarray] | None) -> bool:
-        """Return True if the leader may have left the position to which the robot has followed it."""
+        """Return True if the leader was silent for too long, or has moved too far since its last executed command."""
         # A shadowed leader reports the robot's own commands, so it is always at the robot's position.
         if followed is None or isinstance(self.leader, ShadowListener):
             return False
@@ -177,12 +186,12 @@ class Takeover(LoopListener):
         return seconds > SILENCE_S or (row is not None and bool(np.any(np.abs(row - last) > self._near)))
 
     def close(self) -> None:
-        """Close the leader, if it has a method ``close``."""
+        """Close the leader if it has a method ``close``."""
         if callable(close := getattr(self.leader, "close", None)):
             close()
 
     def _read(self) -> tuple[np.ndarray | None, str]:
-        """Return the leader's command, or None and the reason why there is no command."""
+        """Return the leader's command, float32 [D], and "". Without a valid command, return None and the reason."""
         try:
             row = self.leader.read()
             if row is None:
@@ -198,7 +207,12 @@ class Takeover(LoopListener):
         return None, reason
 
     def _apart(self, row: np.ndarray | None, here: np.ndarray | None) -> str:
-        """Return the differences between leader and robot that are too large; "" if there are none."""
+        """Describe the joints at which leader and robot differ too much; "" if the leader is aligned.
+
+        Args:
+            row: The leader's command, float32 [D].
+            here: Position of the robot, float [D]; None if it is unknown.
+        """
         assert row is not None
         if not self._placed.any():
             return ""
@@ -213,7 +227,7 @@ class Takeover(LoopListener):
             self._do("align", here)
 
     def _do(self, what: str, *values: Any) -> None:
-        """Call an optional method of the leader. If it fails, the robot continues to hold."""
+        """Call an optional method of the leader, such as "align". If the method raises an error, the robot holds."""
         if not callable(method := getattr(self.leader, what, None)):
             return
         try:

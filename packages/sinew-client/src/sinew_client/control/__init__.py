@@ -1,10 +1,11 @@
-"""The robot's side of action chunks: which action is executed when, and what happens if no answer arrives.
+"""The control loop of a robot: it requests action chunks, and sends one command to the robot in each control step.
 
-:class:`Run` assembles a :class:`Loop`, which drives a robot at a fixed rate. :class:`Controller` makes the decisions
-and uses neither clocks nor sockets. Requested chunks and streams are both a :class:`Source`. A :class:`SimulatedPace`
-runs the same loop without a clock, as Sinew's evaluation does. The package needs only numpy.
+:class:`Run` assembles a :class:`Loop`, which drives a robot at a fixed rate. :class:`Controller` decides which action
+belongs to which control step, and when the robot holds. It uses neither clocks nor sockets. A :class:`Source` provides
+the actions: requested chunks, or a stream. :class:`SimulatedPace` runs the same loop without a clock, as Sinew's
+evaluation does. The package needs only numpy.
 
-A name is imported when it is used for the first time, so a program imports only the parts of its own loop.
+A name of this package is imported when it is used for the first time, so a program imports only the modules it needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find the most abrupt changes of a robot's commands, and the events at that time."""
+"""Find the most abrupt changes between a robot's commands, with the reason for each change."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ KEPT = 5  # the report lists at most this many changes for each number of a comm
 
 
 class AbruptMoves:
-    """Compares each command with the previous ones, for a run of any length.
+    """Finds the most abrupt changes of the commands during a run. The memory does not grow with the run's length.
 
     Args:
         hz: Control steps per second.
-        targets: True if commands are positions: changes of speed are then reported. False reports changes of the
-            commands.
-        names: Names of the numbers of a command.
+        dim: Number of values in a command (D).
+        targets: True if commands are positions. The changes of their speed are then reported. False reports the changes
+            of the commands themselves.
+        names: Names of the values in a command; () numbers them.
     """
 
     def __init__(self, hz: float, dim: int, targets: bool, names: Sequence[str] = ()):
@@ -33,7 +34,7 @@ class AbruptMoves:
         self._largest: list[list[tuple[float, int, float, str, tuple[str, ...]]]] = [[] for _ in range(dim)]
 
     def stood(self) -> None:
-        """Record that the watchdog held the robot."""
+        """Record that the watchdog held the robot, so that its speed is 0 before the next command."""
         self._before = "the watchdog's hold"
         self._pace = np.zeros_like(self._pace)
 
@@ -64,8 +65,9 @@ class AbruptMoves:
     def worst(self) -> list[dict[str, Any]]:
         """Return the control steps with the most abrupt changes, worst first.
 
-        Each has the step, the seconds, the joint, the change (per second if commands are positions), the change as a
-        multiple of the joint's root mean square, and the reason.
+        Returns:
+            At most five dicts with ``step``, ``seconds``, ``joint``, ``change`` (robot units, per second if commands
+            are positions), ``times`` (multiple of the joint's root mean square change), and ``why`` (the reason).
         """
         usual = np.sqrt(self._squares / max(1, self._count))
         steps: dict[int, dict[str, Any]] = {}

@@ -1,9 +1,9 @@
 """An edge adapter: a small network on the robot that refines a late chunk with the newest observation.
 
-After AsyncVLA (Hirose et al. 2026, arXiv 2602.13476): a large policy on a distant machine answers late. The network
-runs at every control step. Its inputs are the chunk, the frame of the chunk, and the newest frame. Actions are first
-re-based on the newest state. The module needs only numpy. ``research/policies/edge.py`` trains an adapter, and
-``adapter_file.py`` describes its file.
+The method is AsyncVLA (Hirose et al. 2026, arXiv 2602.13476). A large policy on a distant server answers late, and the
+adapter corrects its chunk in every control step. The adapter's inputs are the chunk, the observation of the chunk, and
+the newest observation. Actions are first made relative to the newest state. The module needs only numpy.
+``research/policies/edge.py`` trains an adapter, and ``adapter_file.py`` describes its file.
 """
 
 from __future__ import annotations
@@ -23,10 +23,20 @@ _EPS = 1e-5  # epsilon of the layer norm
 
 
 class Adapter:
-    """The network in an adapter file. ``see`` computes features once per frame, and ``refine`` returns actions.
+    """The network of an edge adapter.
+
+    Call :meth:`see` once per observation to compute its features, and :meth:`refine` in each control step.
+
+    Args:
+        form: The sizes of the network, and the policy that it belongs to.
+        tensors: The weights by name (:mod:`sinew_client.control.adapter_file`).
 
     Raises:
         AdapterError: The tensors do not match the form, or are not finite.
+
+    Example:
+        >>> adapter = Adapter.read("edge.safetensors")
+        >>> features = adapter.see({"front": frame})
     """
 
     def __init__(self, form: Form, tensors: Mapping[str, np.ndarray]):
@@ -42,7 +52,17 @@ class Adapter:
 
     @classmethod
     def read(cls, path: Path | str) -> Adapter:
-        """Read an adapter from a file. Raises :class:`AdapterError`."""
+        """Read an adapter from a file.
+
+        Args:
+            path: The file; at most 16 MiB.
+
+        Returns:
+            The adapter.
+
+        Raises:
+            AdapterError: The file cannot be read, or is not an adapter.
+        """
         path = Path(path)
         try:
             return cls.parse(read_bytes(path, LARGEST))
@@ -53,11 +73,19 @@ class Adapter:
 
     @classmethod
     def parse(cls, data: bytes) -> Adapter:
-        """Read an adapter from the bytes of a file. Raises :class:`AdapterError`."""
+        """Read an adapter from the bytes of its file. Raises :class:`AdapterError` if they are not an adapter."""
         return cls(*parse(data))
 
     def check(self, policy: Mapping[str, Any], hz: float) -> None:
-        """Raise :class:`AdapterError` if the policy or the control rate differs from that of the training."""
+        """Check that the adapter was trained for this policy and this control rate.
+
+        Args:
+            policy: The policy's description.
+            hz: Control steps per second.
+
+        Raises:
+            AdapterError: A size, a camera or the control rate differs from the training.
+        """
         form, cameras = self.form, [each["name"] for each in policy["cameras"]]
         facts: list[tuple[str, Any, Any]] = [
             ("rows of a chunk", form.chunk, policy.get("chunk_size", form.chunk)),
@@ -71,9 +99,16 @@ class Adapter:
                 raise AdapterError(f"edge adapter of {form.policy}: {name}: expected {expected}, got {got}")
 
     def see(self, images: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the features of one observation, float32 [F].
+        """Compute the features of one observation.
 
-        ``images`` has one frame of each camera, uint8 [height, width, 3].
+        Args:
+            images: One frame per camera of the adapter, uint8 [height, width, 3].
+
+        Returns:
+            The features, float32 [F].
+
+        Raises:
+            AdapterError: A camera is missing, or a frame has another shape or type.
         """
         return np.concatenate([self._look(eye, images) for eye in self.form.cameras])
 
@@ -84,13 +119,19 @@ class Adapter:
         now: tuple[np.ndarray, np.ndarray],
         age: int,
     ) -> np.ndarray:
-        """Return the actions from the present control step on, float32 [R, A] in the units of the chunk.
+        """Compute refined actions for the present control step and the steps after it.
 
         Args:
-            chunk: [H, A], the actions of a late answer.
-            then: Features (:meth:`see`) and state [S] of the chunk's frame.
-            now: Features and state of the newest frame.
-            age: Control steps between the two frames.
+            chunk: The actions of a late answer, float [H, A].
+            then: Features (:meth:`see`) and state [S] of the chunk's observation.
+            now: Features and state of the newest observation.
+            age: Control steps between the two observations.
+
+        Returns:
+            The actions, float32 [R, A] in the units of the chunk.
+
+        Raises:
+            AdapterError: The chunk or a state has another shape than in training.
         """
         t, form = self._t, self.form
         if chunk.shape != (form.chunk, form.action):
@@ -114,7 +155,16 @@ class Adapter:
         return (y.reshape(form.rows, form.action) * t["action.std"] + t["action.mean"]).astype(np.float32)
 
     def rebased(self, chunk: np.ndarray, then: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return a chunk's targets [H, A]. Numbers that are also in the state are relative to the state ``now``."""
+        """Convert a chunk to targets relative to the newest state, as in training.
+
+        Args:
+            chunk: The actions, float [H, A].
+            then: State of the chunk's observation, float [S].
+            now: State of the newest observation, float [S].
+
+        Returns:
+            The targets, float32 [H, A]. Values that are also in the state are relative to ``now``.
+        """
         targets = np.array(self._motion.targets(np.asarray(chunk, np.float32), np.asarray(then, np.float32)))
         action, state = self._columns
         if action:
@@ -188,13 +238,13 @@ class Adapter:
 
 
 def _norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """Layer norm over all numbers of x [N]."""
+    """Apply layer normalisation over all values of x [N]."""
     centred = x - x.mean()
     return centred / np.sqrt(np.mean(centred * centred) + np.float32(_EPS)) * weight + bias
 
 
 def _convolved(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: int) -> np.ndarray:
-    """Return the convolution of x [C, h, w] with weight [O, C, k, k], padded by (k - 1) // 2 zeros on each side."""
+    """Convolve x [C, h, w] with weight [O, C, k, k], after padding each side with (k - 1) // 2 zeros: [O, h', w']."""
     k = weight.shape[2]
     edge = (k - 1) // 2
     x = np.pad(x, ((0, 0), (edge, edge), (edge, edge)))
@@ -210,10 +260,10 @@ def _convolved(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: int)
 
 
 def _points(x: np.ndarray) -> np.ndarray:
-    """Return three numbers per channel of an image x [C, h, w], as an array [3 C].
+    """Reduce an image x [C, h, w] to three values per channel, float32 [3 C].
 
-    They are the means of the horizontal and the vertical position in [-1, 1], weighted with the softmax, and the mean
-    of the positive part.
+    The first two values are the mean horizontal and vertical position in [-1, 1], weighted with the softmax over all
+    pixels (spatial softmax). The third value is the mean of the positive part.
     """
     channels, height, width = x.shape
     flat = x.reshape(channels, -1)

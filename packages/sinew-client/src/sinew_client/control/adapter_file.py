@@ -1,9 +1,9 @@
-"""The file of an edge adapter (``adapter.py``): its form, and tensors in the layout of safetensors.
+"""The file format of an edge adapter (``adapter.py``): sizes and tensors in a safetensors file.
 
-The file starts with eight bytes that hold the length of a JSON header. The header follows, with dtype, shape and the
-first and last byte of each tensor. The tensors' bytes are last. ``__metadata__`` in the header holds the text
-``sinew.adapter``, a JSON object of the fields of :class:`Form`. Tensors are F16 or F32, little-endian. N is the width
-of the network, and V the width of its input. H, A, R and S are the form's chunk, action, rows and state.
+The file starts with the length of a JSON header in eight bytes. The header follows, with dtype, shape and byte range of
+each tensor. The bytes of the tensors are last. ``__metadata__`` of the header contains the text ``sinew.adapter``, a
+JSON object with the fields of :class:`Form`. Tensors are F16 or F32, little-endian. In the list of the tensors, N is
+the width of the network, and V the width of its input. H, A, R and S are the form's chunk, action, rows and state.
 
 * ``state.mean``, ``state.std`` [S]; ``rows.mean``, ``rows.std`` [A] (re-based); ``action.mean``, ``action.std`` [A];
 * for each camera ``camera.NAME.I.weight`` [out, in, k, k] and ``.bias`` [out], one pair for each of its strides;
@@ -30,14 +30,12 @@ _DTYPES = {"F16": "<f2", "F32": "<f4"}
 
 
 class AdapterError(ClientError, ValueError):
-    """The adapter cannot be read, or does not fit its use; the message names the field, the expected and the actual
-    value.
-    """
+    """The adapter cannot be read, or does not fit the policy. The message names the field and the expected value."""
 
 
 @dataclass(frozen=True)
 class CameraEncoder:
-    """One camera of an adapter: frames uint8 [height, width, 3], and the stride of each convolution."""
+    """The image encoder of one camera: the size of its uint8 frames in pixels, and the stride of each convolution."""
 
     name: str
     height: int
@@ -47,18 +45,19 @@ class CameraEncoder:
 
 @dataclass(frozen=True)
 class Form:
-    """The sizes of an adapter, and the policy and robot that it fits.
+    """The sizes of an adapter, and the policy that it was trained for.
 
     Attributes:
         policy: Name of the policy whose chunks the adapter refines.
         hz: Control steps per second.
-        chunk: H, actions of a chunk.
-        action: A, numbers of an action.
-        state: S, numbers of the state.
-        rows: R, actions that the adapter returns, from the present step on.
-        max_age: Largest age of a chunk in training, in control steps since the chunk's frame.
-        motion: Reference of the actions (:class:`~sinew_client.control.settings.Settings`).
-        blocks: Blocks of the network.
+        chunk: Number of actions in a chunk (H).
+        action: Number of values in an action (A).
+        state: Number of values in the state (S).
+        rows: Number of actions that the adapter returns, from the present step on (R).
+        max_age: Largest age of a chunk in training, in control steps since the chunk's observation.
+        blocks: Number of residual blocks of the network.
+        cameras: The image encoder of each camera.
+        motion: What actions are relative to (``motion`` of :class:`~sinew_client.control.settings.Settings`).
     """
 
     policy: str
@@ -77,7 +76,7 @@ class Form:
 
     @classmethod
     def parse(cls, values: Any) -> Form:
-        """Read the form that a header describes. Raises :class:`AdapterError`."""
+        """Parse the JSON object of a header. Raises :class:`AdapterError` if a field is missing, unknown or wrong."""
         if not isinstance(values, dict) or values.get("schema") != SCHEMA:
             raise AdapterError(f"{KEY}: expected an object with schema {SCHEMA}, got {shown(values)}")
         names = {each.name for each in fields(cls)} | {"schema"}
@@ -125,7 +124,17 @@ def _whole(name: str, value: Any, most: int) -> None:
 
 
 def parse(data: bytes) -> tuple[Form, dict[str, np.ndarray]]:
-    """Read the form and the tensors from the bytes of a file. Raises :class:`AdapterError`."""
+    """Read the form and the tensors from the bytes of an adapter file.
+
+    Args:
+        data: The content of the file.
+
+    Returns:
+        The form, and the tensors by name.
+
+    Raises:
+        AdapterError: The bytes are not an adapter file.
+    """
     header, body = _split(data)
     try:
         form = Form.parse(parse_json(header.pop("__metadata__")[KEY], finite=False))
@@ -137,7 +146,7 @@ def parse(data: bytes) -> tuple[Form, dict[str, np.ndarray]]:
 
 
 def write(path: Path, form: Form, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write an adapter with its tensors in float16."""
+    """Write an adapter file, with the tensors rounded to float16."""
     half = {name: np.asarray(value, np.float32).astype("<f2") for name, value in tensors.items()}
     header: dict[str, Any] = {"__metadata__": {KEY: json.dumps(form.to_dict())}}
     at = 0

@@ -16,37 +16,38 @@ SILENT = "the leader sends no command"
 
 
 class LeaderError(ClientError):
-    """The leader cannot be opened, or does not fit the policy; the message names the reason."""
+    """The leader cannot be opened, or does not fit the policy. The message states the reason."""
 
 
 class Leader(Protocol):
-    """Drives a robot in place of the policy, such as a leader arm. Each call should return well within a period.
+    """The interface of a leader, such as a leader arm, which drives the robot in place of the policy.
 
-    Optional members:
+    Each method should return well within a control period. Optional members:
 
     * ``wanted``: a bool that a button of the leader changes. True takes over, False hands back.
-    * ``align(position)``: moves the leader towards the robot's position, float [D]; unknown numbers are NaN. The loop
-    calls it in each control step. It must limit the leader's speed, because a hand may be on the leader. Without this
-    method, the human moves the leader.
-    * ``free()``: releases the motors when the leader has the robot's position.
+    * ``align(position)``: moves the leader one step towards the robot's position, float [D] with NaN for unknown
+    numbers. The loop calls the method in each control step until the leader is aligned. The method must limit the
+    leader's speed, because a person's hand may be on the leader. Without this method, the person moves the leader.
+    * ``free()``: switches the leader's motors off when the leader is aligned.
     * ``close()``: called at the end of the run.
     """
 
     def read(self) -> Any:
-        """Return the leader's present command, float [D] in the policy's units; None without a command."""
+        """Return the leader's present command, float [D] in robot units; None if the leader has no command."""
 
 
 @dataclass
 class AuthorityChange:
-    """Counts of hand-overs between policy and human.
+    """Counts the changes of the driver between policy and human.
 
     Attributes:
-        to_human: Hand-overs to the human.
-        to_policy: Hand-overs to the policy.
-        steps: Control steps with a human's command.
-        largest: Largest difference between the first command after a hand-over and the one before it.
-        number: Name of the number with that difference.
-        unknown: Hand-overs without a known command before them.
+        to_human: Number of changes from the policy to the human.
+        to_policy: Number of changes from the human to the policy.
+        steps: Number of control steps with a command of the human.
+        largest: Largest difference between the first command after a change and the last command before it, robot
+            units.
+        number: Name of the joint with this largest difference.
+        unknown: Number of changes for which the last command before the change was unknown.
     """
 
     to_human: int = 0
@@ -58,13 +59,19 @@ class AuthorityChange:
     _due: bool = field(default=False, repr=False)
 
     def changed(self, driver: str) -> None:
-        """Record a hand-over."""
+        """Record that ``driver`` ("human" or "policy") drives from now on."""
         self.to_human += driver == HUMAN
         self.to_policy += driver == POLICY
         self._due = True
 
     def commanded(self, row: np.ndarray, before: np.ndarray | None, names: tuple[str, ...]) -> None:
-        """Record a command, float32 [D], and the command before it."""
+        """Measure the first command after a change of the driver.
+
+        Args:
+            row: The command, float32 [D].
+            before: The command before it, float [D] with NaN for unknown numbers; None if it is unknown.
+            names: Names of the joints.
+        """
         if not self._due:
             return
         self._due = False
@@ -78,14 +85,14 @@ class AuthorityChange:
             self.number = names[worst] if worst < len(names) else str(worst)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; {} if there was no take-over."""
+        """Return the counts as a dict; {} if there was no take-over."""
         if not (self.to_human or self.to_policy):
             return {}
         names = ("to_human", "to_policy", "steps", "largest", "number", "unknown")
         return {name: getattr(self, name) for name in names}
 
     def text(self) -> str:
-        """Return the counts as a line of text."""
+        """Return the counts as one line of text for the report of a run."""
         lost = f", {self.unknown} from a place that was not known" if self.unknown else ""
         return (
             f"{self.to_human} to a human, {self.to_policy} back, {self.steps} steps by hand; largest step at a"

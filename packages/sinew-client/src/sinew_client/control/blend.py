@@ -10,14 +10,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Fusion:
-    """How a new window is fused with the trajectory: the weight of its waypoints.
+    """The weights with which new actions are mixed with the old actions for the same control steps.
 
-    A step without an old waypoint takes the new one unchanged.
+    The result is weight * new + (1 - weight) * old. Without an old action, the new action is used unchanged.
 
     Attributes:
-        near: Weight of the first waypoint that can still change.
-        far: Weight of the waypoints that are ``rows`` or more after the first. In between, the weight changes linearly.
-        rows: Waypoints from the weight ``near`` to the weight ``far``.
+        near: Weight of the first new action, 0 to 1.
+        far: Weight of all new actions from number ``rows`` on. The weight changes linearly from ``near`` to ``far``.
+        rows: Number of actions over which the weight changes; 0 for the constant weight ``far``.
+
+    Raises:
+        ValueError: A weight is not from 0 to 1, or ``rows`` is negative.
     """
 
     near: float = 1.0
@@ -31,12 +34,13 @@ class Fusion:
             raise ValueError(f"fusion: expected 0 or more rows, got {self.rows}")
 
     def weight(self, distance: int) -> float:
-        """Return the weight of the new row that is ``distance`` rows after the first one that can change."""
+        """Return the weight of the new action that is ``distance`` actions after the first new action."""
         if distance >= self.rows:
             return self.far
         return self.near + (self.far - self.near) * max(distance, 0) / self.rows
 
     def __call__(self, old: np.ndarray, new: np.ndarray, distance: int = 0) -> np.ndarray:
+        """Mix two actions, float32 [D]. ``distance`` is the position of the new action (:meth:`weight`)."""
         weight = self.weight(distance)
         if weight == 1.0:
             return new
@@ -44,26 +48,35 @@ class Fusion:
 
 
 def between(mixed: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Clip a mixture of two actions to the range between them.
+    """Clip a mixture of two actions to the range between them, because a rounded mixture may be outside by a bit.
 
-    Rounding may leave this range, and then exceed a limit of the robot.
+    Args:
+        mixed: The mixture, float32 [D].
+        one: The first action, float32 [D].
+        other: The second action, float32 [D].
+
+    Returns:
+        The mixture inside the range. So it exceeds no limit of the robot that both actions respect.
     """
     return np.clip(mixed, np.minimum(one, other), np.maximum(one, other))
 
 
 def parse_fusion(text: str) -> Fusion:
-    """Read a fusion rule.
+    """Parse a rule that mixes new and old actions.
 
     Args:
-        text: One of :data:`AGGREGATES`, ``mix:WEIGHT`` or ``ramp:ROWS``. ``ramp:ROWS`` changes to the new window
-            within ROWS waypoints: the first new waypoint has weight 1 / (ROWS + 1), the waypoint ROWS later has
-            weight 1.
+        text: A key of :data:`AGGREGATES`, ``mix:WEIGHT`` for a constant weight, or ``ramp:ROWS``. With ``ramp:ROWS``,
+            the first new action has the weight 1 / (ROWS + 1), and the action ROWS later has the weight 1.
 
     Returns:
         The rule.
 
     Raises:
-        ValueError: The text names no rule.
+        ValueError: The text is not a rule.
+
+    Example:
+        >>> parse_fusion("mix:0.3")
+        Fusion(near=0.3, far=0.3, rows=0)
     """
     kind, _, value = text.partition(":")
     if not value and kind in AGGREGATES:
@@ -104,14 +117,18 @@ COSINE_ALPHA = 0.1
 def ensemble(
     rows: Sequence[np.ndarray], decay: float = ENSEMBLE_DECAY, alpha: float | None = None
 ) -> np.ndarray:
-    """Return the weighted mean of the actions that several chunks have for one step, float32 [D].
+    """Compute the weighted mean of the actions that several chunks have for one control step.
 
-    The mean is computed from the differences to the newest action, so equal actions give that action to the bit.
+    The mean is computed from the differences to the newest action. So if all actions are equal, the result is exactly
+    this action.
 
     Args:
-        rows: The actions, oldest chunk first.
-        decay: m of the weights w_i = exp(-m i).
-        alpha: Factor of the weights w_i = exp(alpha cos(row_i, newest)), in place of ``decay``.
+        rows: The actions, each float32 [D], from the oldest chunk to the newest.
+        decay: m of the weights w_i = exp(-m i), where the oldest chunk has i = 0 (ACT).
+        alpha: Factor of the weights w_i = exp(alpha cos(action_i, newest action)), in place of ``decay`` (CogACT).
+
+    Returns:
+        The mean, float32 [D].
     """
     newest = np.asarray(rows[-1], np.float32)
     if alpha is None:
@@ -126,16 +143,22 @@ def ensemble(
 
 
 def guidance_weights(length: int, delay: int, end: int, schedule: str = "exp") -> np.ndarray:
-    """Return the weight with which each action of a new chunk is pulled to the running chunk, float64 [length].
+    """Compute the weights with which real-time chunking pulls each action of a new chunk to the running chunk.
 
-    The weights are those of real-time chunking: arXiv 2506.07339, equation 5, and ``get_prefix_weights`` of
-    Physical-Intelligence/real-time-chunking-kinetix, src/model.py.
+    The formula is equation 5 of arXiv 2506.07339. The code is ``get_prefix_weights`` in src/model.py of
+    Physical-Intelligence/real-time-chunking-kinetix.
 
     Args:
-        length: Actions of a chunk.
-        delay: Actions that will be executed before the new chunk arrives. Their weight is 1.
-        end: First action with weight 0. The weights fall from ``delay`` to ``end``.
+        length: Number of actions in a chunk.
+        delay: Number of actions that will be executed before the new chunk arrives. Their weight is 1.
+        end: Index of the first action with weight 0. The weights fall from ``delay`` to ``end``.
         schedule: One of :data:`SCHEDULES`.
+
+    Returns:
+        The weights, float64 [length], 0 to 1.
+
+    Raises:
+        ValueError: The schedule is unknown.
     """
     if schedule not in SCHEDULES:
         raise ValueError("schedule: expected one of {}, got {!r}".format(", ".join(SCHEDULES), schedule))
@@ -155,11 +178,20 @@ def guidance_weights(length: int, delay: int, end: int, schedule: str = "exp") -
 
 
 def ramp_strength(length: int, delay: int, end: int, rate: float = 6.0) -> np.ndarray:
-    """Return the share of the velocity that each action of a new chunk keeps, float64 [length].
+    """Compute the factor of the velocity of each action in a new chunk, for GR00T's real-time chunking.
 
-    This is the schedule of GR00T's real-time chunking. The first ``delay`` actions have the share 0, so they do not
-    change. A ramp rises up to action ``end``. The actions after it have the share 1. The ramp is
-    (1 - e^(-rate t)) / (1 - e^(-rate)) over linspace(0, 1, end - delay + 2)[1:-1] (Isaac-GR00T N1.6 and N1.7).
+    The first ``delay`` actions have the factor 0, so the solver does not change them. A ramp rises up to action
+    ``end``. The actions after it have the factor 1. The ramp is (1 - e^(-rate t)) / (1 - e^(-rate)) over
+    linspace(0, 1, end - delay + 2)[1:-1] (Isaac-GR00T N1.6 and N1.7).
+
+    Args:
+        length: Number of actions in a chunk.
+        delay: Number of actions that will be executed before the new chunk arrives.
+        end: Index of the first action with the factor 1.
+        rate: Steepness of the ramp.
+
+    Returns:
+        The factors, float64 [length], 0 to 1.
     """
     end = max(0, min(end, length))
     frozen = max(0, min(delay, end))

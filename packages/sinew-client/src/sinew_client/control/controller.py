@@ -1,4 +1,7 @@
-"""One command per control step, or a hold with a reason. No clocks and no sockets: time is counted in control steps."""
+"""Decide the command of each control step, or hold the robot with a reason.
+
+The module uses neither clocks nor sockets. It counts time in control steps.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +40,16 @@ class Command:
 
     Attributes:
         step: The control step.
-        row: float32 [D] for the robot; None if it holds.
-        reason: Why the robot holds.
-        clipped: Limits that changed the command.
-        age: Control steps since the frame from which the command was computed.
+        row: The values for the robot, float32 [D]; None if the robot holds.
+        reason: Why the robot holds; "" if it moves.
+        clipped: Joints and limits that changed the command, such as "elbow.velocity".
+        age: Control steps since the observation from which the command was computed; -1 for a hold.
         chunk: Number of the command's chunk; -1 for a hold or a human's command.
         index: Index of the action in that chunk; -1 for a hold or a human's command.
-        seam: True for the first action after a change of the chunk.
-        by: The driver: "policy", "human", "aligning" until the leader has the robot's position, or "returning" at the
-            end of a run.
-        wanted: The command that the policy would have sent while a human drives (``BaseController.shadow``).
+        seam: True for the first command from a new chunk.
+        by: The driver: "policy", "human", "aligning" while the leader moves to the robot's position, or "returning"
+            while the robot returns to its rest pose.
+        wanted: The command of the policy while a human drives in shadow mode, float32 [D]; None otherwise.
     """
 
     step: int
@@ -62,18 +65,26 @@ class Command:
 
 
 class BaseController:
-    """Base of all controllers: a guard before each command, a reason for each hold, and counts of both kinds.
+    """Base class of the controllers. It checks each command against the limits, and counts commands and holds.
 
-    A subclass decides when to request (:meth:`wants_chunk`, :meth:`ask`), takes answers (:meth:`arrived`,
-    :meth:`failed`) and plans (:meth:`_planned`). Every failure ends in a hold, and every valid answer ends the hold.
-    Call :meth:`command` exactly once per control step, with growing steps.
+    A subclass decides when to request a chunk (:meth:`wants_chunk`, :meth:`ask`), processes the answers
+    (:meth:`arrived`, :meth:`failed`) and chooses the action of a step (:meth:`_planned`). After a failure the robot
+    holds until a valid answer arrives. Call :meth:`command` exactly once per control step, in rising order.
+
+    Args:
+        trajectory: The buffer of actions by control step.
+        motion: The motion, which states what actions are relative to.
+        delay: The estimate of the delay from a request to its answer.
+        guard: The check of each command against the limits; None for no check.
+        dim: Number of values in a command (D). 0 takes the width of the first answer.
+        max_rows: Largest number of actions in an answer. A longer answer counts as failed.
 
     Attributes:
-        dim: D, numbers of a command; 0 takes the number of the first answer.
-        max_rows: Largest number of actions in an answer. A longer answer counts as failed.
-        continuous: True if answers arrive without requests and state the observation that they belong to. A missing
-            observation or another instruction then drops none of them.
-        delay: Control steps from a request to its answer.
+        continuous: True if answers arrive without requests, as in a stream. A missing observation or a new instruction
+            then does not drop answers.
+        paused: True between :meth:`pause` and :meth:`resume`.
+        driver: Who drives: "policy", "aligning", "human" or "returning".
+        listeners: Functions that get each event by name, with its values. A decision log is such a listener.
     """
 
     continuous = False
@@ -123,20 +134,20 @@ class BaseController:
 
     @property
     def request(self) -> ChunkRequest | None:
-        """The request in progress, for a controller that requests one answer at a time."""
+        """The request in progress; None if there is none, or if answers arrive without requests."""
         return None
 
     @property
     def said(self) -> str:
-        """Newest text of the policy's language head; "" if there is none."""
+        """Newest text of the policy's language head; "" if the policy has not generated text."""
         return ""
 
     def wants_chunk(self, step: int) -> bool:
-        """Return True if an observation should be sent in this step."""
+        """Return True if the loop should send an observation to the policy in this control step."""
         raise NotImplementedError
 
     def refines(self, step: int) -> bool:
-        """Return True if the controller accepts actions of an edge adapter in this step."""
+        """Return True if an edge adapter may refine the actions in this control step."""
         return False
 
     def ask(
@@ -147,19 +158,22 @@ class BaseController:
         time: float = 0.0,
         frame_time: float = 0.0,
     ) -> ChunkRequest:
-        """Record a request, and return its fields.
+        """Record that a request is sent, and compute its fields.
 
         Args:
             step: The control step.
-            frame: Control step of the newest frame.
-            state: State of that frame, float [S].
+            frame: Control step in which the newest frame was exposed.
+            state: State of the observation, float [S].
             time: Time of the request, seconds since the first tick.
             frame_time: Time of the newest frame, seconds since the first tick.
+
+        Returns:
+            The request, with the fields that the loop adds to the observation.
         """
         raise NotImplementedError
 
     def arrived(self, step: int, answer: Any) -> bool:
-        """Take an answer. Return False if no robot may execute it, which counts as a fault."""
+        """Process an answer of the policy. Return False if the answer is not valid, which counts as a fault."""
         raise NotImplementedError
 
     def failed(self, step: int, reason: str, kind: str = "") -> None:
@@ -177,12 +191,12 @@ class BaseController:
             self.faults.add(kind, reason)
 
     def broken(self, step: int, reason: str) -> None:
-        """Record an answer that no robot may execute."""
+        """Record an answer that must not be executed, with the reason."""
         self._tell("bad_chunk", {"step": step, "reason": reason})
         self.faults.add("bad_chunk", reason)
 
     def fault(self, step: int, reason: str, moved: bool = False) -> None:
-        """Hold, because the observation cannot be used or the robot requests it.
+        """Hold the robot, because its observation cannot be used, or because the robot asks for it.
 
         Args:
             step: The control step.
@@ -192,9 +206,13 @@ class BaseController:
         raise NotImplementedError
 
     def unsent(self, command: Command, reason: str) -> None:
-        """Record that the robot did not execute this command.
+        """Record that the robot rejected this command and did not execute it.
 
         The robot holds until a fresh answer arrives, and then starts from its present position.
+
+        Args:
+            command: The command.
+            reason: Why the robot rejected the command.
         """
         self.fault(command.step, reason)
         self.stands(None)
@@ -206,41 +224,41 @@ class BaseController:
         self._count(reason)
 
     def instructed(self, step: int, prompt: str) -> None:
-        """Record a new instruction, which is valid from this step on."""
+        """Record a new instruction, which applies from this control step on."""
         self._tell("prompt", {"step": step, "prompt": prompt})
 
     def leaves(self, command: Command, time: float) -> None:
-        """Record the time at which a command is sent to the robot, in seconds since the first tick."""
+        """Record that a command is sent to the robot at ``time``, in seconds since the first tick."""
 
     def _planned(self, step: int, state: np.ndarray | None) -> Command:
         raise NotImplementedError
 
     def _wanted(self, step: int, state: np.ndarray | None) -> np.ndarray | None:
-        """Commit a step that a human drives. Return the policy's command before the limits, or None."""
+        """Return the policy's command for a step in which a human drives, before the limits; None without a command."""
         self.trajectory.take(step)
         return None
 
     def _commanded(self, command: Command, state: np.ndarray | None) -> None:
-        """Record the command that was sent, after the limits."""
+        """Process the command that is sent to the robot, after the limits were applied."""
 
     def _drop(self) -> None:
-        """Forget the plan and the request in progress."""
+        """Drop all planned actions and the request in progress."""
         raise NotImplementedError
 
     def pause(self) -> None:
-        """Hold from the next command on. The plan is dropped, and answers in progress are ignored."""
+        """Hold the robot from the next control step on. Planned actions are dropped, and late answers are ignored."""
         self._tell("pause", {})
         self.paused = True
         self._leaves_alone()
         self._drop()
 
     def resume(self, position: np.ndarray | None = None, moved: bool = True) -> None:
-        """Continue with a fresh answer.
+        """Continue after a pause, as soon as a fresh answer arrives.
 
         Args:
-            position: Position of the robot in the numbers of a command, if known. If it is None and limits need it,
-                nothing is sent until :meth:`stands` sets it.
-            moved: False (in older logs) if nobody can have moved the robot since the last command.
+            position: Position of the robot, float [D] in the order of a command; None if it is unknown. If the limits
+                need the position, the robot holds until :meth:`stands` sets it.
+            moved: True if a person may have moved the robot since the last command. False occurs only in older logs.
         """
         self._tell("resume", {"position": position, "moved": moved})
         self.paused, self._fault = False, self.starting
@@ -250,15 +268,19 @@ class BaseController:
             self.guard.held()
 
     def due(self, step: int) -> bool:
-        """Return True if there is an action for this step."""
+        """Return True if the robot has an action for this control step."""
         return not self.paused and (self.driver in (HUMAN, RETURNING) or self.trajectory.at(step) is not None)
 
     def wants_position(self, step: int) -> bool:
-        """Return True if an action is due in this step and its limits need the robot's position (:meth:`stands`)."""
+        """Return True if an action is due, but the limits need the robot's position first (:meth:`stands`)."""
         return self.guard is not None and not self.guard.known and self.due(step)
 
     def stands(self, position: np.ndarray | None) -> None:
-        """Set the position of the standing robot, in the numbers of a command. Unknown numbers are NaN."""
+        """Set the position of a robot that stands still.
+
+        Args:
+            position: float [D] in the order of a command, with NaN for unknown numbers; None if all are unknown.
+        """
         self._tell("stands", {"position": position})
         # Without a position, the robot did not execute its last command, so that command does not count.
         if position is None:
@@ -267,35 +289,38 @@ class BaseController:
             self.guard.start(position)
 
     def _begins(self, position: np.ndarray | None) -> None:
-        """Apply limits from ``position`` on, because the robot may have been moved. None: the position is unknown."""
+        """Start the limits at ``position``, float [D], because the robot may have been moved. None means unknown."""
         self._ahead = self._ahead_before = None
         if self.guard is not None:
             self.guard.start(position)
 
     def stood(self) -> None:
-        """Record that another part, such as the watchdog, has held the robot since its last command."""
+        """Record that the watchdog, or another part of the program, has held the robot since its last command."""
         self._tell("stood", {})
         if self.guard is not None:
             self.guard.held()
 
     def _leaves_alone(self) -> None:
-        """Let the policy drive again: the take-over ended without a hand-back."""
+        """End a take-over without a hand-back, so that the policy drives again.
+
+        In shadow mode, align the leader again.
+        """
         if self.driver != POLICY:
             self.driver = ALIGNING if self.shadow else POLICY
 
     def take_over(self, step: int, shadow: bool = False) -> None:
-        """Hold from this step on, until the leader has the robot's position (:meth:`aligned`).
+        """Begin a take-over: hold the robot until the leader is at the robot's position (:meth:`aligned`).
 
         Args:
             step: The control step.
-            shadow: True if the leader drives for the whole run, and the policy plans only for a comparison.
+            shadow: True if the leader drives for the whole run, and the policy's actions are only compared.
         """
         self._tell("take_over", {"step": step, "shadow": shadow})
         self.driver, self.shadow, self._fault, self.followed = ALIGNING, shadow, "", None
         self._drop()
 
     def aligned(self, step: int) -> None:
-        """Follow a leader from this step on."""
+        """Record that the leader is aligned. The robot follows the leader from this control step on."""
         self._tell("aligned", {"step": step})
         # With `followed` set, the human drove before this realignment too, so the driver has not changed.
         if self.followed is None:
@@ -303,17 +328,23 @@ class BaseController:
         self.driver, self.followed = HUMAN, None
 
     def realign(self, step: int) -> None:
-        """Hold from this step on until the leader, which has moved away, is at the robot's position again."""
+        """Hold the robot, because the leader has moved away, until the leader is at the robot's position again."""
         self._tell("realign", {"step": step})
         self.driver = ALIGNING
 
     def led(self, step: int, row: np.ndarray | None, reason: str = "") -> None:
-        """Take the leader's command for this step, float32 [D]. None holds the robot for ``reason``."""
+        """Set the leader's command for this control step.
+
+        Args:
+            step: The control step.
+            row: The command, float32 [D]; None holds the robot.
+            reason: Why there is no command.
+        """
         self._tell("led", {"step": step, "row": row, "reason": reason})
         self._led = (step, row, reason)
 
     def hand_back(self, step: int) -> None:
-        """Hold from this step on, until the policy has a fresh answer."""
+        """End a take-over: hold the robot until the policy has a fresh answer. Then the policy drives."""
         self._tell("hand_back", {"step": step})
         if self.driver == HUMAN or (self.driver == ALIGNING and self.followed is not None):
             self.handed.changed(POLICY)
@@ -321,13 +352,13 @@ class BaseController:
         self._drop()
 
     def returns(self, step: int) -> None:
-        """Follow the way to the rest pose from this step on (:meth:`led`). The policy gets no more requests."""
+        """Begin the return to the rest pose, whose commands come from :meth:`led`. The policy gets no more requests."""
         self._tell("returns", {"step": step})
         self.driver, self._fault, self.followed = RETURNING, "", None
         self._drop()
 
     def _followed(self, step: int, state: np.ndarray | None) -> Command:
-        """Return the command of a step in which a human drives or is about to drive."""
+        """Return the command of a control step in which a leader, or the return to the rest pose, drives."""
         policy_command = self._wanted(step, state)
         if self.paused:
             return Command(step, None, PAUSED, by=self.driver, wanted=policy_command)
@@ -345,18 +376,18 @@ class BaseController:
         return replace(command, by=self.driver, wanted=policy_command, seam=False)
 
     def command(self, step: int, state: np.ndarray | None = None) -> Command:
-        """Return the command of this step.
+        """Decide the command of a control step.
 
         Args:
             step: The control step.
-            state: State of the robot in this step; None if there is no valid state. A controller that ``needs_state``
-                then holds.
+            state: State of the robot in this step, float [S]; None if there is no valid state. If the controller
+                ``needs_state``, the robot then holds.
 
         Returns:
-            The command, or the hold with its reason.
+            The command, or a hold with its reason.
 
         Raises:
-            ValueError: The step has had its command already.
+            ValueError: This control step already has a command.
         """
         if self.guard is not None and self._step is not None and step > self._step + 1:
             self.guard.skipped()
@@ -389,12 +420,22 @@ class BaseController:
         index: int,
         row: np.ndarray | None = None,
     ) -> Command:
-        """Clip a target to the workspace, then let the guard check the command.
+        """Clip a target to the workspace, and check the command for this target against the other limits.
 
-        ``row`` is the command for the target, if it is known already.
+        Args:
+            step: The control step.
+            target: The target, float32 [D] (:class:`~sinew_client.control.motion.Motion`).
+            state: State of the robot in this step, float [S].
+            age: Control steps since the observation of the action.
+            chunk: Number of the chunk.
+            index: Index of the action in the chunk.
+            row: The command for the target, if it is already known.
+
+        Returns:
+            The command, or a hold with its reason.
 
         Raises:
-            ValueError: The motion cannot read the state.
+            ValueError: The state does not have the values that the motion needs.
         """
         limits = None if self.guard is None else self.guard.limits
         if limits is None or not limits.boxed.any():
@@ -409,9 +450,9 @@ class BaseController:
         sent = self.motion.command(inside, state) if met else requested
 
         def stays(row: np.ndarray) -> bool:
-            """Return True if a command ends inside the workspace.
+            """Return True if a command leads to a position inside the workspace.
 
-            The limits of acceleration may carry the robot past a position at which it should turn.
+            The check is necessary because a limit of acceleration may move the robot beyond the clipped target.
             """
             reached, here = self.motion.reached(row, state), self._pose(limits, state)
             # A robot that is already outside may stay there and move back, so its position extends the workspace.
@@ -425,9 +466,9 @@ class BaseController:
         return replace(command, clipped=(*command.clipped, *met)) if met else command
 
     def _pose(self, limits: Limits, state: np.ndarray | None) -> np.ndarray:
-        """Return the robot's position in the numbers of a target, float [D]; unknown numbers are NaN.
+        """Return the robot's position in the order of a target, float32 [D], with NaN for unknown values.
 
-        The position is the last command if commands are positions, else this step's state.
+        The position is the last command if commands are positions, else the state of this step.
         """
         here = None if self.guard is None else self.guard.here
         assert here is not None
@@ -435,9 +476,10 @@ class BaseController:
         return np.where(self.motion.placed(limits.dim), here, pose).astype(np.float32)
 
     def _box(self, limits: Limits, state: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the workspace, reduced by the commands since the state last changed.
+        """Return the lower and upper end of the workspace, [D] each, for the next command.
 
-        A sensor that repeats the same state may be frozen, and the robot may already have executed the commands.
+        If the state does not change, the sensor may be frozen, while the robot executes the commands. So the workspace
+        is reduced by the sum of the commands since the state last changed.
         """
         low, high = limits.workspace_low, limits.workspace_high
         if not self.needs_state or self._ahead is None:
@@ -447,7 +489,7 @@ class BaseController:
         return low - np.minimum(ahead, 0.0), high - np.maximum(ahead, 0.0)
 
     def _goes(self, target: np.ndarray, pose: np.ndarray) -> None:
-        """Record that a command moves the robot from ``pose`` to ``target``."""
+        """Record that a command moves the robot from ``pose`` to ``target``, each float [D]."""
         if not self.needs_state:
             return
         self._ahead_before = self._ahead
@@ -464,7 +506,7 @@ class BaseController:
         requested: np.ndarray | None = None,
         inside: Callable[[np.ndarray], bool] = lambda _: True,
     ) -> Command:
-        """Return the command that the guard allows, or the hold that it requires."""
+        """Check a command against the limits. Return the allowed command, or a hold with its reason."""
         seam, self._chunk = self._chunk not in (-1, chunk), chunk
         if self.guard is None:
             return Command(step, row, "", (), age, chunk, index, seam)
@@ -488,17 +530,17 @@ class BaseController:
 
 
 class Controller(BaseController):
-    """Plays requested chunks, one request at a time: a player behind a guard.
+    """The controller for requested chunks. One request is in progress at a time.
 
     Args:
-        player: Decides when to request, and which action belongs to which step.
-        guard: Checks every command.
-        max_age: Largest age of an action in control steps since its frame. An older action is not executed. None sets
-            no limit.
-        finish: True executes the remaining actions after a request has failed. False holds at once.
-        dim: D, numbers of a command; 0 takes the number of the first answer.
+        player: Decides when to request a chunk, and which action belongs to which control step.
+        guard: Checks every command against the limits; None for no check.
+        max_age: Largest age of an action, in control steps since its observation. Older actions are not executed. None
+            sets no limit.
+        finish: True executes the remaining actions after a failed request. False holds the robot at once.
+        dim: Number of values in a command (D). 0 takes the width of the first chunk.
         max_rows: Largest number of actions in a chunk.
-        smoothing: A filter of the actions.
+        smoothing: A filter of the actions; None for no filter.
     """
 
     def __init__(
@@ -537,15 +579,20 @@ class Controller(BaseController):
         time: float = 0.0,
         frame_time: float = 0.0,
     ) -> ChunkRequest:
-        """Begin a request; see :meth:`Player.ask`."""
+        """Record that a request is sent, and compute its fields (:meth:`Player.ask`)."""
         self._tell("ask", {"step": step, "frame": frame, "state": state})
         return self.player.ask(step, frame, state)
 
     def arrived(self, step: int, answer: Any) -> bool:
-        """Take the answer to the request in progress. Return True if it is a valid chunk.
+        """Process the answer to the request in progress.
 
-        A chunk has 1 to ``max_rows`` actions of ``dim`` finite real numbers that the motion can follow. Any other
-        answer counts as a fault.
+        Args:
+            step: The control step.
+            answer: A valid chunk has 1 to ``max_rows`` actions of ``dim`` finite numbers. Any other answer counts as a
+                fault, and the robot holds.
+
+        Returns:
+            True if the chunk is valid.
         """
         try:
             rows = checked_rows(answer, self.dim, self.max_rows)
@@ -566,7 +613,13 @@ class Controller(BaseController):
         return not self.paused and self.driver == POLICY and self.player.refines(step)
 
     def refined(self, step: int, rows: np.ndarray, state: np.ndarray | None = None) -> None:
-        """Use an edge adapter's actions (:meth:`Player.refined`). An invalid chunk counts as a fault."""
+        """Replace the coming actions by those of an edge adapter. Invalid actions count as a fault.
+
+        Args:
+            step: The control step.
+            rows: float32 [R, D], for this control step and the next ones.
+            state: State of the robot in this step, float [S].
+        """
         try:
             rows = checked_rows(rows, self.dim, self.max_rows, what="the edge adapter's chunk")
         except RowsError as error:
@@ -582,7 +635,7 @@ class Controller(BaseController):
         self.player.delay.reconnected()
 
     def broken(self, step: int, reason: str) -> None:
-        """Record an answer that no robot may execute, and hold until a valid answer."""
+        """Record an answer that must not be executed, and hold the robot until a valid answer arrives."""
         super().broken(step, reason)
         self._fail(step, reason, drop=True)
 
@@ -591,7 +644,7 @@ class Controller(BaseController):
         self._fail(step, reason, drop=True)
 
     def fault(self, step: int, reason: str, moved: bool = False) -> None:
-        """Hold until a fresh chunk, because the observation cannot be used or the robot requests it."""
+        """Hold the robot until a fresh chunk arrives (:meth:`BaseController.fault`)."""
         self._tell("fault", {"step": step, "reason": reason, "moved": moved})
         self._fail(step, reason, drop=True)
         if moved:
@@ -671,12 +724,12 @@ class Controller(BaseController):
         self._rests(state)
 
     def _places(self, position: np.ndarray | None) -> None:
-        """Set the robot's position, in the numbers of a command; None if the position is unknown."""
+        """Restart the filter at the robot's position, float [D] in the order of a command; None if it is unknown."""
         self._reached = None if position is None else np.asarray(position, np.float32)
         self._rests(None)
 
     def _rests(self, state: np.ndarray | None) -> None:
-        """Restart the filter at the robot's position: at its state, or else at its last command."""
+        """Restart the filter at the robot's observed position, or else at its last command."""
         if self.smoothing is None:
             return
         at = np.full(self.dim, np.nan) if self._reached is None else self._reached

@@ -1,7 +1,7 @@
-"""Defaults of chunk merging and of the replan rule.
+"""The default method of chunk merging, and the default rule for the next request.
 
-All users of :class:`~sinew_client.control.settings.Settings` take them from here: ``sinew run``, ``sinew eval``,
-``sinew demo``, the ROS bridge and the LeRobot plugin. docs/late-answers.md has the measurements.
+``sinew run``, ``sinew eval``, ``sinew demo``, the ROS bridge and the LeRobot plugin all use these defaults.
+docs/late-answers.md has the measurements.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ WAITS, GOES_ON = "freeze", "aligned"
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen method of chunk merging and rule for requests, with the reasons.
+    """The chosen method of chunk merging and the chosen rule for the next request, with the reasons.
 
     Attributes:
-        handover: The method of chunk merging.
-        motion: Reference of the actions; None sends them unchanged.
-        reason: Reason for the method.
-        replan: When the next chunk is requested.
-        replan_reason: Reason for ``replan``, if the checkpoint has a setting of its own; else "".
+        handover: The method of chunk merging, in the form that ``parse_handover`` reads.
+        motion: What actions are relative to, as ``Settings.motion``; None sends the actions unchanged.
+        reason: Why this method was chosen, for the log.
+        replan: The rule for the next request, in the form that ``parse_rule`` reads.
+        replan_reason: Why this rule was chosen, or how it differs from the checkpoint's own setting; "" otherwise.
     """
 
     handover: str
@@ -54,20 +54,22 @@ def choose(
     robot: Mapping[str, Any] | None = None,
     replan: str = REPLAN,
 ) -> Choice:
-    """Choose the method of chunk merging and the motion.
+    """Choose the method of chunk merging and the motion for a policy and a robot.
 
-    ``auto`` lets the robot continue during a request if actions are targets (absolute, or relative to the state of
-    the chunk's frame), because late targets are still right. The robot waits if actions are delta actions, or if the
-    motion is unknown. For a checkpoint that was trained for temporal ensembling, ``auto`` chooses ``ensemble`` and a
-    request in every step.
+    ``auto`` chooses by the motion:
+
+    * If actions are targets (absolute, or relative to the observed state), the robot continues during a request,
+    because a late target is still right.
+    * If actions are delta actions, or if the motion is unknown, the robot waits for the next chunk.
+    * If the checkpoint was trained for temporal ensembling, the method is ``ensemble``, with a request in every step.
 
     Args:
         handover: The user's method, or "auto".
         motion: The user's motion; None takes the policy's motion, or else the robot's motion.
         policy: The policy's description, with its own ``motion``.
-        refined: True with an edge adapter, which computes the actions of every step.
+        refined: True with an edge adapter, which computes the actions of every control step.
         robot: The motion that the robot's driver states.
-        replan: The user's rule.
+        replan: The user's rule for the next request.
 
     Returns:
         The choice with its reasons.
@@ -130,15 +132,20 @@ def choose(
 
 
 def ensemble_of(policy: Mapping[str, Any] | None) -> float | None:
-    """Return the coefficient of temporal ensembling that a policy states; None if it states none."""
+    """Return the coefficient of temporal ensembling in a policy's description; None if there is none."""
     coefficient = (policy or {}).get("temporal_ensemble")
     return None if coefficient is None else float(coefficient)
 
 
 def unlike_chunking(handover: str, policy: Mapping[str, Any] | None) -> str:
-    """Return a note for a checkpoint that was made for real-time chunking, with the options that use it.
+    """Write a note if a checkpoint was made for real-time chunking but is used with another method.
 
-    The note is "" for any other checkpoint, and if the method of chunk merging is real-time chunking already.
+    Args:
+        handover: The chosen method of chunk merging.
+        policy: The policy's description.
+
+    Returns:
+        A sentence with the options for real-time chunking; "" if no note is necessary.
     """
     stated = (policy or {}).get("real_time_chunking")
     if not stated or parse_handover(handover).method == "rtc":
@@ -159,7 +166,7 @@ def unlike_chunking(handover: str, policy: Mapping[str, Any] | None) -> str:
 
 
 def _unlike_checkpoint(replan: str, policy: Mapping[str, Any] | None) -> str:
-    """Return a note if a replan rule differs from the checkpoint's own setting; "" if both are equal."""
+    """Return a note if the rule ``replan`` differs from the checkpoint's ``n_action_steps``; "" if they are equal."""
     rows, size = int((policy or {}).get("n_action_steps") or 0), int((policy or {}).get("chunk_size") or 0)
     try:
         same = not 0 < rows <= size or parse_rule(replan).horizon(size) == rows
@@ -171,7 +178,7 @@ def _unlike_checkpoint(replan: str, policy: Mapping[str, Any] | None) -> str:
 
 
 def stated(policy: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the motion that a policy states, in the form of ``Settings.motion``; None if it states none."""
+    """Return the motion in a policy's description, in the form of ``Settings.motion``; None if there is none."""
     motion = (policy or {}).get("motion")
     if not motion:
         return None
@@ -182,12 +189,15 @@ def stated(policy: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def usual_guidance(policy: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the default guidance of a stream's whole chunks, and the reason.
+    """Choose the default guidance for a stream whose policy computes whole chunks.
 
-    A head with a time per action continues the running chunk by itself, independent of this choice.
+    The choice has no effect on a head with a separate time for each action, which always continues the running chunk.
 
     Args:
         policy: The policy's description.
+
+    Returns:
+        The guidance, and the reason for the log.
     """
     kind = str((policy.get("solver") or {}).get("kind", "euler"))
     if kind != "euler":

@@ -8,11 +8,11 @@ WINDOW = 10  # number of recent requests in the estimate, as in Black et al. 202
 
 
 class DelayEstimate:
-    """The expected delay, in control steps, from the last ten requests.
+    """Estimates the delay from a request to its chunk, in control steps, from the last ten requests.
 
-    The estimate is the second largest delay. With fewer than five delays, it is the largest. So it covers the usual
-    jitter, but not a single slow request. The first request after a start or reconnect includes compilation,
-    allocation and connection, so it counts only until the next request was measured.
+    The estimate is the second largest of these delays, or the largest if there are fewer than five. So it covers the
+    usual jitter, but not a single slow request. The first request after a start or a reconnect includes compilation,
+    allocation and connection. It counts only until the next request was measured.
     """
 
     def __init__(self) -> None:
@@ -20,19 +20,19 @@ class DelayEstimate:
         self._initial, self._first = 0, True
 
     def add(self, steps: int) -> None:
-        """Count a request that was answered ``steps`` control steps after it was sent."""
+        """Record a request whose answer arrived ``steps`` control steps after the request."""
         if self._first:
             self._initial, self._first = max(steps, 0), False
         else:
             self._delays.append(max(steps, 0))
 
     def reconnected(self) -> None:
-        """Treat the next request as a first request, because it includes the connection. Earlier delays stay."""
+        """Record a reconnect. The next request then counts as a first request, because it includes the connection."""
         self._first = True
 
     @property
     def steps(self) -> int:
-        """Expected control steps from request to chunk."""
+        """Expected number of control steps from a request to its chunk."""
         if not self._delays:
             return self._initial
         ordered = sorted(self._delays)

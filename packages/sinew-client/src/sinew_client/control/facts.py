@@ -1,7 +1,7 @@
-"""Optional facts about a robot, read in one place.
+"""Optional facts about a robot, such as its joint names and its rest poses.
 
-A robot has three methods (:class:`~sinew_client.control.interfaces.Robot`). Everything else about it is optional and
-is read here, so that no other module has to look for attributes of a robot.
+A robot must have three methods (:class:`~sinew_client.control.interfaces.Robot`). All other attributes are optional.
+:func:`facts_of` reads them in one place, so that no other module has to look for attributes of a robot.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 
 
 class Episodic(Protocol):
-    """A robot in a world with episodes, such as a simulated task.
+    """The interface of a robot in an environment with episodes, such as a simulated task.
 
     Attributes:
         finished: Number of episodes that have ended.
         successes: Number of ended episodes that succeeded.
         episodes: Number of episodes after which the robot ends the run; None never ends it.
-        on_episode: Function that the robot calls with a reason and an instruction when a new episode has begun.
+        on_episode: Function that the robot calls when a new episode has begun, with a reason and an instruction.
     """
 
     finished: int
@@ -29,7 +29,7 @@ class Episodic(Protocol):
 
 
 class Scenes(Protocol):
-    """A robot that sets up the scene of a trial and judges it.
+    """The interface of a robot that sets up the scene of a trial and decides whether the trial succeeded.
 
     Attributes:
         success: Outcome of the present trial; None while it runs.
@@ -38,7 +38,7 @@ class Scenes(Protocol):
     success: bool | None
 
     def set_up(self, seed: int) -> None:
-        """Set up the scene of a seed and begin the trial."""
+        """Set up the scene that belongs to ``seed``, and begin the trial."""
 
 
 def _no_task() -> str:
@@ -57,34 +57,36 @@ def _no_verdict() -> None:
 class RobotFacts:
     """Optional facts about a robot. A robot may return them from a method ``facts()``.
 
-    For a robot without that method, its attributes of the same names are read (``task`` as a text, ``arm_points`` for
-    ``points``, ``control_hz`` for ``hz``).
+    If the robot has no such method, :func:`facts_of` reads its attributes of the same names. Three names differ: it
+    reads ``task`` as a text, ``arm_points`` as ``points`` and ``control_hz`` as ``hz``.
 
     Attributes:
-        joints: Names of the numbers of the state and of a command: one list for both, or a mapping with "state" and
+        joints: Names of the values in the state and in a command: one list for both, or a mapping with "state" and
             "action". None if the robot has no names.
         joint_unit: Unit of the joints, such as "rad" or "deg"; "" if the robot does not state a unit.
-        motion: Reference of the commands, as ``Settings.motion``; None if the robot does not state a motion.
+        motion: What commands are relative to, as ``Settings.motion``; None if the robot does not state it.
         hz: Required rate of commands in Hz, such as the rate of a simulation; None allows any rate.
-        physical: False if nothing can break, because the robot is simulated or has no hardware.
+        physical: False if the robot is simulated or has no hardware, so that it cannot break anything.
         bounds_speed: True if the robot limits the speed of its joints itself.
-        needs_state: Returns True if the next command depends on the position in the same control step, so that the
-            robot holds without an observation. This is the case for robots whose commands are poses.
-        task: Returns the robot's own present instruction; "" if it has none.
+        needs_state: Function that returns True if the next command depends on the position in the same control step.
+            Without a valid observation, the robot then holds. Robots whose commands are poses need this.
+        task: Function that returns the robot's own present instruction; "" if it has none.
         concurrent_hold: True if ``hold`` may be called from another thread while another method blocks.
-        sense: Returns only the state, float [S], if that is faster than ``observe``; None without such a method.
-        points: Returns the last known points of the arm, float [N, 3], in metres; None if the robot has no points.
+        sense: Function that returns only the state, float [S], faster than ``observe``; None without such a function.
+        points: Function that returns the last known points of the arm, float [N, 3], in metres; None without one.
         episodes: The robot's interface for episodes; None without episodes.
         scenes: The robot's interface to set up and judge trials; None without one.
-        success: Returns the outcome of the present trial, if the robot judges it: True, False, or None while it runs.
-        leader: Opens the scripted expert of the robot's task as a leader (``sinew run --takeover expert``), with
-            options as keywords. None without an expert.
-        close: Disconnects the robot; None if there is nothing to close.
-        poses: Rest poses by name: the numbers of a command in its order, or a mapping from their names.
-        rested: Function to call when the robot has returned to its rest pose, so that ``close`` may switch the motors
+        success: Function that returns the outcome of the present trial if the robot judges it: True, False, or None
+            while the trial runs.
+        leader: Function that opens the scripted expert of the robot's task as a leader (``sinew run --takeover
+            expert``). It takes options as keywords. None without an expert.
+        close: Function that disconnects the robot; None if there is nothing to close.
+        poses: Rest poses by name. A pose is a list with one number per value of a command, or a mapping from the names
+            of these values.
+        rested: Function that the loop calls when the robot is at its rest pose, so that ``close`` may switch the motors
             off; None without one.
-        between: Returns the pose at a share (0 to 1) of the way from one command to another, for a robot whose numbers
-            cannot be interpolated linearly; None interpolates linearly.
+        between: Function (start, goal, share) that interpolates between two commands, with a share from 0 to 1. It is
+            for robots whose values cannot be interpolated linearly, such as rotations. None interpolates linearly.
     """
 
     joints: Any = None
@@ -108,13 +110,13 @@ class RobotFacts:
     between: Callable[[Any, Any, float], Any] | None = None
 
     def names(self, part: str) -> list[str]:
-        """Return the names of the numbers of ``part``, "state" or "action"; [] if the robot has no names."""
+        """Return the names of the values in the "state" or the "action"; [] if the robot has no names."""
         own = self.joints or ()
         return list(own[part] if isinstance(own, Mapping) else own)
 
     @property
     def counts(self) -> tuple[int | None, int | None]:
-        """Number of successful and of finished episodes. None for a count that is not a whole number."""
+        """The number of successful episodes, and the number of finished episodes; None for an unknown count."""
         if self.episodes is None:
             return None, None
         # Another thread may count an episode between the two reads. A robot counts it as finished first and as a
@@ -128,7 +130,7 @@ def _whole(value: Any) -> int | None:
 
 
 def facts_of(robot: Any) -> RobotFacts:
-    """Return the facts of a robot.
+    """Collect the optional facts about a robot.
 
     Args:
         robot: A robot, or a wrapper around one that has the method ``facts``.

@@ -1,4 +1,7 @@
-"""The encoding of frames for a distant server: raw, JPEG, or JPEG only if the network is slow. No sockets here."""
+"""Choose how camera frames are encoded for a server: raw, JPEG, or JPEG only if the network is slow.
+
+This module opens no sockets.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,23 @@ GAIN = 0.8  # "auto" stays with JPEG if it takes less than this fraction of the 
 class Frames:
     """Chooses the encoding of a robot's frames, for all connections of a run.
 
-    "auto" sends raw frames until the median of 5 requests spent more than 50 ms on the network (round trip without
-    the server's own time; a request without an answer counts its time limit). Then it sends 5 requests with JPEG 90.
-    JPEG stays if their median is below 0.8 of the time of the raw frames. Otherwise frames are raw for the rest of the
-    run. JPEG is not the default, because it loses detail and so changes actions a little. "raw" logs a warning if the
-    network is slow.
+    "auto" first sends raw frames. It measures the time that requests need on the network: the round trip without the
+    server's own time. If the median of 5 requests is above 50 ms, it sends 5 requests with JPEG of quality 90. It stays
+    with JPEG if their median is below 0.8 of the time of raw frames. Otherwise it sends raw frames for the rest of the
+    run. A request without an answer counts with its time limit.
+
+    JPEG is not the default, because it loses detail and so changes the actions a little. "raw" only logs a warning if
+    the network is slow.
 
     Args:
-        wanted: "raw", "auto", or a JPEG quality "1" to "95".
+        wanted: "raw", "auto", or a JPEG quality from "1" to "95".
+
+    Attributes:
+        quality: JPEG quality of the next request; None for raw frames.
+        why: The reason for the present encoding.
 
     Raises:
-        ValueError: The text is not one of these values.
+        ValueError: ``wanted`` is not one of these values.
         ClientError: Pillow is not installed.
     """
 
@@ -46,11 +55,11 @@ class Frames:
 
     @property
     def text(self) -> str:
-        """The present encoding, and the reason for it."""
+        """The present encoding and its reason, for the log."""
         return f"{'raw' if self.quality is None else f'JPEG {self.quality}'}: {self.why}"
 
     def took(self, network_ms: float) -> None:
-        """Record the time that a request spent on the network, milliseconds."""
+        """Record how long a request needed on the network, in milliseconds, and change the encoding if necessary."""
         if not self._looks:
             return
         self._seen = [*self._seen, network_ms][-LOOKS:]

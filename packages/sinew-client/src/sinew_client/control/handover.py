@@ -1,4 +1,4 @@
-"""Chunk merging: which action of a late chunk belongs to which control step, and how chunks are mixed."""
+"""Chunk merging: assign the actions of a late chunk to control steps, and mix overlapping chunks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ GUIDANCE = ("", "guided", "no-jacobian", "ramp", "trained")
 
 @dataclass(frozen=True)
 class PlacedChunk:
-    """A chunk whose action 0 belongs to control step ``origin``.
+    """A chunk whose actions are assigned to control steps.
 
     Attributes:
-        rows: Targets, float32 [H, D].
-        origin: Control step of action 0.
-        frame: Control step of the chunk's newest frame.
-        number: Number of the chunk, from 0.
+        rows: Targets of the chunk, float32 [H, D].
+        origin: Control step of the first action.
+        frame: Control step in which the chunk's newest frame was exposed.
+        number: Number of the chunk in this run, from 0.
     """
 
     rows: np.ndarray
@@ -33,37 +33,42 @@ class PlacedChunk:
     number: int
 
     def nodes(self) -> list[Node]:
+        """Return one node per action, with its control step."""
         return [Node(self.origin + k, row, self.frame, self.number, k) for k, row in enumerate(self.rows)]
 
 
 @dataclass(frozen=True)
 class Handover:
-    """A method of chunk merging and its settings; :func:`parse_handover` describes the text form.
+    """A method of chunk merging and its settings. :func:`parse_handover` describes the text form.
 
     Methods:
 
-    * freeze: wait. The robot executes its actions, requests, and stands still until the answer arrives. It starts at
-    action 0.
-    * naive: no compensation. The old chunk continues, and the new one starts at action 0 when it arrives.
-    * aligned: latency-compensated. Action k belongs to the k-th step after the chunk's frame, and actions whose step
-    has passed are skipped.
-    * ensemble: aligned, and each step gets the mean of all chunks that have an action for the step (ACT), or the mean
-    of the newest chunks, weighted by their similarity (CogACT).
-    * aggregate: aligned, and steps that the old and the new chunk share get a mixture of both actions (LeRobot).
-    * rtc: aligned, and the server continues the running chunk (real-time chunking).
+    * freeze: The robot stands still during each request. It executes the new chunk from its first action on.
+    * naive: The robot continues with the old chunk during a request. It executes the new chunk from its first action
+    on, without compensation of the delay.
+    * aligned: The robot continues with the old chunk. Action k of the new chunk belongs to the k-th control step after
+    the chunk's observation, and actions whose step has passed are skipped.
+    * ensemble: As aligned, but each step gets the mean of all chunks that have an action for it (ACT), or the mean of
+    the newest chunks, weighted by their similarity (CogACT).
+    * aggregate: As aligned, but steps with an old and a new action get a mixture of both (LeRobot).
+    * rtc: As aligned, and the server computes the new chunk as a continuation of the running chunk (real-time
+    chunking).
 
     Attributes:
         method: One of :data:`METHODS`.
-        mix: aggregate: name of the mixture, one of :data:`~sinew_client.control.blend.AGGREGATES`.
-        decay: ensemble: m of the weights exp(-m i).
-        alpha: ensemble:cosine: factor of the similarity, in place of ``decay``.
-        newest: ensemble:cosine: number of newest chunks; 0 for all.
-        guidance: rtc: one of :data:`GUIDANCE`.
-        schedule: rtc: schedule of the guidance weights.
-        beta: rtc: largest guidance weight.
-        halt: Largest distance between the robot and the position that a late chunk expects, in units of an action
-            (:meth:`~sinew_client.control.motion.Motion.apart`). At a larger distance the robot stops and requests
-            again. Infinite never stops the robot.
+        mix: For aggregate: name of the mixture, a key of :data:`~sinew_client.control.blend.AGGREGATES`.
+        decay: For ensemble: m of the weights exp(-m i), where the oldest chunk has i = 0.
+        alpha: For ensemble:cosine: factor of the similarity, in place of ``decay``.
+        newest: For ensemble:cosine: number of newest chunks that are averaged; 0 for all.
+        guidance: For rtc: one of :data:`GUIDANCE`.
+        schedule: For rtc: schedule of the guidance weights.
+        beta: For rtc: largest guidance weight.
+        halt: If a late chunk expects the robot at another position than its own, the robot stops and requests again.
+            This is the largest allowed distance, in units of an action
+            (:meth:`~sinew_client.control.motion.Motion.apart`). Infinity never stops the robot.
+
+    Raises:
+        ValueError: A value is not allowed. The message names it.
     """
 
     method: str = "aligned"
@@ -103,12 +108,12 @@ class Handover:
 
     @property
     def timed(self) -> bool:
-        """True if actions belong to the time of their frame, and not to the time of their arrival."""
+        """True if actions are assigned to control steps by the time of their observation. False: by their arrival."""
         return self.method not in ("freeze", "naive")
 
     @property
     def as_trained(self) -> bool:
-        """True if a policy that was trained to continue an action prefix continues it without guidance."""
+        """True if a policy that was trained to continue an action prefix may do so, without guidance."""
         return self.method == "rtc" and self.guidance in ("", "trained")
 
     @property
@@ -121,7 +126,16 @@ class Handover:
         return {"rtc": self.guidance, "schedule": self.schedule, "beta": self.beta}
 
     def merge(self, running: Trajectory, chunks: Sequence[PlacedChunk], step: int) -> list[Node]:
-        """Return the actions from ``step`` on. ``chunks`` are the chunks with remaining actions, newest last."""
+        """Merge the newest chunk with the older actions.
+
+        Args:
+            running: The buffer with the old actions.
+            chunks: The chunks with remaining actions, newest last.
+            step: The control step.
+
+        Returns:
+            The actions for ``step`` and the steps after it.
+        """
         newest = chunks[-1]
         nodes = [node for node in newest.nodes() if node.step >= step]
         if self.method == "aggregate":
@@ -137,7 +151,7 @@ class Handover:
 
 
 def parse_handover(text: str) -> Handover:
-    """Read a method of chunk merging.
+    """Parse a method of chunk merging.
 
     Args:
         text: ``freeze``, ``naive``, ``aligned``, ``ensemble[:M]``, ``ensemble:cosine[:ALPHA[:CHUNKS]]``,
@@ -148,7 +162,11 @@ def parse_handover(text: str) -> Handover:
         The method and its settings.
 
     Raises:
-        ValueError: A part is not valid. The message names it.
+        ValueError: A part of the text is not valid. The message names the part.
+
+    Example:
+        >>> parse_handover("rtc:guided:exp:5").beta
+        5.0
     """
     text, plus, addition = text.partition("+")
     if plus:

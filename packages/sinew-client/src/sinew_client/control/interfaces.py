@@ -11,17 +11,26 @@ if TYPE_CHECKING:
 
 
 class Robot(Protocol):
-    """The three methods of a robot.
+    """The interface of a robot: three methods that you implement.
 
-    One thread calls all methods. Each should return within a period. Except for ``hold``, no method is called before
-    the last call has returned.
+    One thread calls all methods, one after the other. Each method should return within a control period. Only ``hold``
+    may be called from another thread while another method still runs.
 
-    Set the attribute ``concurrent_hold`` = False if the robot cannot be held from another thread while ``observe`` or
-    ``act`` blocks, for example because all methods share an unlocked bus. The robot then gets neither commands nor
-    holds while they block.
+    Optional attributes (:class:`~sinew_client.control.facts.RobotFacts` lists all of them):
 
-    Set the attribute ``needs_state`` = True if a command depends on the position in the same step, as for poses. The
-    robot is then observed in each control step with a command, and holds if no observation is valid.
+    * ``concurrent_hold = False``: ``hold`` is never called while ``observe`` or ``act`` blocks. Set it if another
+    thread cannot hold the robot then, for example because all methods share an unlocked bus.
+    * ``needs_state = True``: the loop observes the robot in each control step with a command, and holds it if there is
+    no valid observation. Set it if a command depends on the position in the same step, as for poses.
+
+    Example:
+        >>> class Arm:
+        ...     def observe(self):
+        ...         return {"images": {"front": self.camera.read()}, "state": self.bus.positions()}
+        ...     def act(self, row):
+        ...         self.bus.move_to(row)
+        ...     def hold(self):
+        ...         self.bus.move_to(self.bus.positions())
     """
 
     def observe(self) -> Mapping[str, Any]:
@@ -29,13 +38,14 @@ class Robot(Protocol):
 
         Returns:
             A dict with ``images`` {camera: uint8 [height, width, 3]} and ``state`` float [S]. Optional entries:
-                ``time``, the exposure time of the newest frame in seconds of time.monotonic(), or ``age``, the seconds
-                since the exposure; ``times``, the time of each camera and of "state", if these differ
-                (``Settings.stale_of``, ``Settings.skew``); ``action`` float [D], another driver's command, if the
-                robot is only watched
-                (:class:`~sinew_client.control.listeners.shadow.ShadowListener`). For a stream
-                (:class:`~sinew_client.control.stream.Watching`), ``images`` is absent if there is no newer frame, and
-                ``blind`` is the reason if there should be one.
+
+            * ``time``: exposure time of the newest frame, seconds of time.monotonic(). Or ``age``: seconds since then.
+            * ``times``: the time of each camera and of "state", if they differ (``Settings.stale_of``,
+            ``Settings.skew``).
+            * ``action``: float [D], the command of another driver, if the robot is only watched
+            (:class:`~sinew_client.control.listeners.shadow.ShadowListener`).
+            * ``blind``: only for a stream (:class:`~sinew_client.control.stream.Watching`): the reason why a frame that
+            is due is missing. For a stream, ``images`` is absent if there is no newer frame.
 
         Raises:
             NoObservation: There is no valid observation.
@@ -45,32 +55,32 @@ class Robot(Protocol):
         """Send one command.
 
         Args:
-            row: float32 [D] in the policy's units.
+            row: The values of the command, float32 [D] in robot units.
 
         Raises:
             NoCommand: The command was not sent.
         """
 
     def hold(self) -> None:
-        """Stay in place: repeat the last position, or send zero velocity, as the robot needs it.
+        """Make the robot stay in place: repeat the last position, or send zero velocity, as your robot requires.
 
-        Another thread may call it (:class:`~sinew_client.control.watchdog.Watchdog`) if ``observe`` or
-        ``act`` has not returned for two periods. No other call of ``hold`` runs at the same time, and no command is
-        sent before it has returned.
+        The watchdog may call this method from another thread if ``observe`` or ``act`` has not returned for two
+        periods (:class:`~sinew_client.control.watchdog.Watchdog`). Calls of ``hold`` never overlap, and no command is
+        sent before ``hold`` has returned.
         """
 
 
-class NoObservation(Exception):  # noqa: N818 - this exception reports a state of the robot, and not an error of the program
+class NoObservation(Exception):  # noqa: N818 - it reports a state of the robot, not a program error
     """Raised by ``observe`` if there is no valid observation, for example because a camera stopped sending frames.
 
-    The robot holds, with the text as the reason, until there is a valid observation.
+    The robot then holds until there is a valid observation. The text of the exception is the reason in the log.
     """
 
 
-class NoCommand(Exception):  # noqa: N818 - this exception reports a state of the robot, and not an error of the program
+class NoCommand(Exception):  # noqa: N818 - it reports a state of the robot, not a program error
     """Raised by ``act`` if it did not send a command, for example because a pose is out of reach.
 
-    The robot holds until there is a fresh chunk.
+    The robot then holds until there is a fresh chunk.
 
     Args:
         reason: Why the robot holds.
@@ -87,21 +97,20 @@ class Stopped(Exception):  # noqa: N818 - a robot raises this exception to end t
 
 
 class Source(Protocol):
-    """A source of actions. Its methods return without waiting. Times are seconds of the loop's clock (``Pace.now``).
+    """The interface of a source of actions. Its methods never wait. Times are seconds of the loop's clock.
 
-    The type of an answer depends on the controller: a chunk for each observation
-    (:class:`~sinew_client.control.requester.Requester`), or windows of a stream
-    (:class:`~sinew_client.control.stream.Stream`).
+    There are two kinds of sources. A :class:`~sinew_client.control.requester.Requester` returns a chunk for each
+    observation. A :class:`~sinew_client.control.stream.Stream` returns windows of a stream.
 
     Attributes:
-        continuous: True if answers arrive without requests. ``Settings.fusion`` then states how they are fused.
+        continuous: True if answers arrive without requests. ``Settings.fusion`` then states how they are mixed.
     """
 
     continuous: bool
 
     @property
     def failures(self) -> int:
-        """Number of observations with an error as the answer, or without an answer."""
+        """Number of observations that got an error or no answer."""
 
     def ready(self, now: float) -> bool:
         """Return True if an observation may be sent now."""
@@ -110,10 +119,10 @@ class Source(Protocol):
         """Send an observation."""
 
     def poll(self, now: float) -> Outcome | None:
-        """Return the oldest answer that has arrived, or None. Answers never precede their observation."""
+        """Return the oldest answer that has arrived since the last call; None if there is none."""
 
     def cancel(self) -> None:
-        """Abandon the requests in progress. Their answers are dropped."""
+        """Abandon the requests in progress, and drop their answers."""
 
     def close(self, wait: float = 0.0) -> None:
         """Close the source. Wait at most ``wait`` seconds for the requests in progress."""

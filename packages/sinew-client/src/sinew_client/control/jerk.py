@@ -1,9 +1,9 @@
-"""Steps of limited jerk from which a robot can always stop within its range, velocity and acceleration.
+"""Limit the jerk of commands so that the robot can always stop within its range, velocity and acceleration.
 
-Everything is counted in control steps. ``u`` is the change of position by a command, ``a`` the change of ``u``, and
-``jerk`` the largest change of ``a``. The fastest stop brings ``u`` and ``a`` to 0 within the limits of acceleration
-and jerk. A step is safe if the stop after it stays inside the range. The first step of that stop is then safe as
-well, so there is always a safe step.
+All quantities are per control step. ``u`` is the change of position by a command, ``a`` is the change of ``u``, and
+``jerk`` is the largest change of ``a``. The fastest stop brings ``u`` and ``a`` to 0 within the limits of acceleration
+and jerk. A step is safe if the fastest stop after it stays inside the range. The first step of that stop is then safe
+too, so there is always a safe step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _LOOKS = 3
 
 @dataclass(frozen=True)
 class StepBounds:
-    """Limits of each number of a command per control step, float64 [D].
+    """The limits of each value in a command, per control step, float64 [D].
 
     Attributes:
         low: Lowest position.
         high: Highest position.
-        fastest: Largest step.
-        push: Largest change of the step.
-        jerk: Largest change of that change.
+        fastest: Largest step: velocity * period.
+        push: Largest change from one step to the next: acceleration * period^2.
+        jerk: Largest change of ``push`` from one step to the next: jerk * period^3.
     """
 
     low: np.ndarray
@@ -36,17 +36,24 @@ class StepBounds:
     jerk: np.ndarray
 
     def take(self, mask: np.ndarray) -> StepBounds:
-        """Return the bounds of the numbers that ``mask`` selects, bool [D]."""
+        """Return the bounds of the values that ``mask``, bool [D], selects."""
         return StepBounds(*(getattr(self, name)[mask] for name in ("low", "high", "fastest", "push", "jerk")))
 
 
 def stop(u: np.ndarray, a: np.ndarray, push: np.ndarray, jerk: np.ndarray) -> np.ndarray:
-    """Return the change of the next step in the fastest stop.
+    """Compute how the next step must change in the fastest stop.
 
-    The last step was ``u``, and it differed by ``a`` from the step before it.
+    If the change of the step is ``b`` and shrinks by ``jerk`` each time, the step changes by ``b + (b - jerk) + ...``
+    in total. The motion ends if this sum is ``-u``. The result is the nearest change within acceleration and jerk.
 
-    If a change ``b`` is reduced by ``jerk`` in each step, the steps change by ``b + (b - jerk) + ...`` altogether.
-    The ``b`` whose sum is ``-u`` ends the motion. The result is the nearest change within acceleration and jerk.
+    Args:
+        u: Last step, [..., D].
+        a: Change of the last step, [..., D].
+        push: Largest change of a step, [D].
+        jerk: Largest change of ``a``, [D].
+
+    Returns:
+        The change of the next step, float64 [..., D].
     """
     size = np.abs(u)
     n = np.floor((np.sqrt(8.0 * size / jerk + 1.0) - 1.0) / 2.0)
@@ -57,9 +64,16 @@ def stop(u: np.ndarray, a: np.ndarray, push: np.ndarray, jerk: np.ndarray) -> np
 def stopped(
     at: np.ndarray, u: np.ndarray, a: np.ndarray, bounds: StepBounds
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the end position of the fastest stop, and True if the stop stays within ``bounds``.
+    """Simulate the fastest stop for K candidates.
 
-    The stop begins after steps ``u`` to positions ``at``. All arrays are [K, D] for K candidates, the bounds [D].
+    Args:
+        at: Positions after the candidate steps, [K, D].
+        u: The candidate steps, [K, D].
+        a: Changes of the candidate steps, [K, D].
+        bounds: The limits, [D].
+
+    Returns:
+        The position at the end of each stop, float64 [K, D], and True if the stop stays within the limits, bool [K, D].
     """
     place, fits = at.copy(), (at >= bounds.low) & (at <= bounds.high) & (np.abs(u) <= bounds.fastest)
     for _ in range(MAX_STOP):
@@ -76,17 +90,20 @@ def stopped(
 def next_step(
     at: np.ndarray, u: np.ndarray, a: np.ndarray, wanted: np.ndarray, bounds: StepBounds
 ) -> np.ndarray:
-    """Return the next step towards ``wanted``, float64 [D].
+    """Compute the next step towards a goal.
 
-    The result is the whole step if that is allowed and safe. Else it is the furthest safe step from which the robot
-    can stop before ``wanted``. If the robot cannot stop in time, it is the first step of the fastest stop.
+    The result is the whole step if that is allowed and safe. Otherwise it is the largest safe step from which the robot
+    can stop before the goal. If the robot cannot stop in time, it is the first step of the fastest stop.
 
     Args:
         at: Position, [D].
         u: Last step, [D].
         a: Change of the last step, [D].
-        wanted: Goal positions, [D].
+        wanted: Goal position, [D].
         bounds: The limits.
+
+    Returns:
+        The step, float64 [D].
     """
     brake = u + stop(u, a, bounds.push, bounds.jerk)
     lowest = u + np.maximum(a - bounds.jerk, -bounds.push)
@@ -115,24 +132,32 @@ def next_step(
 
 
 class JerkLimit:
-    """Limits the jerk of a command's numbers from one command to the next.
+    """Limits the jerk of the values in a command, from one command to the next.
 
-    Commands are float32. The object remembers the unrounded values, because otherwise each rounding would count as
-    jerk.
+    Commands are rounded to float32. This object stores the unrounded values, because otherwise each rounding would
+    count as jerk.
+
+    Args:
+        bounds: The limits.
     """
 
     def __init__(self, bounds: StepBounds):
         self._bounds = bounds
 
     def rest(self, at: np.ndarray) -> None:
-        """Set the standing robot's position, float64 [D]."""
+        """Set the position of a robot that stands still, float64 [D]."""
         self._at, self._u, self._a = at, np.zeros(len(at)), np.zeros(len(at))
         self._next = self._at, self._u, self._a
 
     def towards(self, wanted: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Return the next command towards ``wanted``, float32 [D].
+        """Compute the next command towards a goal. Call :meth:`sent` if the command is sent.
 
-        ``last`` is the last command as it was sent. Range and velocity count from it.
+        Args:
+            wanted: Goal position, float64 [D].
+            last: The last command as it was sent, float64 [D]. Range and velocity start at this command.
+
+        Returns:
+            The command, float32 [D].
         """
         bounds = self._bounds
         # A robot that is already outside its range may stay there and move back, so its position extends the range.
@@ -149,5 +174,5 @@ class JerkLimit:
         return np.where(far, np.nextafter(sent, last.astype(np.float32)), sent)
 
     def sent(self) -> None:
-        """Record that the last command of :meth:`towards` was sent."""
+        """Record that the last result of :meth:`towards` was sent to the robot."""
         self._at, self._u, self._a = self._next

@@ -1,6 +1,6 @@
-"""The decision log of a controller: its inputs and its commands, one JSON object per line.
+"""The decision log of a controller: all its inputs and commands, one JSON object per line.
 
-The log has all that is needed to repeat a run's decisions and to compare the commands.
+:func:`repeat` applies the logged inputs to a new controller, and compares its commands with the logged ones.
 """
 
 from __future__ import annotations
@@ -38,11 +38,21 @@ TOLERANCE = 2.0**-16
 
 
 class JournalError(ClientError, ValueError):
-    """The file is not a decision log; the message names the line."""
+    """The file is not a valid decision log, or cannot be created. The message names the line or the reason."""
 
 
 class Journal:
-    """Writes the events of a controller on its own thread, so a slow disk delays no command."""
+    """Writes the events of a controller to a file, on its own thread, so that a slow disk does not delay a command.
+
+    Args:
+        path: The file; it must not exist.
+        settings: The settings of the controller.
+        dim: Number of values in a command (D).
+        **about: Further entries of the first line, such as the robot's name.
+
+    Raises:
+        JournalError: The file cannot be created, or it already exists.
+    """
 
     def __init__(self, path: Path, settings: Settings, dim: int, **about: Any):
         self.path = path
@@ -60,11 +70,11 @@ class Journal:
         self.put("begin", {**head, **about})
 
     def put(self, event: str, values: dict[str, Any]) -> None:
-        """Queue an event. This method is a listener of :class:`Controller` and never blocks."""
+        """Queue an event with its values. Pass this method to ``Controller.listeners``. It never blocks."""
         self._events.put({"event": event, **values})
 
     def close(self) -> None:
-        """Write all queued events."""
+        """Write all queued events, and close the file."""
         self._events.put(None)
         self._thread.join()
         # Ignore errors such as a full disk, because the writing thread has logged them already.
@@ -101,16 +111,17 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Repeated:
-    """The outcome of a repetition.
+    """The result of :func:`repeat`.
 
     Attributes:
         commands: Number of repeated commands.
-        differences: One line of text for each command that differs.
+        held: Number of holds among the logged commands.
+        differences: One line of text for each command that differs from the log.
         torn: True if the file's last line is incomplete, for example because the process was killed or the disk was
             full.
         abrupt: The most abrupt commands (:class:`~sinew_client.control.abrupt.AbruptMoves`).
-        rounded: Number of commands with equal decisions that differ by less than :data:`TOLERANCE`, in a log of
-            another machine.
+        rounded: Number of commands that differ by less than :data:`TOLERANCE`, with the same decision. They occur if
+            another machine wrote the log.
     """
 
     commands: int
@@ -122,7 +133,7 @@ class Repeated:
 
 
 def is_journal(path: Path) -> bool:
-    """Return True if a file begins like a decision log."""
+    """Return True if the first bytes of a file are those of a decision log."""
     try:
         with open_regular(path) as file:
             head = file.read(64)
@@ -132,12 +143,17 @@ def is_journal(path: Path) -> bool:
 
 
 def repeat(path: Path) -> Repeated:
-    """Apply the events of a decision log to a new controller, and compare every command. An incomplete last line is
-    skipped.
+    """Apply the logged inputs to a new controller, and compare each command with the logged command.
 
-    If the log was written on a machine like this one, the commands are compared bit for bit. Other processors and
-    versions of numpy round differently. Then all decisions must be equal, and numbers may differ by
-    :data:`TOLERANCE`.
+    If a machine with the same processor and the same numpy wrote the log, the commands must be equal bit for bit. On
+    other machines numbers are rounded differently. Then only the decisions must be equal, and numbers may differ by
+    :data:`TOLERANCE`. An incomplete last line is skipped.
+
+    Args:
+        path: The decision log.
+
+    Returns:
+        The counts and the differences.
 
     Raises:
         JournalError: The file is not a decision log.
@@ -183,10 +199,13 @@ def repeat(path: Path) -> Repeated:
 
 
 def watched(path: Path) -> MotionFit | None:
-    """Fit a motion to a recorded run.
+    """Find out from a decision log what the robot's actions are relative to.
+
+    Args:
+        path: The decision log.
 
     Returns:
-        The motion; None if the run's settings state a motion already, or if none fits the commands.
+        The fitted motion; None if the run's settings already state a motion, or if no motion fits the commands.
 
     Raises:
         JournalError: The file is not a decision log.
@@ -205,7 +224,7 @@ def watched(path: Path) -> MotionFit | None:
 
 
 def _read(path: Path) -> Iterator[Any]:
-    """Yield the numbered lines of a file, each a valid event; :data:`TORN` for an incomplete last line."""
+    """Yield (line number, event) for each line of a log. An incomplete last line gives an event :data:`TORN`."""
     number = 0
     try:
         # Allow infinite numbers, because invalid chunks are logged too, with all their numbers.
@@ -228,7 +247,7 @@ def _read(path: Path) -> Iterator[Any]:
 
 
 def _check(event: dict[str, Any]) -> None:
-    """Check that the fields of an event have the types that a controller writes.
+    """Check that the fields of an event have the right types.
 
     Raises:
         ValueError: A field has another type. The message names it.
@@ -290,7 +309,7 @@ def _vector(name: str, value: Any) -> None:
 
 
 def _rows(name: str, value: Any) -> None:
-    """Accept a chunk of any shape, because invalid chunks are logged too."""
+    """Check a chunk. Any shape with up to 4 dimensions is allowed, because invalid chunks are logged too."""
     if not isinstance(value, list) or not _are_numbers(value, 4):
         raise ValueError(f"{name}: expected rows of numbers, got {shown(value)}")
     if len(value) > MAX_DIM:
@@ -308,7 +327,7 @@ def _are_numbers(value: Any, depth: int) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a number within the range of float64. An integer of 400 digits is outside."""
+    """Return True for a number that fits into float64. An integer of 400 digits does not fit."""
     return isinstance(value, float) or (
         isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e300
     )
@@ -344,7 +363,7 @@ _OPTIONAL = ("kind", "moved", "time", "by", "wanted")
 
 
 def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
-    """Apply an event to the controller. A logged command is returned for the comparison."""
+    """Apply a logged event to the controller. If the event is a command, return it instead, for the comparison."""
     kind = event["event"]
     if kind == "command":
         values = dict(event["command"])
@@ -417,7 +436,7 @@ def _near(then: Any, now: Any, tolerance: float) -> bool:
 
 
 def _arithmetic() -> dict[str, str]:
-    """Return the hardware and the numpy version, which decide the last bits of a command."""
+    """Return the processor and the numpy version, which determine how the numbers of a command are rounded."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace")  # own file: of the operating system

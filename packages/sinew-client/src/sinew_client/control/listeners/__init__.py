@@ -1,1 +1,1 @@
-"""Listeners that extend a control loop, one file for each. A loop imports only the listeners that it uses."""
+"""Listeners that extend a control loop, one module for each. A program imports only the listeners that it uses."""

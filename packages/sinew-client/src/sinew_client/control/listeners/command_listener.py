@@ -1,4 +1,4 @@
-"""Calls a function with every command of a loop."""
+"""A listener that calls a function with each command of a control loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sinew_client.control.listeners.listener import LoopListener
 
 
 class CommandListener(LoopListener):
-    """Calls a function after every control step with its command."""
+    """Calls ``watcher`` in each control step with the command, or with the hold."""
 
     def __init__(self, watcher: Callable[[Command], None]):
         self._watcher = watcher

@@ -1,4 +1,4 @@
-"""Adds earlier observation steps to each request, for a policy with an observation history."""
+"""A listener that adds earlier observation steps to each request, for a policy with an observation history."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from sinew_client.history import History
 
 
 class Earlier(LoopListener):
-    """Remembers earlier observation steps and sends them with each request.
+    """Stores earlier observation steps and adds them to each request.
 
     Args:
-        history: The observation steps to send (:meth:`History.of`).
+        history: The buffer for the observation steps that the policy reads (:meth:`History.of`).
     """
 
     def __init__(self, history: History):

@@ -1,4 +1,4 @@
-"""Logs why a robot holds, and when it resumes."""
+"""A listener that logs why a robot holds, and when it moves again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class HoldLog(LoopListener):
-    """Logs the beginning and the end of each hold, with its reason, unless time is simulated."""
+    """Logs the beginning and the end of each hold with its reason. It logs nothing if the time is simulated."""
 
     def command(self, command: Command) -> None:
         loop = self.loop

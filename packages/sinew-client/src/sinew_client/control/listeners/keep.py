@@ -1,4 +1,4 @@
-"""Records the observation and the command of each control step, for example for a data set."""
+"""A listener that records the observation and the command of each control step, for example for a data set."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sinew_client.control.listeners.listener import LoopListener
 
 
 class Keep(LoopListener):
-    """Calls a function for every control step that has a command, with the observation of that step.
+    """Calls a function for each control step with a command. Holds and the return to the rest pose are skipped.
 
     Args:
-        keeper: Called with the observation, the instruction and the command.
+        keeper: Function that gets the observation of the step, the instruction and the command.
     """
 
     observes = True

@@ -10,17 +10,17 @@ if TYPE_CHECKING:
 
 
 class LoopListener:
-    """Takes part in one loop. A subclass overrides the hooks that it needs.
+    """Base class of all extensions of a control loop. A subclass overrides the hooks that it needs.
 
     Threads:
-        The loop calls every hook in its own thread, so a hook must be quick. The order of a control step is
+        The loop calls all hooks in its own thread, so a hook must return quickly. Within a control step, the order is
             :meth:`observed`, :meth:`request`, :meth:`answered`, :meth:`before`, :meth:`command`.
 
     Attributes:
-        observes: True if the robot has to be observed in every control step.
+        observes: True if the listener needs an observation in every control step.
         refines: True if the listener changes the actions of chunks (``Settings.refine``).
-        detail: Why the robot does not move at present, for the log; "" if it moves.
-        loop: The listener's loop.
+        detail: Why the robot holds at present, for the log; "" if the listener does not know.
+        loop: The loop to which the listener is attached.
     """
 
     observes = False
@@ -29,12 +29,12 @@ class LoopListener:
     loop: Any
 
     def attach(self, loop: Any) -> None:
-        """Take part in a loop from its next control step on."""
+        """Attach the listener to a loop. The loop calls the hooks from its next control step on."""
         self.loop = loop
         loop.listeners.append(self)
 
     def observed(self, step: int, observation: Mapping[str, Any]) -> None:
-        """Take a valid observation. There may be several in one control step."""
+        """Process a valid observation. This hook may be called several times in one control step."""
 
     def request(self, step: int, fields: dict[str, Any]) -> None:
         """Add fields to a request before it is sent.
@@ -44,10 +44,10 @@ class LoopListener:
         """
 
     def answered(self, answer: Any, request: ChunkRequest) -> None:
-        """Take a chunk, float [H, D], that the controller has accepted, and the request of this chunk."""
+        """Process a chunk, float [H, D], that the controller has accepted. ``request`` is its request."""
 
     def before(self, step: int, observation: Mapping[str, Any] | None) -> None:
-        """Act before the command of a control step is computed.
+        """Run before the controller decides the command of a control step.
 
         Args:
             step: The control step.
@@ -58,9 +58,9 @@ class LoopListener:
         """
 
     def command(self, command: Command) -> None:
-        """Take the command of a control step before the robot gets it.
+        """Process the command of a control step, before it is sent to the robot.
 
-        ``loop.reason`` still belongs to the previous command.
+        ``loop.reason`` is still the reason of the previous step.
         """
 
     def restarted(self) -> None:

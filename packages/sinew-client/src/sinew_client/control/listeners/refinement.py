@@ -1,4 +1,4 @@
-"""Runs an edge adapter in a loop: it refines each chunk in every control step with the chunk's observation."""
+"""A listener that runs an edge adapter: in each control step, the adapter refines the newest chunk."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from sinew_client.control.player import ChunkRequest
 
 
 class Refinement(LoopListener):
-    """Gives an adapter's actions to the loop's controller. ``Settings.refine`` must be the adapter's ``max_age``.
+    """Passes the actions of an edge adapter to the loop's controller.
 
-    Observations have ``images`` {camera: uint8 [h, w, 3]} and ``state`` [S]. The robot holds if an observation has
-    other cameras or shapes than the adapter.
+    ``Settings.refine`` must be the adapter's ``max_age``. The robot holds if an observation has other cameras or frame
+    sizes than the adapter.
+
+    Args:
+        adapter: The adapter.
     """
 
     refines = True
@@ -29,16 +32,16 @@ class Refinement(LoopListener):
         self._chunk: tuple[np.ndarray, tuple[np.ndarray, np.ndarray]] | None = None
 
     def request(self, step: int, fields: dict[str, Any]) -> None:
-        """Remember the observation of the request that is sent now."""
+        """Store the features and the state of the observation that is sent now."""
         self._asked = self._seen(self.loop.observer.observation)
 
     def answered(self, answer: Any, request: ChunkRequest) -> None:
-        """Store an answer, [H, A], with the observation of the last request."""
+        """Store a chunk, float [H, A], together with the observation of its request."""
         assert self._asked is not None, "a chunk without a request"
         self._chunk = (np.asarray(answer, np.float32), self._asked)
 
     def before(self, step: int, observation: Mapping[str, Any] | None) -> None:
-        """Compute the actions from ``step`` on from the newest chunk and the present observation."""
+        """Compute the actions for ``step`` and the next steps, from the newest chunk and the present observation."""
         controller: Controller = self.loop.controller
         if observation is None or self._chunk is None or not controller.refines(step):
             return

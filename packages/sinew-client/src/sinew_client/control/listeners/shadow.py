@@ -1,4 +1,4 @@
-"""Shadow mode: a policy plans without driving, and its actions are compared with those of the driver."""
+"""Shadow mode: another driver commands the robot, and the policy's actions are only compared with the driver's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ KEPT = 100_000  # largest number of control steps that are compared
 
 
 class ShadowListener:
-    """A robot that another driver commands. Sinew observes it and never commands it. It is its own leader.
+    """A wrapper around a robot that another driver commands. Sinew only observes this robot and never commands it.
 
-    The driver's command is the ``action`` of the robot's observations, float [D]. If observations have no ``action``,
-    and actions are positions, the robot's state is used.
+    The wrapper is also the leader of a take-over: ``read`` returns the driver's command. This is the ``action`` of the
+    robot's observations, float [D]. If observations have no ``action`` and actions are positions, it is the state.
+
+    Args:
+        robot: The robot.
+        motion: The motion, which states what actions are relative to.
+        dim: Number of values in a command (D).
     """
 
     def __init__(self, robot: Robot, motion: Motion, dim: int):
@@ -29,7 +34,7 @@ class ShadowListener:
         self._did: np.ndarray | None = None
 
     def facts(self) -> RobotFacts:
-        """Return the facts of the robot itself, except that no other thread may hold it: it is never held."""
+        """Return the facts of the wrapped robot, with ``concurrent_hold`` False, because Sinew never holds it."""
         return replace(facts_of(self.robot), concurrent_hold=False)
 
     def observe(self) -> Mapping[str, Any]:
@@ -43,6 +48,7 @@ class ShadowListener:
         return seen
 
     def read(self) -> Any:
+        """Return the driver's command in the last observation, float [D]; None if it is unknown."""
         return self._did
 
     def act(self, row: np.ndarray) -> None:
@@ -52,16 +58,20 @@ class ShadowListener:
         """Do nothing: another driver commands the robot."""
 
     def close(self) -> None:
-        """Close the robot, if it has a method ``close``."""
+        """Close the wrapped robot if it has a method ``close``."""
         if (close := facts_of(self.robot).close) is not None:
             close()
 
 
 class ShadowAgreement(LoopListener):
-    """Compares a policy's actions with the driver's.
+    """Compares the policy's actions with the driver's commands, in two ways.
 
     In each control step, it compares the action that the policy would have executed with the driver's command. It also
-    compares each action of a chunk with the driver's command in the action's own step, however late the chunk arrived.
+    compares each action of a chunk with the driver's command in the control step of this action, even if the chunk
+    arrived after that step.
+
+    Args:
+        names: Names of the values in a command; () numbers them.
     """
 
     def __init__(self, names: tuple[str, ...] = ()):
@@ -91,19 +101,19 @@ class ShadowAgreement(LoopListener):
         return {"agreement": self.to_dict()}
 
     def said(self, frame: int, rows: np.ndarray, speed: float) -> None:
-        """Store a chunk whose frame was exposed at control step ``frame``.
+        """Store a chunk for the comparison of its actions.
 
         Args:
-            frame: The control step.
-            rows: float32 [H, D]. At speed 1, row k belongs to the k-th step after the frame.
-            speed: Speed at which the chunk is played; above 0 and at most 1.
+            frame: Control step in which the chunk's frame was exposed.
+            rows: The actions, float32 [H, D]. At speed 1, action k belongs to the k-th step after the frame.
+            speed: Speed at which the chunk is played, above 0 and at most 1.
         """
         if self._rows < KEPT:
             self._rows += len(rows)
             self._said.append((frame + np.round((np.arange(len(rows)) + 1) / speed).astype(int) - 1, rows))
 
     def add(self, step: int, wanted: np.ndarray | None, did: np.ndarray) -> None:
-        """Add one control step: the policy's command and the driver's, float32 [D]."""
+        """Add a control step: the policy's command (None without one) and the driver's command, float32 [D] each."""
         if len(self._did) < KEPT:
             self._did[step] = did
         if wanted is None:
@@ -112,12 +122,15 @@ class ShadowAgreement(LoopListener):
             self._pairs.append((wanted, did))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the results of the comparison for each number of a command.
+        """Compute the results of the comparison.
 
         Returns:
-            Per number: the median, p95 and largest difference, and ``explained``, the share of the driver's variance
-                that the policy explains: 1 - mean squared difference / variance; None without variance. ``rows``: for
-                each action of a chunk, how often it was compared, and the median and p95 difference of each number.
+            A dict with these entries:
+
+            * ``steps`` and ``missing``: number of control steps with and without an action of the policy.
+            * ``numbers``: for each value of a command, the median, p95 and largest difference, and ``explained``. This
+            is the share of the driver's variance that the policy explains: 1 - mean squared difference / variance.
+            * ``rows``: for each action of a chunk, the number of comparisons, and the median and p95 difference.
         """
         if not self._pairs:
             return {"steps": 0, "missing": self.missing, "numbers": {}, "rows": {}}
@@ -135,7 +148,7 @@ class ShadowAgreement(LoopListener):
         return {"steps": len(did), "missing": self.missing, "numbers": numbers, "rows": self._by_row()}
 
     def _by_row(self) -> dict[str, Any]:
-        """Return the differences of each action of a chunk from the driver's command in its step."""
+        """Compute the differences for each index of an action in its chunk (``rows`` of :meth:`to_dict`)."""
         differences: dict[int, list[np.ndarray]] = {}
         for steps, rows in self._said:
             for index, step in enumerate(steps):
