@@ -1,1 +1,1 @@
-"""The roofline of a policy: its operators, what machines offer, and what that makes of latency and memory."""
+"""Predict the latency and memory of a policy by the roofline: its operators, and the data of machines."""

@@ -1,4 +1,4 @@
-"""What an observation costs, stage by stage, of an opened bundle: from the trace that ``sinew perf`` reads."""
+"""Cost of an observation by stage, for an opened bundle, from the same trace as ``sinew perf``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,19 @@ UNREAD = "not read"
 
 
 def cost_record(bundle: Bundle) -> dict[str, Any]:
-    """Return parameters, stored bytes and FLOPs of each stage. Raises :class:`SinewError` for exported graphs.
+    """Return parameters, stored bytes and FLOPs of each stage.
 
-    A weight belongs to the stage that reads it first. "flops" are those of all runs of a stage for one chunk, of the
-    eager engine; only products, convolutions and attention count.
+    A weight belongs to the first stage that reads it. "flops" counts all runs of a stage for one chunk in the eager
+    engine. Only matrix products, convolutions and attention count.
+
+    Args:
+        bundle: The bundle.
+
+    Returns:
+        The costs, ready for JSON.
+
+    Raises:
+        SinewError: The bundle contains exported graphs, which have no weights.
     """
     program = of_opened(bundle)
     found, shapes = program.trace, program.shapes

@@ -1,4 +1,4 @@
-"""Every cut of a policy over a robot's machine and a server: which stage runs where, over which network."""
+"""All ways to divide the stages of a policy between a robot's machine and a server, over several networks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,19 @@ CALLED = {"vision": "vision", "prefix": "language", "head": "action"}
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """places: "robot" or "server" for each stage of ``STAGES``; server: None where the robot has all. Milliseconds on
-    each and between them; up, down: bytes. refused: why the memory does not hold it, else empty."""
+    """One division of the stages.
+
+    Attributes:
+        places: "robot" or "server" for each stage of ``STAGES``.
+        server: The server. None if the robot runs all stages.
+        route: Links between robot and server.
+        robot_ms: Computing time on the robot, in milliseconds.
+        server_ms: Computing time on the server, in milliseconds.
+        network_ms: Time of all messages, in milliseconds.
+        up: Bytes from the robot to the server.
+        down: Bytes from the server to the robot.
+        refused: Why the memory of a machine is too small. "" if it fits.
+    """
 
     places: tuple[str, ...]
     server: Hardware | None
@@ -35,17 +46,17 @@ class Cut:
 
     @property
     def latency_ms(self) -> float:
-        """Milliseconds from an observation to its actions at the robot."""
+        """Return the milliseconds from an observation to its actions at the robot."""
         return self.robot_ms + self.server_ms + self.network_ms
 
     @property
     def network(self) -> str:
-        """Return the route's links in words, empty where there is none."""
+        """Return the titles of the links as a text. "" if there are none."""
         return " + ".join(link.title for link in self.route)
 
     @property
     def where(self) -> str:
-        """Say which stages run where, as "action on the robot, vision and language on H200 over WiFi 7"."""
+        """Return a text such as "action on the robot, vision and language on H200 over WiFi 7"."""
         said = []
         for place in (ROBOT, SERVER):
             here = [CALLED[stage] for stage, at in zip(STAGES, self.places, strict=True) if at == place]
@@ -57,7 +68,7 @@ class Cut:
         return ", ".join(said)
 
     def record(self) -> dict[str, Any]:
-        """Return it, ready for JSON."""
+        """Return the cut, ready for JSON."""
         names = [link.name for link in self.route]
         where = dict(zip(CALLED.values(), self.places, strict=True))
         at = {"server": self.server.name if self.server else None, "network": names}
@@ -65,7 +76,7 @@ class Cut:
         return where | at | ms | {"up_bytes": self.up, "down_bytes": self.down, "refused": self.refused}
 
     def against(self, best: Cut) -> str:
-        """Return the differences to ``best``, for people."""
+        """Return a text with the differences to ``best``."""
         parts = {
             name: getattr(self, f"{name}_ms") - getattr(best, f"{name}_ms")
             for name in (ROBOT, SERVER, "network")
@@ -75,8 +86,15 @@ class Cut:
 
 
 def crossing(program: PublishedProgram) -> dict[tuple[str, str], int]:
-    """Return the bytes of what one stage makes and a later one reads, by (maker, reader): whole blocks of memory, the
-    prefix's keys and values in the format that the program keeps them in."""
+    """Count the bytes that later stages read from earlier stages.
+
+    Args:
+        program: The program.
+
+    Returns:
+        (stage that writes, stage that reads) -> bytes of whole memory blocks. The prefix's keys and values count in
+        the program's format of the cache.
+    """
     scale = cache_scale(program)
     found = {}
     for number, maker in enumerate(STAGES):
@@ -97,13 +115,22 @@ def all_cuts(
     size: Payload,
     traffic: Traffic = "fused",
 ) -> list[Cut]:
-    """Return all cuts of a program's stages over ``near``, the robot's, and each of the servers behind each of the
-    routes: what fits first, the quickest before the others.
+    """Compute all ways to divide a program's stages between the robot and a server.
 
-    size: bytes of an observation on its way up and of a chunk on its way down. A message takes a route as of
-    :func:`sinew_perf.scenarios.synchronous_s`; frames go up where vision is on the server, what a stage reads of
-    earlier ones goes where it runs, once. A stage without operators stays with its neighbour. The
-    state is counted with the frames. traffic: on the robot's machine; a server fuses.
+    Camera frames are sent if vision runs on the server, together with the state. Data that a stage reads from earlier
+    stages is sent once to the machine of this stage. A stage without operators stays with its neighbour. The time of
+    a message is that of :func:`sinew_perf.scenarios.synchronous_s`.
+
+    Args:
+        program: The program.
+        near: Machine on the robot.
+        servers: Possible servers.
+        routes: Possible routes to a server.
+        size: Bytes of an observation and of a chunk.
+        traffic: Memory traffic on the robot's machine. A server fuses its operators.
+
+    Returns:
+        The cuts. Those that fit the memory come first, and the fastest come before the others.
     """
     parts, between = program.components(), crossing(program)
     nearby = program.components(traffic)
@@ -139,7 +166,16 @@ def all_cuts(
 def _messages(
     places: Sequence[str], between: dict[tuple[str, str], int], size: Payload
 ) -> list[tuple[str, float]]:
-    """Return (where to, bytes) of each message, in order: the robot has the frames and wants the actions."""
+    """List the messages of a cut in their order. The robot has the frames and needs the actions.
+
+    Args:
+        places: Machine of each stage.
+        between: Bytes that later stages read from earlier stages.
+        size: Bytes of an observation and of a chunk.
+
+    Returns:
+        (destination, bytes) of each message.
+    """
     messages: list[tuple[str, float]] = []
     at, held = ROBOT, {stage: {place} for stage, place in zip(STAGES, places, strict=True)}
     for number, (stage, place) in enumerate(zip(STAGES, places, strict=True)):

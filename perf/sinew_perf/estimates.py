@@ -1,6 +1,7 @@
-"""What `sinew` asks this package for: the memory of activations, the cost of a bundle, the plan, the roofline of a run.
+"""Interface for `sinew`: memory of activations, cost of a bundle, plan, and roofline of a run.
 
-The entry point `sinew.estimates` names this module. It imports what traces a policy only when a function needs it.
+The entry point `sinew.estimates` names this module. The libraries that trace a policy are imported only when a
+function needs them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ COUNT_S = 300.0  # longest time of the process that counts the memory, in second
 
 
 def memory(path: str, dtype: str | None, engine: Any, device: Literal["cpu", "cuda"]) -> CountedMemory:
-    """Count the memory of a bundle or of exported graphs (:mod:`sinew_perf.memory`). Needs torch."""
+    """Count the memory of a bundle or of exported graphs (:mod:`sinew_perf.memory`). Needs torch.
+
+    Args:
+        path: The bundle.
+        dtype: Number formats. None for the stored formats.
+        engine: The engine.
+        device: The device.
+    """
     from sinew_perf.memory import fits
 
     report = fits(
@@ -35,13 +43,19 @@ def memory(path: str, dtype: str | None, engine: Any, device: Literal["cpu", "cu
 
 
 def memory_apart(path: str, dtype: str | None, engine: Any, device: Literal["cpu", "cuda"]) -> CountedMemory:
-    """Count as :func:`memory` does, in a process of its own.
+    """Count the memory like :func:`memory`, but in a separate process.
 
-    In a server, the libraries that trace a policy would stay in memory for good (about 150 MiB), and hold the
-    interpreter for seconds. Files that are counted once are not counted again.
+    In a server, the libraries that trace a policy would keep about 150 MiB of memory and block the interpreter for
+    seconds. The result is cached for unchanged files.
+
+    Args:
+        path: The bundle.
+        dtype: Number formats. None for the stored formats.
+        engine: The engine.
+        device: The device.
 
     Raises:
-        SinewError: the process fails.
+        SinewError: The process failed.
     """
     about = Path(path).stat()
     return _memory_apart(path, dtype, engine, device, (about.st_mtime_ns, about.st_size, about.st_ino))
@@ -70,7 +84,9 @@ def _memory_apart(
 
 
 def loaded_memory(policy: Policy) -> tuple[int, str]:
-    """Return the bytes that a policy with a model needs beside the running program, and what they are."""
+    """Return the bytes that an open policy with a model needs in addition to the running program, and a text that
+    explains them.
+    """
     from sinew.engine.example import Shapes
 
     from sinew_perf.memory import memory_report
@@ -101,7 +117,7 @@ def plan(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
 
 
 def roofline(policy: Policy, threads: int, described: dict[str, Any]) -> dict[str, Any]:
-    """Return the milliseconds of each stage at this machine's measured peaks, or a reason."""
+    """Return the milliseconds of each stage at this machine's measured peaks, or the reason why they are unknown."""
     from sinew_perf.machine.achieved import roofline_record
 
     return roofline_record(policy, threads, described)

@@ -1,8 +1,9 @@
-"""The asynchronous and the dual-system case played out in time: action age, underruns, rates.
+"""Simulate the asynchronous and the dual-system case in time: age of actions, underruns, rates.
 
-A handful of lines (each link, half duplex, and the machine), each serving one thing at a time. What waits for one
-is replaced by what is newer and goes the same way, as the server's scheduler does: ages stay bounded however slow
-the machine is. Deterministic; the closed formulas of ``scenarios.py`` are its long-run averages.
+The simulation has a few lines: one for each half-duplex link, and one for the machine. A line serves one request at a
+time. A waiting request is replaced by a newer request in the same direction, as in the server's scheduler. Therefore
+ages stay bounded, however slow the machine is. The simulation is deterministic. The formulas in ``scenarios.py`` are
+its long-run averages.
 """
 
 from __future__ import annotations
@@ -20,15 +21,21 @@ from sinew_perf.scenarios import Payload
 
 @dataclass(slots=True)
 class _Request:
-    """taken: when its frame was. left: what is still ahead of it: (line, seconds on it, seconds after it)."""
+    """A request on its way.
+
+    Attributes:
+        taken: Time of its frame, in seconds.
+        left: Remaining parts of its way: (line, seconds on the line, seconds of delay after it).
+    """
 
     taken: float
     left: list[tuple[_Line, float, float]]
 
 
 class _Line:
-    """Something that serves one request at a time, in the order in which they reach it; of those that wait to go
-    the same way, only the newest."""
+    """Serves one request at a time, in the order of arrival. Of the requests that wait for the same direction,
+    only the newest one stays.
+    """
 
     def __init__(self) -> None:
         self.busy = False
@@ -36,7 +43,12 @@ class _Line:
 
 
 class _World:
-    """Requests on their way through lines. ``arrived``: (when, when the frame was taken), in order."""
+    """Requests on their way through lines.
+
+    Attributes:
+        under_way: Number of requests on their way.
+        arrived: (time of arrival, time of the frame) of each answer, in order.
+    """
 
     def __init__(self) -> None:
         self._events: list[tuple[float, int, _Request, _Line | None]] = []
@@ -85,8 +97,16 @@ class _World:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """chunk_hz: answers per second. age: seconds from a frame to the execution of its action, over the executed ones.
-    underruns: control steps without an action, after the first chunk; steps: all after it."""
+    """Results of a simulation.
+
+    Attributes:
+        chunk_hz: Answers per second.
+        age_p50_s: Median time from a frame to the execution of its action, in seconds.
+        age_p95_s: 95th percentile of this time.
+        age_max_s: Largest value of this time.
+        underruns: Control steps without an action, after the first chunk.
+        steps: All control steps after the first chunk.
+    """
 
     chunk_hz: float
     age_p50_s: float
@@ -107,10 +127,26 @@ def asynchronous(
     duration_s: float = 60.0,
     in_flight: int | None = None,
 ) -> Played:
-    """A robot asks every ``replan`` control steps and executes the newest chunk's row of the present.
+    """Simulate a robot that sends a request every ``replan`` control steps and executes the newest chunk.
 
-    in_flight: requests that may be under way, further ones wait for the next control step; None: a frame is taken
-    whenever the first line is free. One that still waits further on when a newer one comes is dropped.
+    A request that still waits for a line is dropped when a newer one arrives.
+
+    Args:
+        compute_s: Time of an inference, in seconds.
+        size: Bytes of an observation and of a chunk.
+        route: Links between robot and machine.
+        control_hz: Control steps per second.
+        chunk: Actions in a chunk.
+        replan: Control steps between two requests.
+        duration_s: Simulated time, in seconds.
+        in_flight: Maximum number of requests on their way. None for no maximum: a request is sent when the first line
+            is free.
+
+    Returns:
+        The results.
+
+    Raises:
+        SinewError: A number is not above 0.
     """
     if not (compute_s > 0 and control_hz > 0 and chunk >= 1 and replan >= 1):
         raise SinewError("compute_s, control_hz, chunk and replan must be above 0")
@@ -158,8 +194,14 @@ def asynchronous(
 
 @dataclass(frozen=True, slots=True)
 class DualPlayed:
-    """fast_hz, slow_hz: runs per second. plan_age_max_s: from a frame that System 2 took to the end of the last run
-    of System 1 that used its result."""
+    """Results of a simulation of two systems.
+
+    Attributes:
+        fast_hz: Runs of System 1 per second.
+        slow_hz: Runs of System 2 per second.
+        plan_age_max_s: Largest time from a frame for System 2 to the end of the last run of System 1 that used its
+            result, in seconds.
+    """
 
     fast_hz: float
     slow_hz: float
@@ -169,10 +211,23 @@ class DualPlayed:
 def dual_system(
     fast_s: float, slow_s: float, cap_hz: float, duration_s: float = 60.0, network_s: float = 0.0
 ) -> DualPlayed:
-    """One machine, neither system interrupted. System 2 runs when its time has come and the machine is free, but never
-    twice while System 1 waits: where both cannot be had they alternate.
+    """Simulate two systems on one machine, where no run is interrupted.
 
-    network_s: between the end of one run of System 1 and its next request at the machine, which is free meanwhile.
+    System 2 runs when it is due and the machine is free, but never twice while System 1 waits. If the machine is too
+    slow for both, they alternate.
+
+    Args:
+        fast_s: Time of a run of System 1, in seconds.
+        slow_s: Time of a run of System 2, in seconds.
+        cap_hz: Maximum rate of System 2.
+        duration_s: Simulated time, in seconds.
+        network_s: Time between a run of System 1 and its next request, in which the machine is free.
+
+    Returns:
+        The results.
+
+    Raises:
+        SinewError: A number is out of its range.
     """
     if not (fast_s > 0 and slow_s > 0 and cap_hz > 0 and network_s >= 0):
         raise SinewError("fast_s, slow_s and cap_hz must be above 0, network_s not below")
@@ -193,7 +248,7 @@ def dual_system(
 
 
 def _at(values: Sequence[float], share: float) -> float:
-    """The smallest value that ``share`` of them do not exceed."""
+    """Return the smallest of the sorted values that the given share of them does not exceed."""
     if not values:
         return 0.0
     return values[min(len(values) - 1, max(0, -(-int(share * 1000) * len(values) // 1000) - 1))]

@@ -1,8 +1,9 @@
-"""Robots that one machine serves: what a batch takes by the roofline, and how many robots that answers in time.
+"""Predict how many robots one machine serves in time.
 
-A batch of n reads each weight once and everything else n times; it computes n times as much, in as many calls. How
-many robots follow is played out at a steady rate, and the server forms batches with the very rules of
-:mod:`sinew.serve.batching`. Robots request at different times (staggered), or all at once (in step).
+By the roofline, a batch of n observations reads each weight once and all other data n times. It computes n times as
+much, with the same number of calls. A simulation at a steady rate then counts the robots. The server forms batches by
+the same rules as :mod:`sinew.serve.batching`. Robots send their requests at different times (staggered) or at the
+same time (in step).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ KIND = "one"  # all robots request the same kind of batch
 
 
 def batched(component: Component, size: int) -> Component:
-    """Return a stage of ``size`` observations at once."""
+    """Return a stage for ``size`` observations at once."""
     operators = tuple(
         replace(
             each,
@@ -46,7 +47,14 @@ def batched(component: Component, size: int) -> Component:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One run of ``robots``: in_time is the share of the moments whose answer was there within the deadline."""
+    """Result of one simulation.
+
+    Attributes:
+        robots: Number of robots.
+        in_time: Share of the periods whose answer arrived before the deadline.
+        p99_s: 99th percentile of the time from request to answer, in seconds.
+        mean_batch: Mean number of observations in a batch.
+    """
 
     robots: int
     in_time: float
@@ -65,11 +73,27 @@ def play(
     in_step: bool = False,
     seed: int = 0,
 ) -> Served:
-    """Let so many robots ask one server, which needs ``seconds(n)`` for a batch of n.
+    """Simulate robots that share one server.
 
-    overhead_s: what else a request takes between the robot and the policy and back. A robot whose answer is not there
-    at its next moment skips it, and a request that the server cannot begin before its deadline is refused. in_step: all
-    robots ask at the same moment; else each at a random one of the period.
+    A robot without its answer skips its next request. The server rejects a request that it cannot begin before the
+    deadline.
+
+    Args:
+        robots: Number of robots.
+        seconds: Size of a batch -> time of its inference, in seconds.
+        hertz: Requests per second of each robot.
+        deadline_s: Maximum time from request to answer, in seconds.
+        max_batch: Largest batch.
+        overhead_s: Time of a request outside of the policy, in seconds, half before and half after the inference.
+        in_step: True if all robots send their requests at the same time. False for a random time of the period for
+            each robot.
+        seed: Seed of these random times.
+
+    Returns:
+        The result.
+
+    Raises:
+        SinewError: A number is out of its range.
     """
     if not (robots >= 1 and hertz > 0 and deadline_s > 0 and max_batch >= 1 and overhead_s >= 0):
         raise SinewError("robots, hertz, deadline and max_batch must be above 0, overhead not below")
@@ -133,7 +157,20 @@ def most_robots(
     share: float = 0.99,
     in_step: bool = False,
 ) -> Served | None:
-    """Return the largest fleet of which ``share`` of all moments are answered in time; None where one robot is not."""
+    """Find the largest number of robots that the server answers in time.
+
+    Args:
+        seconds: Size of a batch -> time of its inference, in seconds.
+        hertz: Requests per second of each robot.
+        deadline_s: Maximum time from request to answer, in seconds.
+        max_batch: Largest batch.
+        overhead_s: Time of a request outside of the policy, in seconds.
+        share: Required share of answers in time.
+        in_step: True if all robots send their requests at the same time.
+
+    Returns:
+        The result with this number. None if even one robot is not answered in time.
+    """
 
     def at(robots: int) -> Served:
         return play(
@@ -163,8 +200,13 @@ def most_robots(
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """Why not even one robot is answered in time. text: the reason. hertz, deadline_s: the nearest rate and deadline
-    that work, where one robot has the server for itself."""
+    """Why not even one robot is answered in time.
+
+    Attributes:
+        text: The reason.
+        hertz: Nearest rate that works for a single robot.
+        deadline_s: Nearest deadline that works for a single robot, in seconds.
+    """
 
     text: str
     hertz: float
@@ -172,13 +214,16 @@ class Shortfall:
 
 
 def shortfall(alone_s: float, *, hertz: float, deadline_s: float, overhead_s: float = 0.0) -> Shortfall:
-    """Return why one robot is not answered in time, and which rate and deadline work.
+    """Explain why one robot is not answered in time.
 
     Args:
-        alone_s: seconds of one inference.
-        hertz: the robot's requests per second.
-        deadline_s: from the robot's frame to its answer.
-        overhead_s: what a request takes beside the inference.
+        alone_s: Time of one inference, in seconds.
+        hertz: Requests per second of the robot.
+        deadline_s: Maximum time from frame to answer, in seconds.
+        overhead_s: Time of a request outside of the inference, in seconds.
+
+    Returns:
+        The reason, and a rate and a deadline that work.
     """
     took = alone_s + overhead_s
     missed = []
@@ -197,7 +242,9 @@ def shortfall(alone_s: float, *, hertz: float, deadline_s: float, overhead_s: fl
 
 
 def between(measured: Mapping[int, float]) -> Callable[[int], float]:
-    """Return the seconds of any size from those of some: on the line between two, in proportion beyond the last."""
+    """Return a function that interpolates the seconds of a batch between measured sizes. Beyond the largest size,
+    the time is proportional to the size.
+    """
     sizes: Sequence[int] = sorted(measured)
 
     def seconds(size: int) -> float:
@@ -213,8 +260,20 @@ def _never(*_: object) -> Any:
 
 
 def measured(source: str, threads: int | None, engine: str, sizes: Sequence[int]) -> dict[int, float]:
-    """Return the seconds of batches of so many observations of the policy's own, timed here. Raises
-    :class:`SinewError` for a policy whose requests cannot be computed at once."""
+    """Measure the time of batches of a policy on this machine.
+
+    Args:
+        source: The policy.
+        threads: Compute threads. None for the engine's choice.
+        engine: The engine.
+        sizes: Sizes of the batches.
+
+    Returns:
+        Size -> seconds.
+
+    Raises:
+        SinewError: The policy cannot compute several requests in one batch.
+    """
     from sinew.policy import load
     from sinew.serve.batching import time_batches
 

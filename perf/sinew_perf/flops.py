@@ -1,4 +1,6 @@
-"""FLOPs of the operators that multiply: 2*M*N*K, from their operands' shapes. Everything else counts zero."""
+"""Count the FLOPs of operators that multiply: 2*M*N*K, from the shapes of their operands. All other operators
+count zero.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,11 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:  # [B, H, S, D], [B, H, 
 
 
 def _convolution(args: Any, out: Tensor) -> int:
-    """Of weights [O, I / groups, *kernel] each result [B, O, *] is a sum; of transposed ones, [I, O / groups, *kernel],
-    each number of the input [B, I, *] is a part of many sums."""
+    """Count the FLOPs of a convolution.
+
+    With weights [O, I / groups, *kernel], each number of the result [B, O, *] is a sum of products. In a transposed
+    convolution with weights [I, O / groups, *kernel], each number of the input [B, I, *] contributes to many sums.
+    """
     x, weight, transposed = args[0], args[1], args[6]
     return 2 * (x if transposed else out).numel() * prod(weight.shape[1:])
 

@@ -1,7 +1,7 @@
-"""In which order to make a policy faster on a machine: what Sinew offers, the largest predicted gain first.
+"""Find the order in which changes make a policy faster on a machine, with the largest predicted gain first.
 
-Each is another program, traced and held under the same roof (:mod:`sinew_perf.roofline`): there is no other model of
-cost. The first state is the reference, engine eager in float32.
+Each change is another traced program under the same roofline (:mod:`sinew_perf.roofline`), and there is no other cost
+model. The start is the reference: engine eager in float32.
 """
 
 from __future__ import annotations
@@ -33,9 +33,16 @@ BITS_WON = "pen won 99.0 %, as in float32, shove {} for 98.0; `sinew eval --gate
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """One thing to do: milliseconds before and after it, what to type, and what it does to the actions.
+    """A change and its effect.
 
-    instead: of which other one it would take the place. missing_bytes: of memory, where it does not fit the machine.
+    Attributes:
+        name: Name in the table.
+        line: Option or command that a user types.
+        before_ms: Predicted milliseconds before the change.
+        after_ms: Predicted milliseconds after the change.
+        fidelity: Effect on the actions.
+        instead: Name of the change to which this one is an alternative. "" for none.
+        missing_bytes: Bytes by which the program exceeds the machine's memory. 0 if it fits.
     """
 
     name: str
@@ -49,9 +56,16 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """start_ms: of the reference. taken: one upon the other, each with the largest gain of what was left, those that
-    would take another's place behind it. under: what helps under a condition, each alone upon all of ``taken``; its
-    milliseconds are those that its name says. without: what brings nothing here, and why."""
+    """Changes in the order in which they should be made.
+
+    Attributes:
+        start_ms: Milliseconds of the reference.
+        taken: Changes, each based on the previous ones. Each has the largest gain of the remaining changes, and its
+            alternatives follow it.
+        under: Changes that help under a condition, each based on all of ``taken``. The name states which time their
+            milliseconds mean.
+        without: Changes that do not help here -> reason.
+    """
 
     start_ms: float
     taken: list[Gain]
@@ -61,7 +75,14 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """A program: how it is traced and what of it moves."""
+    """A program, and how it is counted.
+
+    Attributes:
+        engine: Program to trace: "eager", or "plan" with its rewrites.
+        traffic: Memory traffic that counts.
+        dtypes: Number formats of the components.
+        request: Sizes of a request.
+    """
 
     engine: Engine = "eager"
     traffic: Traffic = "unfused"
@@ -94,13 +115,16 @@ def order(
     server: Hardware | None = None,
     route: Sequence[Network] = (),
 ) -> Order:
-    """Return the options that make ``source`` faster on ``machine``, in order.
+    """Find the changes that make a policy faster on a machine.
 
     Args:
         source: The policy.
         machine: The machine.
-        server: Another machine, for inference there.
-        route: The networks to it.
+        server: Second machine that may compute a part. None for none.
+        route: Links to the second machine.
+
+    Returns:
+        The changes, in order.
 
     Raises:
         SinewError: No engine of Sinew runs on the machine.
@@ -149,7 +173,9 @@ def order(
 
 
 def _options(source: str, machine: Hardware, first: PublishedProgram) -> tuple[list[_Option], dict[str, str]]:
-    """Return the options that make every request faster, and those that this machine lacks, with the reasons."""
+    """Return the changes that make every request faster, and the changes that this machine or policy does not
+    support, with reasons.
+    """
     without: dict[str, str] = {}
     options = []
     on_cpu = machine.kind == "cpu"
@@ -197,8 +223,16 @@ def _options(source: str, machine: Hardware, first: PublishedProgram) -> tuple[l
 
 
 def _bits(on_cpu: bool, machine: Hardware, without: dict[str, str]) -> list[_Option]:
-    """Return the narrower formats that an engine of such a machine computes in; in each the head keeps a float. What is
-    quantised comes with the one engine that computes so, and has the plan's rewrites: the others widen it."""
+    """Return the changes to smaller number formats that an engine of the machine supports.
+
+    The action head keeps floats. Low-bit weights need the one engine that computes on them, which includes the plan's
+    rewrites. Other engines widen such weights.
+
+    Args:
+        on_cpu: True for a CPU.
+        machine: The machine.
+        without: Receives the changes that are not supported, with reasons.
+    """
     engine = "cpu" if on_cpu else "cuda"
 
     def narrow(name: str, stored: str, fidelity: str, text: str, head: str) -> _Option:
@@ -226,7 +260,7 @@ def _bits(on_cpu: bool, machine: Hardware, without: dict[str, str]) -> list[_Opt
 def _under(
     program: PublishedProgram, traffic: Traffic, machine: Hardware, without: dict[str, str]
 ) -> list[Gain]:
-    """Return the options that help under a condition: repeated observations, a stream, several robots."""
+    """Return the changes that help under a condition: repeated observations, a stream, several robots."""
     if machine.kind != "cpu":
         without["a stream"] = (
             "engine cuda does not support it: both of its loops would share one stream of the GPU"
@@ -265,7 +299,7 @@ def _away(
     route: Sequence[Network],
     without: dict[str, str],
 ) -> list[Gain]:
-    """Return the quickest cut of the program over both machines, if it beats having all here."""
+    """Return the fastest division of the stages over both machines, if it is faster than this machine alone."""
     found = all_cuts(program, machine, [server], [route], payload(source, program, "raw"), traffic)
     here = next(cut for cut in found if cut.server is None)
     best = found[0]

@@ -1,4 +1,4 @@
-"""Machines and links, from data files in the package and from the user's own."""
+"""Machines and networks, from data files of the package and from files of the user."""
 
 from __future__ import annotations
 
@@ -20,11 +20,21 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """peak: FLOP/s by number format. bandwidth: bytes/s. memory_gib: nominal; system_gib: of it, taken by the system;
-    alone_gib: taken where nothing runs beside the policy.
+    """Data of a machine.
 
-    on_chip_bandwidth: bytes/s between compute units and what lies on the chip; None where it is not counted. kind:
-    which engines can run there. measured: peak and bandwidth were measured, not read from a data sheet.
+    Attributes:
+        name: Name for ``--hardware``.
+        title: Name for people.
+        peak: Number format -> FLOP/s.
+        bandwidth: Memory bandwidth in bytes/s.
+        memory_gib: Nominal memory, in GiB.
+        source: Source of the numbers.
+        system_gib: Memory that the operating system and other programs use, in GiB.
+        alone_gib: Memory that the operating system uses if no other program runs, in GiB. None if it is unknown.
+        on_chip_bandwidth: Bandwidth between compute units and memory on the chip, in bytes/s. None to ignore this
+            traffic.
+        kind: "gpu", "cpu" or "npu", which determines the engines that can run.
+        measured: True if peak and bandwidth were measured. False if they are from a data sheet.
     """
 
     name: str
@@ -40,7 +50,9 @@ class Hardware:
     measured: bool = False
 
     def peak_flops(self, dtype: str) -> float:
-        """The rate for operands of ``dtype``. A format without a rate of its own computes at the next wider one."""
+        """Return the FLOP/s for operands of a format. A format without its own rate uses the rate of the next
+        wider format.
+        """
         if dtype in self.peak:
             return self.peak[dtype]
         bits = BITS[dtype]
@@ -53,18 +65,27 @@ class Hardware:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of memory that the system leaves."""
+        """Return the bytes of memory that the system leaves free."""
         return round((self.memory_gib - self.system_gib) * 2**30)
 
     @property
     def balance(self) -> float:
-        """Operations per byte at which computing takes as long as moving, in half precision."""
+        """Return the operations per byte at which computing takes as long as moving, in half precision."""
         return self.peak_flops("bf16") / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """upload, download: bit/s as the robot sees them. base_ms: one way, whatever the size."""
+    """Data of a network link.
+
+    Attributes:
+        name: Name for ``--network``.
+        title: Name for people.
+        upload: Rate from the robot, in bit/s.
+        download: Rate to the robot, in bit/s.
+        base_ms: One-way latency for any size, in milliseconds.
+        source: Source of the numbers.
+    """
 
     name: str
     title: str
@@ -74,7 +95,9 @@ class Network:
     source: str = field(default="")
 
     def up_s(self, nbytes: float) -> float:
-        """Seconds on the wire, without the base latency. 5 % of protocol overhead, as the paper has it."""
+        """Return the seconds to send bytes from the robot, without the base latency. 5 % are added for the
+        protocol, as in VLA-Perf.
+        """
         return nbytes * OVERHEAD * 8 / self.upload
 
     def down_s(self, nbytes: float) -> float:
@@ -86,7 +109,11 @@ Entry = TypeVar("Entry", Hardware, Network)
 
 
 def hardware(extra: Path | None = None) -> dict[str, Hardware]:
-    """All machines by name; those of ``extra`` replace or join the package's."""
+    """Return all machines by name.
+
+    Args:
+        extra: File with further machines, which replace machines of the package with the same name.
+    """
     return _table(Hardware, "hardware.toml", extra)
 
 
@@ -99,7 +126,15 @@ def load_hardware(name: str, extra: Path | None = None) -> Hardware:
 
 
 def load_machines(names: Iterable[str], extra: Path | None = None) -> list[Hardware]:
-    """Return several; a text is a name, or several with commas. Raises :class:`SinewError` for an unknown one."""
+    """Load machines by name.
+
+    Args:
+        names: Names. A text may contain several names, separated by commas.
+        extra: File with further machines.
+
+    Raises:
+        SinewError: A name is unknown.
+    """
     return [
         load_hardware(name, extra) for name in dict.fromkeys(n for text in names for n in text.split(","))
     ]
@@ -110,7 +145,15 @@ def load_network(name: str, extra: Path | None = None) -> Network:
 
 
 def load_hops(names: Iterable[str], extra: Path | None = None) -> list[list[Network]]:
-    """Return the links that each hop of a route may have. Arguments as of :func:`load_machines`."""
+    """Load the possible links of each hop of a route.
+
+    Args:
+        names: One text for each hop. It contains the names of its possible links, separated by commas.
+        extra: File with further networks.
+
+    Raises:
+        SinewError: A name is unknown.
+    """
     return [[load_network(name, extra) for name in dict.fromkeys(hop.split(","))] for hop in names]
 
 

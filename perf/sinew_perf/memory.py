@@ -1,8 +1,9 @@
-"""Memory that a policy needs on a machine, and the largest request that still fits.
+"""Compute the memory that a policy needs on a machine, and the largest request that fits.
 
-Weights are counted by name; activations come from the traced lifetimes of every block of memory, as reference counting
-frees them in the eager engine. An engine that fuses more needs less. Of a token table only the rows of a prompt have to
-be in memory, since it stays in the file's map (``sinew/layers/stores/rows.py``); engine cuda holds all of it.
+Weights are counted by name. Activations come from the traced lifetime of every memory block, as reference counting
+frees them in the eager engine. An engine that fuses more operators needs less. Only the rows of a prompt need memory
+in a token table, because the table is mapped from the file (``sinew/layers/stores/rows.py``). Engine cuda loads the
+whole table.
 """
 
 from __future__ import annotations
@@ -75,8 +76,13 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that was alive at once during a stage, weights aside. ``cache``: the prefix's keys and values
-    in it."""
+    """Largest amount of live memory during a stage, without weights.
+
+    Attributes:
+        stage: The stage.
+        nbytes: Bytes of all live blocks.
+        cache: Bytes of the prefix's keys and values among them.
+    """
 
     stage: str
     nbytes: int
@@ -85,10 +91,23 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes. ``cache``: the blocks that hold the prefix's keys and values, all of a block of which they are a
-    part (as where Q, K and V come out of one product). ``peaks``: one per stage. ``actions``: the chunks that wait to
-    be executed. ``kept``: freed memory that the C library does not return. ``mapped``: True where weights are pages
-    of the file, which the system may take back and read again; ``laid_out``: but for those in int8."""
+    """Memory of a policy, in bytes.
+
+    Attributes:
+        name: Name of the policy.
+        shapes: Shapes of a request.
+        chunk: Actions in a chunk.
+        weights: Weights by component and format.
+        cache: Blocks that contain the prefix's keys and values. A block counts completely, even if they are only a
+            part of it, for example if one product computes Q, K and V.
+        peaks: Peak of each stage.
+        workspace: Memory of libraries.
+        runtime: Memory of the process before weights are loaded.
+        actions: Chunks that wait to be executed.
+        kept: Freed memory that the C library does not return to the system.
+        mapped: True if weights are mapped from the file. The system may reclaim these pages and read them again.
+        laid_out: True if the engine copies int8 weights, so that they are not mapped.
+    """
 
     name: str
     shapes: Shapes
@@ -113,35 +132,44 @@ class MemoryReport:
 
     @property
     def resident(self) -> int:
-        """Bytes of weights that have to be in memory."""
+        """Return the bytes of weights that have to be in memory."""
         return sum(row.resident for row in self.weights)
 
     @property
     def of_the_file(self) -> int:
-        """Bytes of weights that are pages of the file, at least: engine cpu copies int8 where kernels take panels."""
+        """Return the minimum number of bytes of weights that are pages of the file. Engine cpu copies int8 weights
+        into panels for its kernels.
+        """
         rows = () if not self.mapped else self.weights
         return sum(row.resident for row in rows if not (self.laid_out and row.dtype == "int8"))
 
     @property
     def activations(self) -> int:
-        """At the peak, beside the cache."""
+        """Return the bytes of activations at the peak, without the cache."""
         return self.peak.nbytes - self.peak.cache
 
     @property
     def loading(self) -> int:
-        """Bytes after the last weight was loaded, before the first inference."""
+        """Return the bytes after the last weight was loaded, before the first inference."""
         return self.resident + self.runtime
 
     @property
     def total(self) -> int:
-        """Bytes during an inference."""
+        """Return the bytes during an inference."""
         return self.loading + self.peak.nbytes + self.kept + self.workspace + self.actions
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The verdict on whether a report fits what the system leaves. ``largest``: per axis of :data:`AXES`, the
-    largest value that fits with the other axes as asked for; 0 where nothing does."""
+    """Result of the check whether a policy fits the memory.
+
+    Attributes:
+        report: Memory of the policy.
+        memory: Memory of the machine, in bytes.
+        system: Memory that the system uses, in bytes.
+        largest: Axis of :data:`AXES` -> largest value that fits while the other axes keep their requested values. 0
+            if no value fits.
+    """
 
     report: MemoryReport
     memory: int
@@ -154,7 +182,7 @@ class Fit:
 
     @property
     def headroom(self) -> int:
-        """Bytes left; negative where it does not fit."""
+        """Return the bytes that stay free. Negative if the policy does not fit."""
         return self.available - self.report.total
 
     @property
@@ -172,11 +200,21 @@ def memory_report(
     embodiments: int = 1,
     stages: Collection[str] = STAGES,
 ) -> MemoryReport:
-    """Return the memory of one observation. ``runtime``, ``workspace``: bytes, in place of the table's for ``device``.
+    """Compute the memory of one observation.
 
-    whole_tables: token tables are in memory with all their rows, as engine cuda has them. embodiments: how many
-    robots' projections the head holds, as upstream's files do; a bundle has those of one. stages: those that run on
-    this machine, with the weights that they read; the prefix's keys and values count where the head runs.
+    Args:
+        program: The program.
+        device: "cpu" or "cuda".
+        runtime: Bytes of the process before weights are loaded. None for the value of the device in ``RUNTIME``.
+        workspace: Bytes of libraries. None for the value of the device in ``WORKSPACE``.
+        whole_tables: True if token tables are completely in memory, as in engine cuda.
+        embodiments: Number of robots whose projections the head contains. A bundle contains those of one robot, and
+            published files may contain more.
+        stages: Stages that run on this machine, which determine its weights. The prefix's keys and values count where
+            the head runs.
+
+    Raises:
+        SinewError: The device is unknown.
     """
     if device not in RUNTIME:
         raise SinewError(f"device: expected one of {', '.join(RUNTIME)}, got {device!r}")
@@ -197,13 +235,13 @@ def memory_report(
 
 
 def missing(program: PublishedProgram, machine: Hardware, stages: Collection[str] = STAGES) -> int:
-    """Return the bytes by which ``stages`` of a program exceed what a machine's system leaves; 0 where they fit."""
+    """Return the bytes by which stages of a program exceed a machine's free memory. 0 if they fit."""
     device: Device = "cpu" if machine.name == "cpu" else "cuda"
     return max(0, memory_report(program, device, stages=stages).total - machine.free_bytes)
 
 
 def too_large(nbytes: int) -> str:
-    """Return a table's text for a placement that does not fit; ``sinew perf fit`` has the details."""
+    """Return the text of a table for a machine whose memory is too small. ``sinew perf fit`` prints the details."""
     return f"does not hold it: {nbytes / 2**20:,.0f} MiB too much"
 
 
@@ -220,11 +258,26 @@ def fits(
     embodiments: int = 1,
     search: bool = True,
 ) -> Fit:
-    """Does ``source`` run in ``memory`` bytes of which the system takes ``system``? And what is the most?
+    """Check whether a policy fits a machine's memory, and find the largest request that fits.
 
-    ``request``, ``dtypes`` and ``engine`` as in :meth:`PublishedProgram.load`; engine "cpu" is the plan over a bundle's
-    low-bit weights as they are stored, "cuda" the plan with whole token tables. embodiments: see :func:`memory_report`.
-    ``search=False`` leaves ``largest`` empty; with it each axis takes about ten traces of half a second.
+    Args:
+        source: The policy, as in :meth:`PublishedProgram.load`.
+        memory: Memory of the machine, in bytes.
+        system: Memory that the system uses, in bytes.
+        request: Sizes of a request.
+        dtypes: Number formats, as in :meth:`PublishedProgram.load`.
+        engine: "eager", "plan", "cpu" (the plan with a bundle's low-bit weights as they are stored), or "cuda" (the
+            plan with whole token tables).
+        device: "cpu" or "cuda".
+        runtime: Bytes of the process before weights are loaded. None for the default.
+        embodiments: Number of robots whose projections the head contains, see :func:`memory_report`.
+        search: False to leave ``largest`` empty. With True, each axis takes about ten traces of half a second.
+
+    Returns:
+        The result.
+
+    Raises:
+        SinewError: The arguments do not fit each other.
     """
     if engine in DEVICES and device != DEVICES[engine]:
         raise SinewError(f"device: engine {engine} needs {DEVICES[engine]}, got {device!r}")
@@ -266,10 +319,19 @@ def fits(
 
 
 def largest_fitting(excess: Callable[[int], int], limit: int, start: int = 1) -> int:
-    """The largest n of 1 to ``limit`` with excess(n) <= 0, for an excess that grows with n; 0 if there is none.
+    """Find the largest n from 1 to ``limit`` with excess(n) <= 0, for an excess that grows with n.
 
-    An evaluation is a trace, so few: memory is a quadratic of n in pieces, and the parabola through the three
-    points nearest to the boundary finds it, then its neighbour proves it. Halving bounds the number.
+    An evaluation is a trace, so few are made. Memory is piecewise quadratic in n. The root of the parabola through
+    the three points closest to the boundary is a guess, and its neighbour proves it. Occasional halving limits the
+    number of evaluations.
+
+    Args:
+        excess: Bytes that are missing for n.
+        limit: Largest n.
+        start: First guess.
+
+    Returns:
+        The number. 0 if no n fits.
     """
     known = {n: excess(n) for n in {1, min(start, limit)}}
     if known[1] > 0:
@@ -291,7 +353,9 @@ def largest_fitting(excess: Callable[[int], int], limit: int, start: int = 1) ->
 
 
 def _root(known: Mapping[int, int], low: int, high: int) -> int:
-    """Return the zero of the parabola through the points around [low, high]; with two points, of the line."""
+    """Return the root of the parabola through the three points closest to [low, high], or of the line through two
+    points.
+    """
     nearest = sorted(known, key=lambda n: min(abs(n - low), abs(n - high)))[:3]
     coefficients = np.polyfit(nearest, [known[n] for n in nearest], len(nearest) - 1)
     roots = [root.real for root in np.roots(coefficients) if abs(root.imag) < 1 and low <= root.real <= high]
@@ -304,9 +368,17 @@ def weights(
     embodiments: int = 1,
     stages: Collection[str] = STAGES,
 ) -> tuple[Weights, ...]:
-    """Return the executed model's parameters by component and format, in the model's order.
+    """Return the parameters of the executed model by component and format, in the model's order.
 
-    stages: leaves out what only other stages read; a weight that nothing reads counts with all of them.
+    Args:
+        program: The program.
+        whole_tables: True if token tables are completely in memory.
+        embodiments: Number of robots whose projections the head contains.
+        stages: Stages that run on this machine. Weights that only other stages read are left out. A weight that no
+            stage reads counts.
+
+    Raises:
+        SinewError: ``embodiments`` is above 1, but the model has no weights per robot.
     """
     if embodiments > 1 and not program.model.per_embodiment:
         raise SinewError(
@@ -338,9 +410,16 @@ def weights(
 
 
 def stored_weights(path: Path, tokens: int) -> tuple[Weights, ...]:
-    """The tensors of a bundle with low-bit weights by component and stored type: mapped from the file, not copied.
+    """Return the tensors of a bundle with low-bit weights by component and stored type. They are mapped from the
+    file.
 
-    tokens: of the prompt, which read rows of token tables."""
+    Args:
+        path: The bundle.
+        tokens: Number of prompt tokens, which determines the rows of token tables that are read.
+
+    Raises:
+        SinewError: The bundle has no low-bit weights.
+    """
     bundle = open_bundle(path)
     if not bundle.lowbit:
         raise SinewError(
@@ -360,7 +439,13 @@ def stored_weights(path: Path, tokens: int) -> tuple[Weights, ...]:
 
 
 def rows_nbytes(tokens: int, rows: int, nbytes: int) -> int:
-    """Return the bytes of the pages that ``tokens`` rows of a mapped table touch, of ``rows`` in ``nbytes``."""
+    """Return the bytes of the pages that the rows of a prompt touch in a mapped table.
+
+    Args:
+        tokens: Number of rows that are read.
+        rows: Number of rows in the table.
+        nbytes: Size of the table in bytes.
+    """
     # A row can begin at any byte of a page, so it may touch one more page.
     pages = 1 + -(-nbytes // (rows * PAGE))
     return min(nbytes, tokens * pages * PAGE)
@@ -383,7 +468,12 @@ def _format(program: PublishedProgram, name: str, stored: str, readers: Mapping)
 
 
 def peaks(found: ProgramTrace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
-    """The largest sum of live blocks per stage, from the order in which they came and went."""
+    """Find the largest sum of live blocks in each stage, from the recorded allocations and releases.
+
+    Args:
+        found: The trace.
+        cache_scale: Factor for the size of the prefix's keys and values.
+    """
     live = cache = 0
     highest: dict[str, Peak] = {}
     prefix: set[TracedBlock] = set()
@@ -402,13 +492,13 @@ def peaks(found: ProgramTrace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
 
 
 def kept(found: ProgramTrace) -> int:
-    """Return the bytes of freed memory that the C library may keep: twice the largest block that it would keep."""
+    """Return the bytes of freed memory that the C library may keep: twice the largest block that it keeps."""
     largest = max((event.block.nbytes for event in found.events), default=0)
     return 2 * min(largest, MAPPED[1]) if largest >= MAPPED[0] else 0
 
 
 def cache_scale(program: PublishedProgram) -> float:
-    """Bits of the cache's format over those of the traced one."""
+    """Return the bits of the cache's format divided by the bits of the traced format."""
     if program.precision is None or program.precision["prefix"].cache not in SMALL_BITS:
         return 1.0
     precision = program.precision["prefix"]

@@ -1,6 +1,7 @@
-"""Run operators on the meta device by what they returned the last time for operands of the same shapes.
+"""Run operators on the meta device with a cache of result shapes.
 
-Torch computes most shapes in Python there, half a millisecond an operator, and a model has the same layer thirty times.
+For most operators, torch computes the shapes in Python, which takes half a millisecond. A model runs the same layer
+thirty times, so the cache uses the result of the last call with equal shapes.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ _layouts: dict[Hashable, tuple[Layout, ...] | None] = {}
 
 
 class _UnknownError(Exception):
-    """An operand whose shape and dtype do not decide the result."""
+    """The shape and dtype of an operand do not determine the result."""
 
 
 def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return ``func(*args, **kwargs)`` for an ATen overload ``func``, as a dispatch mode gets it.
+    """Return ``func(*args, **kwargs)`` for an ATen overload, as a dispatch mode receives it.
 
-    Operands on other devices, views, operators that write into their operands, and what returns anything but new
-    tensors: the operator runs. New tensors on meta have no values, so equal operands give equal results.
+    New tensors on the meta device have no values, so equal operands give equal results. The operator really runs for
+    operands on other devices, for views, for operators that write into their operands, and for results that are not
+    new tensors.
     """
     try:
         key = (func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ())
@@ -50,7 +52,9 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _signature(values: Sequence[Any]) -> tuple[Hashable, ...]:
-    """Return the properties that decide the shapes of a result. Raises ``_UnknownError`` if there are others."""
+    """Return the properties of operands that determine the shapes of a result. Raises ``_UnknownError`` if other
+    properties matter.
+    """
     found: list[Hashable] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -67,7 +71,7 @@ def _signature(values: Sequence[Any]) -> tuple[Hashable, ...]:
 
 
 def tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among the operands or the results of a call, those in lists and tuples too."""
+    """Return the tensors among the operands or the results of a call, including those in lists and tuples."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
@@ -78,7 +82,9 @@ def tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _layout(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> tuple[Layout, ...] | None:
-    """Return the layouts of a call's results if they are new tensors alone that own their memory, else None."""
+    """Return the layouts of a call's results if all of them are new tensors that own their memory. Otherwise,
+    return None.
+    """
     made = out if type(out) is tuple else (out,)
     if func._schema.is_mutable or not made or torch.is_grad_enabled():  # noqa: SLF001
         return None

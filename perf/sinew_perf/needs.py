@@ -1,4 +1,4 @@
-"""The inverse question: which machine, at which precision, with how many solver steps, reaches a rate."""
+"""Find the machines, precisions and numbers of solver steps that reach a rate."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ from sinew_perf.shares import UsedShare, others, used
 
 @dataclass(frozen=True, slots=True)
 class _Precision:
-    """Formats of a policy. name: the format of vision and language, as in ``data/shares.toml``. narrow: the same with
-    activations and cache. head: the action expert adds up the errors of its steps, so it keeps a float."""
+    """Number formats of a policy.
+
+    Attributes:
+        title: Name in tables.
+        name: Format of vision and language, as in ``data/shares.toml``.
+        narrow: The same, with the formats of activations and cache.
+        head: Format of the action head. It stays a float, because the head adds up the errors of its steps.
+    """
 
     title: str
     name: str
@@ -27,7 +33,7 @@ class _Precision:
     head: str
 
     def runs_on(self, machine: Hardware) -> bool:
-        """Return True if the machine has a rate for it. Weights of 4 bits on a GPU are widened to bf16."""
+        """Return True if the machine has a rate for the formats. A GPU widens 4-bit weights to bf16."""
         rate = "bf16" if self.name == "int4" else self.name
         return self.head in machine.peak and rate in machine.peak
 
@@ -50,8 +56,13 @@ PRECISIONS: dict[Kind, tuple[_Precision, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class TaskClass:
-    """Control steps per second, the fewest and the most, and the latency that a policy which is asked for every step
-    may have, milliseconds: the survey's table of latency budgets (tests/requirements.md, row 113)."""
+    """Usual rates and latency of a class of tasks, from a survey (tests/requirements.md, row 113).
+
+    Attributes:
+        low_hz: Smallest usual control rate.
+        high_hz: Largest usual control rate.
+        latency_ms: Tolerable latency of a policy that is called in every control step, in milliseconds.
+    """
 
     low_hz: float
     high_hz: float
@@ -69,7 +80,13 @@ TASKS = {
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a control rate asks of inference: ``rate`` chunks per second, so ``ms`` for each. why: in words."""
+    """Requirement of a control rate on inference.
+
+    Attributes:
+        rate: Required chunks per second.
+        ms: Available milliseconds per chunk.
+        why: Explanation.
+    """
 
     rate: float
     ms: float
@@ -77,10 +94,16 @@ class Budget:
 
 
 def budget(control_hz: float, replan: int, task: str = "") -> Budget:
-    """Return the budget of a robot that executes ``replan`` actions of each chunk: replan / control_hz.
+    """Return the time that a robot leaves for an inference: replan / control_hz.
 
-    task: of ``TASKS``, in place of control_hz: its fastest rate, and asked for every step its tolerable latency.
-    Raises :class:`SinewError` for an unknown one, and for a rate beside it.
+    Args:
+        control_hz: Control steps per second. 0 if ``task`` is given.
+        replan: Actions executed per chunk.
+        task: Key of ``TASKS``, which then determines the rate: its largest control rate, and its tolerable latency if
+            ``replan`` is 1.
+
+    Raises:
+        SinewError: The task is unknown, or neither or both of task and rate are given.
     """
     if bool(task) == bool(control_hz):
         raise SinewError("expected either a control rate or a task")
@@ -105,10 +128,13 @@ class MachineResult:
     """A machine and precision that reach the rate.
 
     Attributes:
-        steps: the most solver steps, of those requested, with which the rate is still reached.
-        hz: chunks per second with them.
-        others_hz: the same at the share of the roofline that other engines reached.
-        share: of the roofline, which ``hz`` assumes.
+        machine: Name of the machine.
+        title: Name of the machine for people.
+        precision: Name of the precision.
+        steps: Largest number of solver steps, up to the requested one, with which the rate is reached.
+        hz: Chunks per second with these steps.
+        others_hz: Chunks per second at the share of the roofline that other engines reached.
+        share: Share of the roofline that ``hz`` assumes.
     """
 
     machine: str
@@ -123,9 +149,16 @@ class MachineResult:
 def reach(
     parts: Sequence[Component], machine: Hardware, rate_hz: float, efficiency: float
 ) -> tuple[int, float] | None:
-    """(steps, rate) of any components of which the last is one solver step, repeated. None where no step fits.
+    """Find the largest number of solver steps with which a machine reaches a rate.
 
-    efficiency: the share of the roofline that software reaches.
+    Args:
+        parts: Components of a policy. The last one is one solver step, repeated.
+        machine: The machine.
+        rate_hz: Required chunks per second.
+        efficiency: Share of the roofline that software reaches.
+
+    Returns:
+        The number of steps, and the rate with them. None if not even one step is fast enough.
     """
     *before, action = (timing(part, machine).seconds for part in parts)
     most = parts[-1].repeats
@@ -142,20 +175,20 @@ def needs(
     efficiency: float | None = None,
     request: TracedRequest = AS_THE_POLICY,
 ) -> list[MachineResult]:
-    """Return the machines that reach the rate and have enough free memory, the smallest sufficient one first.
+    """Find the machines that reach a rate and have enough free memory.
 
-    Machines without a rate for a precision are left out, and a narrower precision that wins nothing.
+    A machine without a rate for a precision is left out. A smaller precision is left out if it gains nothing.
 
     Args:
-        source: Policy, as of :meth:`PublishedProgram.load`.
-        machines: The machines to judge, by name.
+        source: Policy, as in :meth:`PublishedProgram.load`.
+        machines: Name -> machine.
         rate_hz: Required chunks per second.
-        efficiency: Share of the roofline that the software reaches. None is what Sinew's
-            engines reached (:func:`sinew_perf.shares.used`).
+        efficiency: Share of the roofline that the software reaches. None for the share that Sinew's engines reached
+            (:func:`sinew_perf.shares.used`).
         request: Sizes of the request.
 
     Returns:
-        A row for each machine and precision.
+        A row for each machine and precision. The slowest machine comes first.
     """
     rows: list[MachineResult] = []
     for kind, precisions in PRECISIONS.items():
@@ -184,7 +217,7 @@ def _with(
     efficiency: float | None,
     request: TracedRequest,
 ) -> list[MachineResult]:
-    """Return the rows of machines of one kind at one precision."""
+    """Return the rows for machines of one kind at one precision."""
     machines = [machine for machine in machines if precision.runs_on(machine)]
     if not machines:
         return []

@@ -1,4 +1,4 @@
-"""Parts of a roofline: operators, the tensors that they move, and the components that they add up to."""
+"""Data types of a roofline: operators, the tensors that they move, and components."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "ter
 
 
 class Residency(Enum):
-    """The place of a tensor: memory, or registers, shared memory and caches."""
+    """Place of a tensor: memory (HBM), or registers, shared memory and caches on the chip."""
 
     HBM = "hbm"
     ON_CHIP = "on_chip"
@@ -18,7 +18,14 @@ class Residency(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """``kind``: "weight", "activation", "cache" (keys and values of the prefix) or "scores" (of attention)."""
+    """A tensor that an operator moves.
+
+    Attributes:
+        elements: Number of elements.
+        dtype: Number format.
+        residency: Place of the tensor.
+        kind: "weight", "activation", "cache" (keys and values of the prefix) or "scores" (of attention).
+    """
 
     elements: int
     dtype: str
@@ -32,9 +39,18 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """``flops``: of one call, 2*M*N*K for a product. ``count``: equal calls, one per layer say. ``stage``:
-    "vision", "prefix" or "head". ``shape``: of a product of weights, rows x depth x columns; empty where it is not
-    known. ``kernels``: products in one call, as attention's two."""
+    """Equal operator calls.
+
+    Attributes:
+        name: Name of the operator or of its module.
+        flops: FLOPs of one call, 2*M*N*K for a product.
+        tensors: Tensors that one call moves.
+        compute_dtype: Format of the arithmetic.
+        count: Number of equal calls, for example one per layer.
+        stage: "vision", "prefix" or "head".
+        shape: Rows x depth x columns of a product with weights. "" if it is unknown.
+        kernels: Number of matrix products in one call. Fused attention has two.
+    """
 
     name: str
     flops: int
@@ -48,7 +64,13 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """Operators that run one after another, ``repeats`` times: solver steps, say."""
+    """Operators that run one after another.
+
+    Attributes:
+        name: Name of the component.
+        operators: The operators.
+        repeats: How often all operators run, for example the number of solver steps.
+    """
 
     name: str
     operators: tuple[Operator, ...]
@@ -56,5 +78,5 @@ class Component:
 
     @property
     def launches(self) -> int:
-        """How many matrix products run for one observation."""
+        """Return the number of matrix products for one observation."""
         return self.repeats * sum(each.count * each.kernels for each in self.operators if each.flops)

@@ -1,10 +1,12 @@
-"""Tensor parallelism: each layer's products cut over equal devices, and what they exchange.
+"""Tensor parallelism: divide the products of each layer over equal devices, and count the data that they exchange.
 
-As Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053, section 3) cut a layer: the products into its heads and its wide
-layer by columns, those back by rows, and behind each of the latter the devices add up their sums. A ring of n devices
-sends 2 (n - 1) / n of these bytes over each link, in 2 (n - 1) turns (Patarasuk and Yuan 2009). What is not of such a
-layer runs on all devices alike. Activations and the prefix's keys and values are counted whole on each, so nothing here
-is faster than it is; stages after one another on several machines are `sinew perf scenario`'s.
+A layer is divided as in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3): products into the attention
+heads and into the wide layer by columns, products out of them by rows. After each of the latter, the devices add up
+their partial sums. A ring of n devices sends 2 (n - 1) / n of these bytes over each link, in 2 (n - 1) turns
+(Patarasuk and Yuan 2009).
+
+All other operators run on every device. Activations and the prefix's keys and values count completely on each device,
+so the prediction is not too optimistic. `sinew perf scenario` covers stages on different machines.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ HEADS = frozenset({"attention", "logits", "attend"})
 def cut(component: Component, devices: int) -> Component:
     """Return one device's share of a component.
 
-    Raises :class:`SinewError` if none of its layers can be split, or a width is not a multiple of ``devices``.
+    Args:
+        component: The component.
+        devices: Number of devices.
+
+    Raises:
+        SinewError: No layer can be divided, or a width is not a multiple of ``devices``.
     """
     found = tuple(_cut(each, devices) for each in component.operators)
     if found == component.operators:
@@ -79,7 +86,15 @@ def exchange(components: Sequence[Component], devices: int, link: float, turn_s:
 def timings(
     components: Sequence[Component], machine: Hardware, devices: int, link: float, turn_s: float
 ) -> list[StageTiming]:
-    """Return the components' times on ``devices`` of a machine, and that of their links."""
+    """Return the times of the components on several devices, and of the links between them.
+
+    Args:
+        components: The components.
+        machine: One device.
+        devices: Number of devices.
+        link: Bytes/s from one device to the next.
+        turn_s: Additional seconds of each turn of the ring.
+    """
     return [
         *(timing(cut(each, devices), machine) for each in components),
         exchange(components, devices, link, turn_s),

@@ -1,4 +1,6 @@
-"""Where a policy may run, side by side: on the robot, on a server, split, as two systems; each in step and not."""
+"""Compare placements of a policy: on the robot, on a server, split, and as two systems, each synchronous and
+asynchronous.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,15 @@ STAGES = ("vision", "language", "action")
 
 @dataclass(frozen=True)
 class Placements:
-    """rows: of a table, with milliseconds and rates. bars: of a figure, milliseconds by part. size: bytes of a request;
-    cache: of what the head reads of the stages before, the prefix's keys and values above all; every: control steps
-    between two requests."""
+    """The compared placements.
+
+    Attributes:
+        rows: Rows of a table, with milliseconds and rates.
+        bars: Bars of a figure: (name, part -> milliseconds).
+        size: Bytes of a request and of its answer.
+        cache: Bytes that the head reads from earlier stages, mostly the prefix's keys and values.
+        every: Control steps between two requests.
+    """
 
     rows: list[dict[str, Any]]
     bars: list[tuple[str, dict[str, float]]]
@@ -47,12 +55,22 @@ def placements(
     camera_ms: float = 0.0,
     actuation_ms: float = 0.0,
 ) -> Placements:
-    """Return the latency of ``source`` with its stages on the robot's machine ``near``, on ``far`` behind a route,
-    and on both.
+    """Predict the latency of a policy on the robot, on a server, and divided between both.
 
-    A row has the reason if a machine's memory is too small. replan: Actions executed per request; half a chunk if
-    absent. cap_hz: Rate of System 2, if there are two systems. camera_ms, actuation_ms: From light to a frame in
-    memory, from a command to its effect.
+    If the memory of a machine is too small, the row contains the reason.
+
+    Args:
+        source: The policy.
+        program: Its program.
+        far: The server.
+        near: The robot's machine.
+        route: Links between both.
+        codec: Encoding of the camera frames.
+        control_hz: Control steps per second.
+        replan: Actions executed per request. None for half a chunk.
+        cap_hz: Maximum rate of System 2, for the placements with two systems.
+        camera_ms: Milliseconds from light to a frame in memory.
+        actuation_ms: Milliseconds from a command to its effect.
     """
     parts = program.components()
     size, chunk, between = payload(source, program, codec), program.chunk, crossing(program)
@@ -63,7 +81,7 @@ def placements(
     bars: list[tuple[str, dict[str, float]]] = []
 
     def bar(where: str, latency_s: float, *stages: float) -> None:
-        """Keep what a figure shows: what is not computed is the network."""
+        """Add a bar to the figure. The time that is not computing is the network's."""
         taken = {name: 1e3 * stage for name, stage in zip(STAGES, stages, strict=True)}
         bars.append((where, {"network": max(0.0, 1e3 * (latency_s - sum(stages))), **taken}))
 
@@ -93,7 +111,7 @@ def placements(
         )
 
     def refused(where: str, *placed: tuple[str, int]) -> bool:
-        """Add a row that says which machine has too little memory for what would run there, if one has."""
+        """Add a row with the reason if the memory of a machine is too small. Returns True in this case."""
         short = [f"refused, the {name} {too_large(nbytes)}" for name, nbytes in placed if nbytes]
         if short:
             nbytes = max(nbytes for _, nbytes in placed)
@@ -134,7 +152,7 @@ def placements(
 
 
 def payload(source: str, program: PublishedProgram, codec: scenarios.Codec) -> scenarios.Payload:
-    """Return the bytes of a request of a policy and of its answer; of sizes alone, with 14 joints."""
+    """Return the bytes of a policy's request and answer. A preset without a bundle is assumed to have 14 joints."""
     if not is_sizes_alone(source):
         return scenarios.payload(open_bundle(source).manifest.spec, codec)
     shapes = program.shapes

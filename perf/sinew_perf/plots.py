@@ -1,4 +1,4 @@
-"""Figures of a roofline. matplotlib is imported when one is drawn."""
+"""Figures of a roofline. matplotlib is imported when a figure is drawn."""
 
 from __future__ import annotations
 
@@ -29,11 +29,17 @@ def roofline(
     formats: Iterable[str] = ("bf16",),
     title: str = "",
 ) -> None:
-    """FLOP/s over FLOP per byte of memory: each machine's roof, each component as a point under it.
+    """Draw FLOP/s over FLOP per byte of memory: the roofline of each machine, and each component as a point below it.
 
-    timings: by machine name. A point lies at the rate that the component reaches if every operator does its best, so
-    what lies below its roof has operators on both sides of the ridge. formats: of the arithmetic; the roof is that of
-    the fastest.
+    A point has the rate that the component reaches if every operator is as fast as possible. A component below its
+    roofline has operators on both sides of the ridge.
+
+    Args:
+        machines: The machines.
+        timings: Name of a machine -> times of the components.
+        path: File of the figure.
+        formats: Formats of the arithmetic. The roofline is that of the fastest.
+        title: Title of the figure.
     """
     formats = list(formats)
     figure, axes = figures.new(height=4.6)
@@ -72,7 +78,9 @@ def roofline(
 
 
 def sizes(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Latency over parameters, one line per part and machine: figure 5's form."""
+    """Draw the latency over the number of parameters, with one line per part and machine, as in figure 5 of
+    VLA-Perf.
+    """
     figure, axes = figures.new(height=4.6)
     styles = {"thor": "-", "rtx4090": "--", "b100": ":"}
     titles = {"thor": "Thor", "rtx4090": "RTX 4090", "b100": "B100"}
@@ -97,8 +105,13 @@ def sizes(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def denoising(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Latency of the action part, of all of it, and the action part's intensity over solver steps, a line per chunk:
-    figure 6's form. rows: steps, chunk, action_ms, ms, oi."""
+    """Draw over the solver steps, with one line per chunk size: the latency of the action part, the total latency,
+    and the action part's intensity. As in figure 6 of VLA-Perf.
+
+    Args:
+        rows: Dicts with steps, chunk, action_ms, ms and oi.
+        path: File of the figure.
+    """
     figure, panels = figures.new(1, 3, width=9.6, height=3.8)
     chunks = sorted({row["chunk"] for row in rows})
     titles = {"action_ms": "action part, ms", "ms": "end to end, ms", "oi": "action part, MFLOP per MiB"}
@@ -119,8 +132,14 @@ def denoising(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def decoders(rows: Sequence[Mapping[str, Any]], path: Path, dof: int) -> None:
-    """Latency of four ways to make actions, over the chunk and over the numbers of one action: figure 7's form. rows:
-    kind, chunk, dof, ms; dof: of the first panel's actions."""
+    """Draw the latency of four kinds of action decoders over the chunk size and over the size of an action, as in
+    figure 7 of VLA-Perf.
+
+    Args:
+        rows: Dicts with kind, chunk, dof and ms.
+        path: File of the figure.
+        dof: Size of an action in the first panel.
+    """
     figure, panels = figures.new(1, 2, width=8.4, height=3.8, sharey=True)
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     chosen = (
@@ -139,7 +158,13 @@ def decoders(rows: Sequence[Mapping[str, Any]], path: Path, dof: int) -> None:
 
 
 def placements(rows: Sequence[tuple[str, Mapping[str, float]]], path: Path, title: str = "") -> None:
-    """Draw (where, milliseconds of network, vision, language and action) as stacked bars, the shortest on top."""
+    """Draw the latency of placements as stacked bars, with the shortest on top.
+
+    Args:
+        rows: (name, milliseconds of network, vision, language and action).
+        path: File of the figure.
+        title: Title of the figure.
+    """
     rows = sorted(rows, key=lambda row: sum(row[1].values()), reverse=True)
     figure, axes = figures.new(height=1.6 + 0.27 * len(rows))
     names, totals = [name for name, _ in rows], [sum(parts.values()) for _, parts in rows]
@@ -161,7 +186,7 @@ def placements(rows: Sequence[tuple[str, Mapping[str, float]]], path: Path, titl
 
 
 def _components(rows: Sequence[StageTiming]) -> list[str]:
-    """Return names of components, the usual ones first."""
+    """Return the names of the components, with the usual ones first."""
     found = {row.name for row in rows}
     return [name for name in COMPONENTS if name in found] + sorted(found - set(COMPONENTS))
 
@@ -187,14 +212,14 @@ def _tera(flops: float) -> str:
 def success(
     ways: Sequence[Way], wanted: float, machines: Iterable[tuple[str, float]], path: Path, title: str
 ) -> None:
-    """Draw success over latency for each way of driving, with its interval, and the latency of machines.
+    """Draw the success over the latency for each way of driving, with its interval, and the latency of machines.
 
     Args:
-        ways: The measured ways.
-        wanted: Required success, 0 to 1.
+        ways: The measured ways of driving.
+        wanted: Required success, from 0 to 1.
         machines: Names and latencies in milliseconds. A name is drawn at the foot of its line.
-        path: The file.
-        title: Of the figure.
+        path: File of the figure.
+        title: Title of the figure.
     """
     figure, axes = figures.new(height=4.6)
     handles = []

@@ -1,4 +1,4 @@
-"""Number formats of a stage, and the bytes that they make of a recorded operand."""
+"""Number formats of a stage, and the size of a recorded operand in these formats."""
 
 from __future__ import annotations
 
@@ -27,12 +27,17 @@ LINEAR = ("mm", "addmm")
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """weights: of the matrices of linear layers. activations: of everything else that the stage computes on,
-    other weights included, except what the model keeps in fp32. cache: of the prefix's keys and values.
+    """Number formats of one stage.
 
-    Small weights with float activations are widened before the product, which then runs at the activations'
-    rate. With small activations the inputs of linear layers are small, their results bf16, and the
-    product runs at the rate of the wider of the two; the quantisation of the inputs itself is not counted.
+    Small weights with float activations are widened before the product, which then runs at the rate of the
+    activations. With small activations, the inputs of linear layers are small, their results are bf16, and the
+    product runs at the rate of the wider format. The quantisation of the inputs itself is not counted.
+
+    Attributes:
+        weights: Format of the matrices of linear layers.
+        activations: Format of all other data of the stage, including other weights, except the weights that the model
+            keeps in fp32.
+        cache: Format of the prefix's keys and values.
     """
 
     weights: str
@@ -43,7 +48,12 @@ class Precision:
     def parse(cls, text: str, field: str = "dtype") -> Precision:
         """Read ``WEIGHTS[/ACTIVATIONS[/CACHE]]``: "bf16", "int8" (with bf16), "int4/int8", "int8//int8".
 
-        Precisions are the words of every other verb (fp32, bf16, fp16, fp8); torch's own names are understood, too.
+        Args:
+            text: The text, with the format names of all commands (fp32, bf16, fp16, fp8) or with torch's own names.
+            field: Name of the option, for messages.
+
+        Raises:
+            SinewError: The text is invalid.
         """
         parts = [TORCH_NAMES.get(part, part) for part in text.split("/")]
         for part in parts:
@@ -59,13 +69,18 @@ class Precision:
 
     @property
     def stream(self) -> torch.dtype:
-        """In which the program itself is traced."""
+        """Return the dtype in which the program itself is traced."""
         return FLOATS.get(self.activations, torch.bfloat16)
 
     def compute(self, call: TracedCall, fused: bool = False) -> str:
-        """Return the format of a call's arithmetic: int8 for products of weights that are stored in few bits, as
-        engines compute them. ``fused``: without the widening of attention's operands, which one kernel for all of it
-        does not need."""
+        """Return the format of a call's arithmetic.
+
+        It is int8 for products with low-bit weights, as the engines compute them.
+
+        Args:
+            call: The call.
+            fused: True if one kernel computes attention, which does not widen its operands.
+        """
         if call.operator in LOW_BIT:
             return "int8"
         if self.activations in SMALL_BITS and _is_linear(call) and call.dtype == self.stream:
@@ -75,7 +90,13 @@ class Precision:
         return dtype_name(call.dtype)
 
     def of(self, operand: TracedOperand, call: TracedCall, fused: bool = False) -> str:
-        """The format in which an operand is stored."""
+        """Return the format in which an operand is stored.
+
+        Args:
+            operand: The operand.
+            call: The call that uses it.
+            fused: True if one kernel computes attention, which does not widen its operands.
+        """
         dtype = operand.unwidened if fused and call.is_attention else operand.dtype
         if _is_linear(call) and call.dtype == self.stream:
             if operand.weight and operand is _matrix(call):
@@ -88,10 +109,14 @@ class Precision:
 
 
 def by_stage(dtypes: str | Mapping[str, str]) -> dict[str, Precision]:
-    """Read one text for all stages, or component -> text, and return the precision of each stage.
+    """Return the precision of each stage.
 
-    Components are those of a recipe: vision, language, head. One that is not named takes the language model's, else
-    bf16.
+    Args:
+        dtypes: One text for all stages, or component (vision, language, head) -> text. A component without a text
+            uses that of language, or bf16.
+
+    Raises:
+        SinewError: A component or a format is unknown.
     """
     if isinstance(dtypes, str):
         return dict.fromkeys(STAGES, Precision.parse(dtypes))
@@ -107,14 +132,15 @@ def by_stage(dtypes: str | Mapping[str, str]) -> dict[str, Precision]:
 
 
 def as_traced(call: TracedCall) -> Precision:
-    """The formats that the tensors of a call had."""
+    """Return the formats that the tensors of a call had in the trace."""
     name = dtype_name(call.dtype)
     return Precision(name, name, name)
 
 
 def as_number_format(name: str) -> tuple[str, int]:
-    """Indices, masks and float64 tables in the formats that machines are described with: (format, elements per
-    element) of the same bytes."""
+    """Convert a dtype such as int64 or float64 to a format in which machines are described. Returns the format and
+    the factor of elements that gives the same bytes.
+    """
     if name in FLOATS or name in SMALL_BITS:
         return name, 1
     size = bits(name) // 8

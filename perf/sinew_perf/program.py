@@ -1,7 +1,7 @@
-"""Costs of the program that runs: a bundle or a published model, traced, as components of a roofline.
+"""Cost of a program: a bundle or a published model, traced, as components of a roofline.
 
-There is no second description of any architecture. The configuration comes from the bundle, or from the
-converter's reading of the published one; the operators from :mod:`sinew_perf.trace`.
+There is no second description of any architecture. The configuration comes from the bundle, or from the converter for
+a published model. The operators come from :mod:`sinew_perf.trace`.
 """
 
 from __future__ import annotations
@@ -79,13 +79,19 @@ class PublishedProgram:
         dtypes: str | Mapping[str, str] | None = None,
         engine: Engine = "eager",
     ) -> PublishedProgram:
-        """Return the program of ``source``: a bundle's path, one of ``PRESETS`` at its published size, one of
-        ``DESCRIBED``, or a file in their form (:func:`sinew.families.published.described`).
+        """Load the program of a policy.
 
-        dtypes: see :func:`sinew_perf.precision.by_stage`; None is what the bundle stores, and bf16 for
-        presets. engine: "plan" is with all rewrites; on a CPU the planned engine leaves some out
-        (:data:`sinew.engine.plan.engine.ON_CPU`), and :func:`of_engine` traces what runs there.
-        Raises :class:`SinewError` for what is not there.
+        Args:
+            source: Path of a bundle, one of ``PRESETS`` at its published size, one of ``DESCRIBED``, or a file in
+                their form (:func:`sinew.families.published.described`).
+            request: Sizes of a request.
+            dtypes: Number formats, see :func:`sinew_perf.precision.by_stage`. None for the formats in the bundle, and
+                bf16 for presets.
+            engine: "eager", or "plan" with all rewrites. On a CPU, the planned engine leaves some out
+                (:data:`sinew.engine.plan.engine.ON_CPU`), and :func:`of_engine` traces the program that really runs.
+
+        Raises:
+            SinewError: The source does not exist.
         """
         if engine not in ("eager", "plan"):
             raise SinewError(f"engine {engine!r} is not one of eager, plan")
@@ -97,7 +103,9 @@ class PublishedProgram:
         )
 
     def at(self, request: TracedRequest) -> PublishedProgram:
-        """Return the same program asked for other sizes."""
+        """Return the same program for other sizes of a request. Raises :class:`SinewError` for a size that the
+        policy cannot change.
+        """
         now = {"cameras": self.shapes.views, "chunk": self.chunk, "steps": self.shapes.steps}
         for name, own in now.items():
             asked = getattr(request, name)
@@ -122,13 +130,15 @@ class PublishedProgram:
 
     @property
     def chunk(self) -> int:
-        """Return the rows of a chunk."""
+        """Return the number of actions in a chunk."""
         return getattr(self.model.config, "chunk_size", self.model.noise_shape[0])
 
     @cached_property
     def fixed(self) -> dict[str, int]:
-        """Return the sizes that every request has: views and rows of a chunk that the weights fix, and the steps of a
-        solver that has one number of them. Of a policy with memory all moments are taken to be there."""
+        """Return the sizes that the policy cannot change: views and actions that the weights fix, and the steps of
+        a solver with a fixed number. A policy with an observation history is counted with all its observation
+        steps.
+        """
         moments = self.model.moments
         own = {
             "cameras": self.model.views if moments is None else math.prod(moments),
@@ -138,7 +148,9 @@ class PublishedProgram:
         return {name: value for name, value in own.items() if value is not None}
 
     def cast(self, dtypes: str | Mapping[str, str] | None) -> PublishedProgram:
-        """Weights in other formats, stage by stage of those that read them; the model's fp32 modules stay."""
+        """Return the program with other number formats. Each weight gets the format of the stage that reads it.
+        Modules in fp32 stay in fp32.
+        """
         if dtypes is None:
             return self
         precision = by_stage(dtypes)
@@ -158,8 +170,9 @@ class PublishedProgram:
 
     @cached_property
     def read_by(self) -> dict[str, str]:
-        """The stage that reads each weight first, by the weight's name. It does not depend on the shapes, so the
-        smallest are traced."""
+        """Return name of a weight -> first stage that reads it. The result does not depend on the shapes, so the
+        smallest ones are traced.
+        """
         views = self.fixed.get("cameras", 1)
         smallest = trace(self.model, replace(self.shapes, views=views, tokens=1))
         return {name: calls[0].stage for name, calls in smallest.readers().items()}
@@ -174,7 +187,7 @@ class PublishedProgram:
 
     @property
     def executed(self) -> Model:
-        """The model whose weights are read: the plan's, where there is one."""
+        """Return the model whose weights are read: the plan's model, or the model itself without a plan."""
         return self.model if self.plan is None else self.plan.model
 
     @cached_property
@@ -194,12 +207,16 @@ class PublishedProgram:
         return as_traced(call) if self.precision is None else self.precision[call.stage]
 
     def components(self, traffic: Traffic = "fused") -> list[Component]:
-        """The stages as components, the head with one solver step repeated.
+        """Return the stages as components. The head is one solver step, repeated.
 
-        traffic: "unfused" has every call read its operands from memory and write its results there, as the
-        eager engine does. "fused" is what is left when all else is fused into products and table look-ups:
-        their operands alone, with attention's scores on the chip. "weights" moves nothing else, as where all
-        activations, keys and values stay in the cache: the lower bound of arXiv 2510.26742, section 5.1.
+        Args:
+            traffic: "unfused": every call reads its operands from memory and writes its results there, as in the
+                eager engine. "fused": only products and table look-ups use memory, with attention's scores on the
+                chip. "weights": only weights use memory, and all activations, keys and values stay in the cache (the
+                lower bound in arXiv 2510.26742, section 5.1).
+
+        Raises:
+            SinewError: The traffic is unknown.
         """
         if traffic not in get_args(Traffic):
             raise SinewError(f"traffic {traffic!r} is not one of {', '.join(get_args(Traffic))}")
@@ -240,8 +257,9 @@ class PublishedProgram:
 
 
 def _weights_fix_chunk(model: Model) -> bool:
-    """Return True if a tensor of the model has another shape where a chunk has another number of rows, or its
-    configuration refuses one row less."""
+    """Return True if the weights determine the number of actions in a chunk. Then a model with another number has
+    other shapes, or its configuration rejects the number.
+    """
     config = model.config
     if "chunk_size" not in (field.name for field in fields(config)):
         return True
@@ -262,12 +280,12 @@ def _repeats(stage: str, found: ProgramTrace) -> int:
 
 
 def is_sizes_alone(source: str | Path) -> bool:
-    """Return True for a name of a published model or a file that describes one: there are no weights."""
+    """Return True for the name of a published model or a file that describes one. Such a model has no weights."""
     return str(source) in (*PRESETS, *DESCRIBED) or Path(source).suffix == ".json"
 
 
 def of_bundle(path: Path) -> PublishedProgram:
-    """A bundle's program. Reads the header alone."""
+    """Return a bundle's program. Only the header is read. Raises :class:`SinewError` if there is no such bundle."""
     try:
         bundle = open_bundle(path)
     except BundleError as error:
@@ -279,7 +297,7 @@ def of_bundle(path: Path) -> PublishedProgram:
 
 
 def of_opened(bundle: Bundle) -> PublishedProgram:
-    """The program of an opened bundle. Raises :class:`SinewError` for the head of exported graphs."""
+    """Return the program of an opened bundle. Raises :class:`SinewError` for exported graphs, which have no weights."""
     if not bundle.infos:
         raise SinewError(f"{bundle.path}: expected a bundle with weights, got the head of exported graphs")
     model = load_model(bundle, torch.device("meta"), "native").eval().requires_grad_(False)
@@ -288,12 +306,12 @@ def of_opened(bundle: Bundle) -> PublishedProgram:
 
 
 def of_model(model: Model, shapes: Shapes, name: str = "model") -> PublishedProgram:
-    """The program of a model in memory, at the dtypes of its weights."""
+    """Return the program of a model in memory, with the dtypes of its weights."""
     return PublishedProgram(name, on_meta(model).eval().requires_grad_(False), shapes)
 
 
 def of_engine(engine: Running, shapes: Shapes, name: str) -> PublishedProgram:
-    """The program that an engine runs, its plan included."""
+    """Return the program that an engine runs, including its plan."""
     if engine.plan is None:
         return of_model(engine.model, shapes, name)
     plan = Plan(on_meta(engine.plan.model), engine.plan.outcomes)
@@ -308,7 +326,7 @@ def _of_preset(
     dtypes: str | tuple[tuple[str, str], ...],
     engine: Engine,
 ) -> PublishedProgram:
-    """Formats whose products run in the same floats differ in labels alone: they share one trace."""
+    """Load a preset. Formats whose products run in the same floats share one trace, because only their names differ."""
     precision = by_stage(dtypes if isinstance(dtypes, str) else dict(dtypes))
     floats = tuple((part, dtype_name(precision[stage].stream)) for part, stage in STAGE_OF.items())
     traced = _in_floats(name, request, floats, engine)
@@ -324,7 +342,9 @@ def _in_floats(
 
 @lru_cache
 def preset(name: str) -> PublishedProgram:
-    """Return a model at its published size or as a file describes it, without a checkpoint; weights in fp32."""
+    """Return a model at its published size, or as a file describes it. It has no checkpoint, and its weights are
+    in fp32.
+    """
     if name in PRESETS:
         found = published(name)
     else:

@@ -1,4 +1,4 @@
-"""What a prediction asks of a policy: the sizes of one observation and of its answer."""
+"""Sizes of one observation and its answer, for a prediction."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ LIMITS = {"cameras": 64, "prompt_tokens": 1 << 20, "chunk": MAX_LENGTH, "steps":
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """The sizes of one request; None is the policy's own: all cameras, its longest prompt, its chunk and steps.
+    """Sizes of one request. None means the policy's own value: all cameras, its longest prompt, its chunk and its
+    steps.
 
     Attributes:
-        cameras: views of an observation; the policy's own number if absent, as for the next three.
-        prompt_tokens: length of the prompt; 0 is a policy that is asked without words.
-        chunk: actions per chunk.
-        steps: of the solver.
+        cameras: Number of camera frames in an observation.
+        prompt_tokens: Length of the prompt. 0 for a policy without a prompt.
+        chunk: Actions in a chunk.
+        steps: Number of solver steps.
     """
 
     cameras: int | None = None
@@ -28,7 +29,7 @@ class TracedRequest:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise :class:`SinewError` for a size below ``LEAST`` or beyond ``LIMITS``."""
+        """Raise :class:`SinewError` for a size below ``LEAST`` or above ``LIMITS``."""
         for name, value in asdict(self).items():
             if value is not None and not LEAST[name] <= value <= LIMITS[name]:
                 raise SinewError(f"{name}: expected {LEAST[name]} to {LIMITS[name]}, got {value}")

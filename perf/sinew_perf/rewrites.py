@@ -1,4 +1,4 @@
-"""Count what each rewrite of the plan does to one bundle's model, and what it saves: the program before and after."""
+"""Count the effect of each rewrite of the plan on a bundle's model, by comparing the program before and after it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ PROMPT = "pick up the cube"
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one observation: FLOPs, bytes that the operators move, and bytes of the weights that the model holds."""
+    """Cost of one observation.
+
+    Attributes:
+        flops: FLOPs.
+        bytes: Bytes that the operators move.
+        weights: Bytes of the model's weights.
+    """
 
     flops: int = 0
     bytes: int = 0
@@ -37,7 +43,7 @@ class Cost:
 
 
 def cost(plan: Plan, shapes: Shapes) -> Cost:
-    """Return the cost of one observation, on a plan over a meta model (:func:`on_meta`)."""
+    """Return the cost of one observation, for a plan over a model on the meta device (:func:`on_meta`)."""
     found = trace(plan.model, shapes, plan)
     calls = [(call, found.steps if call.stage == "head" else 1) for call in found.calls]
     return Cost(
@@ -48,7 +54,14 @@ def cost(plan: Plan, shapes: Shapes) -> Cost:
 
 
 def savings(model: Model, names: Iterable[str], shapes: Shapes) -> tuple[Cost, dict[str, Cost]]:
-    """Return the cost without any rewrite, and what each of ``names`` takes off it, applied one after another."""
+    """Return the cost without any rewrite, and the saving of each rewrite. The rewrites are applied one after
+    another.
+
+    Args:
+        model: The model.
+        names: Names of the rewrites, in their order.
+        shapes: Shapes of a request.
+    """
     empty = on_meta(model)
     whole = before = cost(Plan.of(empty, rewrites=()), shapes)
     saved, done = {}, []
@@ -61,10 +74,15 @@ def savings(model: Model, names: Iterable[str], shapes: Shapes) -> tuple[Cost, d
 
 
 def plan_record(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
-    """The plan as plain containers. Computed from shapes: no weight is read.
+    """Return the plan, ready for JSON. It is computed from shapes, and no weight is read.
 
-    Savings are per observation of all cameras and the prompt above, each against the plan with the rewrites
-    above it in the list. ``mapped`` are the bytes of weights that stay in the bundle's memory map.
+    Savings are per observation with all cameras and the prompt above. Each saving compares the plan with and without
+    the rewrite, based on all previous ones. ``mapped`` is the number of bytes of weights that stay mapped from the
+    bundle.
+
+    Args:
+        bundle: The bundle.
+        dtype: Compute type. None for the engine's choice.
     """
     manifest = bundle.manifest
     spec, image = manifest.spec, manifest.processing.image
@@ -101,6 +119,6 @@ def plan_record(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
 
 
 def mapped_bytes(bundle: Bundle, model: Any) -> int:
-    """Bytes of parameters that lie in the bundle's file, or would: see :meth:`Bundle.tensors`."""
+    """Return the bytes of parameters that are mapped from the bundle's file, see :meth:`Bundle.tensors`."""
     size = len(bundle.file.map)
     return sum(p.nbytes for p in model.parameters() if p.untyped_storage().nbytes() == size)

@@ -1,9 +1,10 @@
-"""Time from operators: each takes as long as its slower side, and they run one after another.
+"""Time of operators by the roofline. Each operator takes as long as its slower side, and operators run one after
+another.
 
     T_operator  = max(FLOPs / peak, bytes_memory / bandwidth + bytes_on_chip / bandwidth_on_chip)
     T_component = repeats * sum(count * T_operator)
 
-VLA-Perf (arXiv 2602.18397), equations 2 and 3; that memory and on-chip times add is how its numbers come out.
+Source: VLA-Perf (arXiv 2602.18397), equations 2 and 3. The sum of memory and on-chip times reproduces its numbers.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class StageTiming:
 
     @property
     def intensity(self) -> float:
-        """FLOP per byte through memory: where the component stands under the roof."""
+        """Return the FLOP per byte through memory, which is the component's place under the roofline."""
         return self.flops / self.nbytes
 
 
 def time_of(operator: Operator, machine: Hardware) -> tuple[float, float]:
-    """(computing, moving) seconds of one call."""
+    """Return the seconds of computing and the seconds of moving data, for one call of an operator."""
     moving = _bytes(operator, Residency.HBM) / machine.bandwidth
     if machine.on_chip_bandwidth is not None:
         moving += _bytes(operator, Residency.ON_CHIP) / machine.on_chip_bandwidth
@@ -73,8 +74,17 @@ def timing(component: Component, machine: Hardware) -> StageTiming:
 
 @dataclass(frozen=True, slots=True)
 class MatrixProduct:
-    """A matrix product of a component, with equal ones: ``times`` for one observation, FLOP and bytes through memory of
-    each. ``shape``: as of :class:`sinew_perf.operators.Operator`."""
+    """Equal matrix products of a component.
+
+    Attributes:
+        stage: Name of the component.
+        name: Name of the operator.
+        times: Number of products for one observation.
+        shape: Rows x depth x columns, as in :class:`sinew_perf.operators.Operator`.
+        flops: FLOPs of one product.
+        nbytes: Bytes through memory of one product.
+        dtype: Format of the arithmetic.
+    """
 
     stage: str
     name: str
@@ -88,7 +98,7 @@ class MatrixProduct:
         return "compute" if self.flops / machine.peak_flops(self.dtype) > self._moving(machine) else "memory"
 
     def seconds(self, machine: Hardware) -> float:
-        """All of them, one after another."""
+        """Return the time of all these products, one after another, in seconds."""
         return self.times * max(self.flops / machine.peak_flops(self.dtype), self._moving(machine))
 
     def _moving(self, machine: Hardware) -> float:
@@ -96,7 +106,7 @@ class MatrixProduct:
 
 
 def products(component: Component) -> list[MatrixProduct]:
-    """Return the matrix products of a component, equal ones together, in the order in which they first run."""
+    """Return the matrix products of a component in the order in which they first run. Equal products are combined."""
     found: dict[tuple[str, str, int, int, str], int] = {}
     for each in component.operators:
         if each.flops:
@@ -110,15 +120,21 @@ def products(component: Component) -> list[MatrixProduct]:
 
 
 def seconds(components: Iterable[Component], machine: Hardware) -> float:
-    """End to end: one component after the other."""
+    """Return the end-to-end time of components that run one after the other, in seconds."""
     return sum(timing(component, machine).seconds for component in components)
 
 
 def components_record(
     machine: Hardware, rows: Sequence[StageTiming], launches: int, sync_us: float
 ) -> dict[str, Any]:
-    """Return the milliseconds of each component on a machine and what bounds it, ready for JSON. launches: products, of
-    which each adds ``sync_us`` microseconds."""
+    """Return the milliseconds of each component on a machine and the side that limits it, ready for JSON.
+
+    Args:
+        machine: The machine.
+        rows: Times of the components.
+        launches: Number of matrix products.
+        sync_us: Microseconds between two products.
+    """
     computed = sum(row.seconds for row in rows)
     total = computed + launches * sync_us / 1e6
     parts = [

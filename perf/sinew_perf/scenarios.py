@@ -1,7 +1,7 @@
-"""Placement of a policy and transport of its answers: closed formulas.
+"""Formulas for the placement of a policy and the transport of its answers.
 
-Source: VLA-Perf, sections 4.7 to 4.10. Networks store and forward: latencies add, and the bytes are sent on
-every hop. ``events.py`` plays the same cases out in time.
+Source: VLA-Perf, sections 4.7 to 4.10. Networks store and forward: latencies add up, and the bytes are sent on every
+link. ``events.py`` simulates the same cases in time.
 """
 
 from __future__ import annotations
@@ -22,14 +22,25 @@ BYTES_PER_VALUE = {"raw": 1, "jpeg": 0.1, "float32": 4}
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Bytes of an observation on its way up and of a chunk on its way down."""
+    """Bytes of a request.
+
+    Attributes:
+        up: Bytes of an observation.
+        down: Bytes of a chunk.
+    """
 
     up: float
     down: float
 
 
 def payload(spec: PolicySpec, codec: Codec = "raw", rows: int | None = None) -> Payload:
-    """Return the bytes of this policy's observation and chunk. rows: the number of actions sent, all if None."""
+    """Return the bytes of a policy's observation and chunk.
+
+    Args:
+        spec: Specification of the policy.
+        codec: Encoding of the camera frames.
+        rows: Number of actions that are sent. None for the whole chunk.
+    """
     if codec not in BYTES_PER_VALUE:
         raise SinewError(f"codec: expected one of {', '.join(BYTES_PER_VALUE)}, got {codec!r}")
     values = sum(camera.height * camera.width * 3 for camera in spec.cameras)
@@ -38,28 +49,35 @@ def payload(spec: PolicySpec, codec: Codec = "raw", rows: int | None = None) -> 
 
 
 def synchronous_s(compute_s: float, size: Payload, route: Sequence[Network]) -> float:
-    """Seconds from an observation to its actions at the robot."""
+    """Return the seconds from an observation to its actions at the robot."""
     there = sum(link.base_ms / 1e3 + link.up_s(size.up) for link in route)
     back = sum(link.base_ms / 1e3 + link.down_s(size.down) for link in route)
     return there + compute_s + back
 
 
 def asynchronous_hz(compute_s: float, size: Payload, route: Sequence[Network]) -> float:
-    """Chunks per second when the next observation is sent before the last answer is there: the slowest of compute
-    and of every link, which carries one direction at a time. Base latencies delay but do not limit."""
+    """Return the chunks per second if the next observation is sent before the last answer has arrived.
+
+    The slowest of computing and of each link limits the rate. A link carries one direction at a time. Base latencies
+    do not limit the rate.
+    """
     rates = [1 / (link.up_s(size.up) + link.down_s(size.down)) for link in route]
     return min([1 / compute_s, *rates])
 
 
 def dual_system_hz(fast_s: float, slow_s: float, cap_hz: float, synchronous_hz: float) -> float:
-    """System 1 with System 2 on the same machine, run ``cap_hz`` times a second: what is left of each second."""
+    """Return the rate of System 1 while System 2 runs ``cap_hz`` times per second on the same machine: System 1
+    uses the remaining time.
+    """
     return max((1 - cap_hz * slow_s) / fast_s, synchronous_hz)
 
 
 def split_s(
     before_s: float, after_s: float, up_bytes: float, cache_bytes: float, route: Sequence[Network]
 ) -> float:
-    """Vision and language on a server, the action expert on the robot: the cache comes down in between."""
+    """Return the latency if vision and language run on a server and the action head on the robot. The cache is
+    sent to the robot.
+    """
     return synchronous_s(before_s, Payload(up_bytes, cache_bytes), route) + after_s
 
 
@@ -81,7 +99,18 @@ class Staleness:
 
 
 def staleness(latency_s: float, replan: int, chunk: int, control_hz: float) -> Staleness:
-    """A new chunk every ``replan`` control steps, asked for early enough to be there in time."""
+    """Return the age of the executed actions, for a new chunk in every ``replan`` control steps that always arrives
+    in time.
+
+    Args:
+        latency_s: Seconds from frame to chunk.
+        replan: Actions executed per chunk.
+        chunk: Actions in a chunk.
+        control_hz: Control steps per second.
+
+    Raises:
+        SinewError: ``replan`` is larger than the chunk.
+    """
     if not 1 <= replan <= chunk:
         raise SinewError(f"replan: expected 1 to the chunk's {chunk}, got {replan}")
     period = 1 / control_hz

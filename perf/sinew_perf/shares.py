@@ -1,8 +1,9 @@
-"""How much of the roofline Sinew's engines reached: ``data/shares.toml``, and what a prediction takes from it.
+"""The share of the roofline that Sinew's engines reached (``data/shares.toml``), and its use in a prediction.
 
-An engine also waits for launches and for the latency of memory, which a roofline does not have. These weigh more where
-the work itself is short, so the share follows the roofline's own time: for a request that was not measured it lies
-between the two measurements whose rooflines take a little less and a little longer.
+An engine also waits for launches and for the latency of memory, which a roofline does not contain. These times weigh
+more if the work itself is short, so the share depends on the roofline's time. For a request that was not measured,
+the share is between those of two measurements: the one with the next shorter and the one with the next longer
+roofline.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class MeasuredShare:
-    """One measurement of an inference. See ``data/shares.toml`` for the attributes. None stands for the model's own."""
+    """One measurement of an inference. ``data/shares.toml`` explains the attributes. None means the model's own
+    value.
+    """
 
     family: str
     model: str
@@ -58,14 +61,14 @@ class MeasuredShare:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Formats by component, as :func:`sinew_perf.precision.by_stage` reads them."""
+        """Return component -> format, for :func:`sinew_perf.precision.by_stage`."""
         narrow = _FORMATS.get(self.precision, self.precision)
         head = self.head or self.precision
         return {"vision": narrow, "language": narrow, "head": _FORMATS.get(head, head)}
 
     @property
     def request(self) -> tuple[Any, ...]:
-        """Return all in which measurements of two engines have to agree to be compared."""
+        """Return all fields that must be equal to compare measurements of two engines."""
         sizes = (self.cameras, self.prompt_tokens, self.chunk, self.steps)
         return self.model, self.machine, self.precision, self.head, *sizes
 
@@ -76,7 +79,12 @@ class MeasuredShare:
 
 @dataclass(frozen=True, slots=True)
 class OthersShare:
-    """The share that other projects' engines reached, and its source."""
+    """The share of the roofline that engines of other projects reached.
+
+    Attributes:
+        share: The share.
+        source: Source of the number.
+    """
 
     share: float
     source: str
@@ -87,9 +95,9 @@ class UsedShare:
     """The share of the roofline that one prediction uses.
 
     Attributes:
-        share: above 0, at most 1.
-        rows: the measurements behind it: one, or the two that it lies between. Empty if there is none.
-        why: how the share follows from them, in words.
+        share: Share above 0, at most 1.
+        rows: Measurements behind the share: one, or two that it interpolates. Empty if there is none.
+        why: How the share follows from the measurements, as a text.
     """
 
     share: float
@@ -115,17 +123,18 @@ def others() -> OthersShare:
 def used(
     family: str, precision: str, machine: Hardware, roofline_s: float, fixed: float | None = None
 ) -> UsedShare:
-    """Return the share of the roofline that a prediction uses, by ``RULE``.
+    """Choose the share of the roofline for a prediction, by ``RULE``.
 
     Args:
         family: Architecture of the policy.
         precision: Format of vision and language: fp32, bf16, fp8, int8 or int4.
-        machine: Where it shall run.
+        machine: Machine on which the policy runs.
         roofline_s: Seconds of the inference by the roofline.
-        fixed: The share, if the user sets it.
+        fixed: Share that the user sets. None for the rule.
 
     Returns:
-        The share with the measurements behind it. A kind of machine that nobody measured gets the share of others.
+        The share with the measurements behind it. A kind of machine without measurements gets the share of other
+        projects.
     """
     if fixed is not None:
         return UsedShare(fixed, (), "--efficiency")
@@ -156,9 +165,12 @@ def used(
 
 
 def _pool(precision: str, machine: Hardware) -> Sequence[MeasuredShare]:
-    """Return the measurements that may stand for a machine: of its kind, then of its kind of ceilings and of the
-    precision, if there are any. Those of another precision join if they are shorter than all of these. Of several
-    engines in equal measurements the quickest counts."""
+    """Return the measurements that apply to a machine.
+
+    They are from the same kind of machine and, if possible, with the same kind of peaks (measured or from a data
+    sheet) and the same precision. Shorter measurements with another precision are added. Of equal measurements with
+    several engines, the fastest counts.
+    """
     known = hardware()
     rows = [row for row in measured() if known[row.machine].kind == machine.kind]
     rows = [row for row in rows if known[row.machine].measured == machine.measured] or rows

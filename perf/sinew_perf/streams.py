@@ -1,9 +1,11 @@
-"""How fast a stream's loops can turn on one machine: prefixes at the camera's rate, head runs in what is left.
+"""Predict the rates of a stream's two loops on one machine: prefixes at the camera's rate, and head runs in the
+remaining time.
 
-The pattern is that of Ma et al. 2025 ("Running VLAs at Real-time Speed", section 6.1): a slow loop makes a prefix of
-each frame, a fast loop runs one evaluation of the head after the other. Where both share the machine and take turns, a
-second holds ``camera_hz`` prefixes, and the head has the rest of it. Where they run at once, as on two streams of a
-GPU, one computes while the other moves: a second then holds what fits both its arithmetic and its memory traffic.
+The pattern is from Ma et al. 2025 ("Running VLAs at Real-time Speed", section 6.1). A slow loop computes a prefix of
+each frame, and a fast loop runs the action head repeatedly. If both loops take turns on the machine, each second
+contains ``camera_hz`` prefixes, and the head uses the rest. If they run at the same time, for example on two streams
+of a GPU, one loop computes while the other moves data. Then each second is limited by its total arithmetic and by its
+total memory traffic.
 """
 
 from __future__ import annotations
@@ -20,11 +22,16 @@ from sinew_perf.roofline import timing
 
 @dataclass(frozen=True, slots=True)
 class LoopRates:
-    """States the times of one prefix and one head run, and head runs per second alone and beside the prefixes.
+    """Times of one prefix and one head run, and the resulting rates.
 
-    prefix_s, head_s: as they take one after the other. prefix_sides, head_sides: what computing and moving alone take
-    of each, in seconds. sensing_s: from light to the frame in memory. actuation_s: from a command to its effect.
-    beside_hz is 0 where the prefixes alone take the whole machine.
+    Attributes:
+        prefix_s: Time of a prefix alone, in seconds.
+        head_s: Time of a head run alone, in seconds.
+        prefix_sides: Seconds of computing and of moving data, for a prefix.
+        head_sides: Seconds of computing and of moving data, for a head run.
+        camera_hz: Frames per second.
+        sensing_s: Time from light to the frame in memory, in seconds.
+        actuation_s: Time from a command to its effect, in seconds.
     """
 
     prefix_s: float
@@ -45,16 +52,19 @@ class LoopRates:
 
     @property
     def overlapped_hz(self) -> float:
-        """Return the most head runs per second while prefixes run at once with them: neither the arithmetic nor the
-        memory traffic of a second is exceeded, and no run is faster than alone."""
+        """Return the maximum number of head runs per second while prefixes run at the same time. The limits are
+        the arithmetic and the memory traffic of a second, and the time of a single run.
+        """
         sides = zip(self.prefix_sides, self.head_sides, strict=True)
         left = [max(0.0, 1 - self.camera_hz * prefix) / head for prefix, head in sides if head]
         return min(self.alone_hz, *left)
 
     @property
     def image_reaction_s(self) -> float:
-        """Return the longest time from light to motion: the wait for the next exposure, or for the prefix under way if
-        that takes longer; the camera's own delay; the prefix; two runs; the actuator's delay."""
+        """Return the longest time from light to motion. It consists of the wait for the next exposure (or for the
+        running prefix, if that takes longer), the camera's delay, the prefix, two head runs, and the actuator's
+        delay.
+        """
         waiting = max(1 / self.camera_hz, self.prefix_s)
         return waiting + self.sensing_s + self.prefix_s + 2 * self.head_s + self.actuation_s
 
@@ -68,11 +78,18 @@ def loops(
     sensing_s: float = 0.0,
     actuation_s: float = 0.0,
 ) -> LoopRates:
-    """Return the loops of a policy's stages on a machine.
+    """Compute the rates of a stream on a machine.
 
-    parts: vision, prefix and head, as of :meth:`sinew_perf.program.PublishedProgram.components`. efficiency: the share
-    of the roofline that software reaches, of arithmetic and of memory alike. Raises :class:`SinewError` for a rate or a
-    share that is none.
+    Args:
+        parts: Vision, prefix and head (:meth:`sinew_perf.program.PublishedProgram.components`).
+        machine: The machine.
+        camera_hz: Frames per second.
+        efficiency: Share of the roofline that software reaches, for arithmetic and memory.
+        sensing_s: Time from light to the frame in memory, in seconds.
+        actuation_s: Time from a command to its effect, in seconds.
+
+    Raises:
+        SinewError: A rate or a share is out of its range.
     """
     if not (camera_hz > 0 and 0 < efficiency <= 1):
         raise SinewError(

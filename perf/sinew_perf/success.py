@@ -1,8 +1,8 @@
-"""From a latency to success: the measured success of a task over latency, and which machines keep it.
+"""Convert a latency to a success rate by measured curves, and find the machines that reach a required success.
 
 `sinew eval POLICY --sweep latency=... --sweep handover=... --sweep replan=...` plays a task at many latencies. Its
 report has one curve of success for each way of driving, which is a chunk merging and a replan rule. Between two
-measured latencies, success and its interval are a straight line. Beyond the last one, nothing is known.
+measured latencies, success and its interval are interpolated linearly. Beyond the last one, they are unknown.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class LatencySpread:
     """The latency of a request: a normal distribution that is never below 0.
 
     Attributes:
-        mean_ms: Its mean, milliseconds.
-        deviation_ms: Its standard deviation, milliseconds; 0 if all requests are alike.
+        mean_ms: Mean in milliseconds.
+        deviation_ms: Standard deviation in milliseconds. 0 if all requests have the same latency.
     """
 
     mean_ms: float
     deviation_ms: float = 0.0
 
     def points(self) -> list[float]:
-        """Return latencies that are equally probable, milliseconds."""
+        """Return latencies with equal probability, in milliseconds."""
         if not self.deviation_ms:
             return [self.mean_ms]
         normal = NormalDist(self.mean_ms, self.deviation_ms)
@@ -63,10 +63,10 @@ class Way:
     """A way of driving, and its measured success.
 
     Attributes:
-        handover: How chunks are merged.
-        replan: When the next chunk is requested.
+        handover: Chunk merging.
+        replan: Rule for the next request.
         control_hz: Control steps per second. An answer takes effect at the next control step.
-        measured: Control steps of latency -> successes and episodes, in rising order.
+        measured: Latency in control steps -> (successes, episodes), in rising order.
     """
 
     handover: str
@@ -76,16 +76,16 @@ class Way:
 
     @property
     def name(self) -> str:
-        """The way in words."""
+        """Return the way of driving as a text."""
         return f"{self.handover}, replan {self.replan}"
 
     @property
     def longest_ms(self) -> float:
-        """The largest latency that was played, milliseconds."""
+        """Return the largest measured latency, in milliseconds."""
         return 1e3 * max(self.measured) / self.control_hz
 
     def at(self, latency_ms: float) -> Rate | None:
-        """Return success at a constant latency; None beyond the largest one that was played."""
+        """Return the success at a constant latency. None beyond the largest measured latency."""
         steps = math.ceil(latency_ms * self.control_hz / 1e3 - 1e-6)
         played = sorted(self.measured)
         if steps > played[-1]:
@@ -97,14 +97,14 @@ class Way:
         return Rate(*(a + part * (b - a) for a, b in zip(_parts(first), _parts(second), strict=True)))
 
     def of(self, latency: LatencySpread) -> Rate | None:
-        """Return success if the latency of the request that decides an episode is drawn from a distribution.
+        """Return the success if the latency is drawn from a distribution.
 
         Args:
             latency: The distribution.
 
         Returns:
-            The mean over its percentiles. A percentile beyond the largest latency that was played counts as a failure,
-            and None is returned if the mean itself is beyond it.
+            The mean over its percentiles. A percentile beyond the largest measured latency counts as a failure. None
+            if the mean latency itself is beyond it.
         """
         if self.at(latency.mean_ms) is None:
             return None
@@ -137,7 +137,7 @@ def read_surface(path: Path) -> tuple[str, list[Way]]:
         The name of the task, and the ways in the order of the report.
 
     Raises:
-        SinewError: The file is no such report, or has fewer than two latencies of every way.
+        SinewError: The file is not such a report, or every way has fewer than two latencies.
     """
     try:
         report = read_json(path)
@@ -177,13 +177,17 @@ def read_surface(path: Path) -> tuple[str, list[Way]]:
 
 
 def best(ways: Iterable[Way], latency: LatencySpread) -> tuple[Way, Rate] | None:
-    """Return the way with the largest success at a latency, and its success; None if no way was played so late."""
+    """Return the way with the largest success at a latency, and its success. None if no way was measured at such a
+    large latency.
+    """
     rates = [(way, rate) for way in ways if (rate := way.of(latency)) is not None]
     return max(rates, key=lambda each: each[1].success, default=None)
 
 
 def reasons(ways: Sequence[Way], success: float, deviation_ms: float) -> list[str]:
-    """Return for each way up to which latency it keeps the success, the longest first."""
+    """Return one sentence for each way: up to which latency it has the required success. The way with the largest
+    latency comes first.
+    """
     budgets = sorted(((way.budget_ms(success, deviation_ms), way) for way in ways), key=lambda each: -each[0])
     lines = []
     for most, way in budgets:

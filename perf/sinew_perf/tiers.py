@@ -1,7 +1,8 @@
-"""What the authors of vla.cpp measured of seven policies, beside what a trace of each says: ``data/tiers.toml``.
+"""Measurements of seven policies by the authors of vla.cpp (``data/tiers.toml``), with predictions from a trace of
+each policy.
 
-Their step is a step of the environment, in which an inference is shared by a chunk, and other work is; a roofline is of
-one inference. Memory is what ``sinew perf fit`` computes for an Orin Nano.
+A step in the paper is a step of the environment. It includes other work, and several steps share one inference. A
+roofline is the time of one inference. Memory is computed as in ``sinew perf fit`` for an Orin Nano.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ SHARES_ON = "rtx5070"  # machine in the paper's table of time shares
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTier:
-    """Return a row of theirs. Milliseconds, MiB, %; None where nothing is printed. See ``data/tiers.toml``."""
+    """Measurements of one policy in milliseconds, MiB and percent. ``data/tiers.toml`` explains the attributes.
+    None if the paper prints no value.
+    """
 
     title: str
     preset: str
@@ -53,14 +56,24 @@ class MeasuredTier:
 
     @property
     def tier(self) -> str:
-        """On the board of 8 GB: fits, alone (the simulator elsewhere), or no."""
+        """Return "fits", "alone" (only without the simulator) or "no", for the board with 8 GB."""
         return "no" if self.rss is None else "alone" if self.split else "fits"
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Theirs beside ours: parameters in billions; ms: the roofline of an inference by board; prefix_share: % on
-    ``SHARES_ON``; intensity: FLOP per byte by stage; memory: MiB on the Orin Nano, and the tier that follows."""
+    """Measurements of one policy with Sinew's predictions.
+
+    Attributes:
+        measured: Measurements of the paper.
+        params: Parameters in billions.
+        steps: Number of solver steps.
+        ms: Board -> milliseconds of an inference by the roofline.
+        prefix_share: Share of the prefix on ``SHARES_ON``, in percent.
+        intensity: Stage -> FLOP per byte.
+        memory: Memory on the Orin Nano, in MiB.
+        tier: "fits", "alone" or "no" by this memory.
+    """
 
     measured: MeasuredTier
     params: float
@@ -81,7 +94,14 @@ def measured() -> tuple[MeasuredTier, ...]:
 
 
 def tiers(titles: Collection[str] = ()) -> Iterator[Tier]:
-    """Yield a row per policy, all of them if none is named. Raises :class:`SinewError` for an unknown one."""
+    """Yield a comparison for each policy.
+
+    Args:
+        titles: Names of policies. Empty for all.
+
+    Raises:
+        SinewError: A name is unknown.
+    """
     known = {name.lower(): row for row in measured() for name in (row.title, row.preset)}
     if unknown := [name for name in titles if name.lower() not in known]:
         raise SinewError(

@@ -1,15 +1,15 @@
-"""The operators of a program, recorded from the tensors that flow through it.
+"""Record the operators of a program from the tensors that flow through it.
 
-A served model runs on the meta device (shapes and dtypes, no memory, no arithmetic) under a dispatch mode that
-sees every ATen call. Nothing here knows an architecture: what a call costs follows from its operands.
+The model runs on the meta device (shapes and dtypes, no memory, no arithmetic) under a dispatch mode that receives
+every ATen call. The code knows no architecture: the cost of a call follows from its operands.
 
-* FLOPs are those of matrix products, convolutions and fused attention: 2*M*N*K each. Everything else counts
-  **zero** FLOPs; norms, activations, softmax and copies are memory traffic.
-* Bytes are the distinct elements of every operand: an expanded axis is read once, an embedding reads its rows.
-  Views move nothing and are not recorded.
-* ``F.scaled_dot_product_attention`` is recorded as the one fused kernel that CPUs and GPUs run for it, not as
-  the products that it falls apart into on the meta device.
-* Lifetimes are recorded too: when each block of memory came and went, as reference counting frees it.
+* Only matrix products, convolutions and fused attention have FLOPs: 2*M*N*K each. Everything else counts **zero**
+  FLOPs. Norms, activations, softmax and copies are memory traffic.
+* Bytes are the distinct elements of every operand: an expanded axis is read once, and an embedding reads only its
+  rows. Views move nothing and are not recorded.
+* ``F.scaled_dot_product_attention`` is recorded as one fused kernel, as CPUs and GPUs run it. The meta device would
+  divide it into products.
+* The lifetime of each memory block is recorded too, as reference counting frees it.
 """
 
 from __future__ import annotations
@@ -48,9 +48,15 @@ ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty"}  # operators
 
 @dataclass(eq=False, slots=True)
 class TracedBlock:
-    """One allocation; all views of it share it. ``kind``: "weight", "activation", "scores" (of attention,
-    before and after the softmax) or "cache" (keys and values of the prefix that the head reads, and copies).
-    ``copied``: of a copy, the dtype of what it was made from."""
+    """One memory allocation. All views of it share the block.
+
+    Attributes:
+        nbytes: Size in bytes.
+        kind: "weight", "activation", "scores" (of attention, before and after the softmax) or "cache" (keys and
+            values of the prefix that the head reads, and their copies).
+        maker: Call that wrote the block. None for inputs and weights.
+        copied: Dtype of the original if the block is a copy. None otherwise.
+    """
 
     nbytes: int
     kind: str = "activation"
@@ -60,7 +66,15 @@ class TracedBlock:
 
 @dataclass(frozen=True, slots=True)
 class TracedOperand:
-    """``elements``: distinct ones. ``weight``: the parameter's name, empty for other kinds."""
+    """An operand or result of a call.
+
+    Attributes:
+        block: Its memory block.
+        elements: Number of distinct elements.
+        dtype: Its dtype.
+        weight: Name of the parameter. "" for other kinds.
+        written: True for a result.
+    """
 
     block: TracedBlock
     elements: int
@@ -74,7 +88,7 @@ class TracedOperand:
 
     @property
     def unwidened(self) -> torch.dtype:
-        """The dtype before a copy widened it for the arithmetic of one call."""
+        """Return the dtype before a copy widened it for the arithmetic of one call."""
         return self.block.copied or self.dtype
 
 
@@ -100,12 +114,14 @@ class TracedCall:
 
     @property
     def is_attention(self) -> bool:
-        """A product of activations: scores, or what they weigh, or both in one kernel."""
+        """Return True for a product of activations in attention: scores, weighted values, or both in one kernel."""
         return self.is_product and not any(operand.weight for operand in self.operands)
 
     @property
     def shape(self) -> str:
-        """Rows x depth x columns of a product of one matrix of weights, from its operands' sizes; empty for others."""
+        """Return rows x depth x columns of a product with one weight matrix, from the sizes of its operands. ""
+        for other calls.
+        """
         matrices = [operand.elements for operand in self.operands if operand.weight]
         results = [operand.elements for operand in self.operands if operand.written]
         if not (self.is_product and matrices and results):
@@ -118,7 +134,9 @@ class TracedCall:
 
     @property
     def name(self) -> str:
-        """The module whose weight it reads, layer numbers as ``*``; of what reads none, what it does."""
+        """Return the module whose weight the call reads, with ``*`` for layer numbers. A call without weights is
+        named after its operation.
+        """
         weights = [operand for operand in self.operands if operand.weight]
         if weights:
             largest = max(weights, key=lambda operand: operand.elements).weight
@@ -134,7 +152,13 @@ class TracedCall:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A block came (+1) or went (-1) during a stage."""
+    """An allocation or release of memory.
+
+    Attributes:
+        stage: Stage in which it happened.
+        block: The memory block.
+        change: +1 for an allocation, -1 for a release.
+    """
 
     stage: str
     block: TracedBlock
@@ -164,7 +188,7 @@ class ProgramTrace:
         return sum(call.flops for call in self.of(stage))
 
     def readers(self) -> dict[str, list[TracedCall]]:
-        """Parameter name -> the calls that read it."""
+        """Return name of a parameter -> calls that read it."""
         found: dict[str, list[TracedCall]] = {}
         for call in self.calls:
             for operand in call.operands:
@@ -174,7 +198,7 @@ class ProgramTrace:
 
 
 class TracedAttention(TorchFunctionMode):
-    """Hands attention to one kernel on the meta device too, where torch would take it apart."""
+    """Uses one kernel for attention on the meta device too, where torch would divide it into products."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -185,7 +209,15 @@ class TracedAttention(TorchFunctionMode):
 
 @dataclass(eq=False)
 class TraceRecorder(TorchDispatchMode):
-    """Records what runs under it. Tensors are known by their storage, which lives as long as a view of it."""
+    """Records the operators that run while it is active. It identifies tensors by their storage, which exists as long
+    as a view of it.
+
+    Attributes:
+        model: The model.
+        stage: Name of the present stage.
+        calls: Recorded calls.
+        events: Recorded allocations and releases.
+    """
 
     model: nn.Module
     stage: str = ""
@@ -209,7 +241,15 @@ class TraceRecorder(TorchDispatchMode):
             spans.sort()
 
     def adopt(self, tensors: Any, kind: str = "activation") -> int:
-        """Blocks of tensors made elsewhere, or already known and now of another kind; returns their bytes."""
+        """Register tensors that were made elsewhere, or change the kind of known tensors.
+
+        Args:
+            tensors: A nested structure of tensors.
+            kind: New kind of their blocks.
+
+        Returns:
+            Total bytes of the blocks.
+        """
         blocks = [self._block(leaf) for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
         for block in blocks:
             block.kind = kind
@@ -250,7 +290,7 @@ class TraceRecorder(TorchDispatchMode):
         self.calls.append(call)
 
     def _label(self, operator: str, inputs: list[TracedOperand], outputs: list[TracedOperand]) -> None:
-        """Keep the kinds of copies, and find attention's scores, which only their softmax gives away."""
+        """Propagate the kinds of copies, and find attention's scores, which can only be recognised by their softmax."""
         if operator in SOFTMAXES and _mark_scores(inputs[0]):
             outputs[0].block.kind = "scores"
         elif operator in COPIES:
@@ -298,7 +338,7 @@ class TraceRecorder(TorchDispatchMode):
 
 
 def _mark_scores(operand: TracedOperand) -> bool:
-    """Follow a softmax's input back to the product of two activations that made it; mark all on the way."""
+    """Follow a softmax's input back to the product of two activations, and mark all blocks on the way as scores."""
     chain, elements = [operand.block], operand.elements
     while (maker := chain[-1].maker) is not None and not maker.is_product:
         source = next(
@@ -317,7 +357,7 @@ def _mark_scores(operand: TracedOperand) -> bool:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Return True for an ATen overload that says that its results are its operands' memory, and writes nothing."""
+    """Return True for an ATen overload that declares its results as views of its operands and writes nothing."""
     schema = func._schema  # noqa: SLF001
     return not schema.is_mutable and all(result.alias_info for result in schema.returns)
 
@@ -328,18 +368,27 @@ def _key(tensor: Tensor) -> int:
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[TraceRecorder]:
-    """Record everything inside the block. Not under inference mode, which hands composite operators over whole."""
+    """Record everything inside the context. It does not work under inference mode, which does not decompose
+    composite operators.
+    """
     recorder = TraceRecorder(model)
     with torch.no_grad(), TracedAttention(), recorder:
         yield recorder
 
 
 def trace(model: Model, shapes: Shapes, plan: Plan | None = None) -> ProgramTrace:
-    """Run ``model`` once on inputs of ``shapes``, on the device of its weights (meta, or for real), stage by stage.
+    """Run a model once, stage by stage, and record it.
 
-    plan: of the same model, to trace what the planned engine runs; what it hoists out of the steps counts to
-    the prefix stage. Inputs hold no values that matter: all
-    cameras and tokens are valid.
+    The values of the inputs do not matter. All cameras and tokens are valid.
+
+    Args:
+        model: The model, on the meta device or on a real one.
+        shapes: Shapes of the inputs.
+        plan: Plan of the same model, to trace the program of the planned engine. Operators that it moves out of the
+            solver steps count for the prefix stage.
+
+    Returns:
+        The trace.
     """
     runs = model if plan is None else plan.model
     # The table of time embeddings is computed once and not for every observation, so it is not recorded.

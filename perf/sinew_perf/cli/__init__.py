@@ -1,1 +1,1 @@
-"""The commands of ``sinew perf``: what is possible, before and after you buy the hardware."""
+"""Commands of ``sinew perf``: predictions and measurements, before and after you buy the hardware."""

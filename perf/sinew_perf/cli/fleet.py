@@ -1,4 +1,6 @@
-"""``sinew perf fleet``: how many robots one machine serves, from the calibrated model and from measured batches."""
+"""``sinew perf fleet``: predict how many robots one machine serves, from the calibrated model and from measured
+batches.
+"""
 
 from __future__ import annotations
 

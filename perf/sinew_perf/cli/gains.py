@@ -1,4 +1,4 @@
-"""``sinew perf gains``: what to do first to make a policy faster on a machine."""
+"""``sinew perf gains``: rank the changes that make a policy faster on a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``sinew perf fit`` and ``sinew perf calibrate``: what a policy needs of a machine, and what this one does."""
+"""``sinew perf fit``, ``calibrate``, ``predict`` and ``sync``: memory of a policy on a board, and measurements of
+this machine.
+"""
 
 from __future__ import annotations
 
@@ -256,7 +258,7 @@ def print_calibration(found: Calibration, console: Console) -> None:
 
 
 def too_wide(found: Calibration) -> str:
-    """Return the message for a band that bounds no time from above."""
+    """Return the message for a calibration whose error band is so wide that it gives no upper bound of a time."""
     return f"a band of {found.band:.0%} bounds no time from above: calibrate again when the machine is idle"
 
 

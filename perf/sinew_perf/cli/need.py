@@ -1,4 +1,4 @@
-"""``sinew perf need`` and ``sinew perf machines``: which machine reaches a rate, of those that are known."""
+"""``sinew perf need`` and ``sinew perf machines``: find the known machines that reach a rate."""
 
 from __future__ import annotations
 

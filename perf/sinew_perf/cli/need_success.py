@@ -1,4 +1,4 @@
-"""``sinew perf need --success``: with which machine and network a task still succeeds."""
+"""``sinew perf need --success``: find the machines and networks with which a task still succeeds."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def need_success(
     links: Path | None,
     plot: Path | None,
 ) -> int:
-    """Print the machines and networks with which a task succeeds often enough, and why.
+    """Print the machines and networks with which a task succeeds often enough, and the reasons.
 
     Args:
-        wanted: Required success, 0 to 1.
+        wanted: Required success, from 0 to 1.
         report: Report of the task's success over latency.
-        model: Policy that would run.
-        machines: Names of machines; None for all.
-        network: Links between robot and machine; None if the machine is on the robot.
-        jitter_ms: Standard deviation of the latency.
+        model: Policy that runs on the machine.
+        machines: Names of machines. None for all.
+        network: Links between robot and machine. None if the machine is on the robot.
+        jitter_ms: Standard deviation of the latency, in milliseconds.
         request: Sizes of the request.
-        efficiency: Share of the roofline; None for what Sinew's engines reached.
+        efficiency: Share of the roofline that the software reaches. None for the share that Sinew's engines reached.
         data: File with further machines.
         links: File with further networks.
-        plot: File for a figure of success over latency; None for none.
+        plot: File for a figure of success over latency. None for none.
 
     Returns:
-        The exit status: 1 if no machine suffices.
+        The exit status: 1 if no machine is fast enough.
     """
     from sinew_perf import plots, scenarios
     from sinew_perf.hardware import hardware as known

@@ -1,4 +1,4 @@
-"""What the commands of ``sinew perf`` share."""
+"""Options and outputs that the commands of ``sinew perf`` share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ EfficiencyIfAny = Annotated[float | None, Parameter(validator=validators.Number(
 
 
 def dtypes(text: str | None) -> Any:
-    """ "vision=fp8,language=fp8" -> a mapping; anything else is one format for all."""
+    """Convert "vision=fp8,language=fp8" to a mapping. Any other text is one format for all components and stays
+    unchanged.
+    """
     if text is None or "=" not in text:
         return text
     pairs = [part.partition("=") for part in text.split(",")]
@@ -29,7 +31,7 @@ def dtypes(text: str | None) -> Any:
 
 
 def print_sources(shares: Iterable[UsedShare]) -> None:
-    """Print the measurements behind shares of the roofline, and the rule by which they were chosen."""
+    """Print the measurements behind shares of the roofline, and the rule that chose them."""
     from sinew_perf.shares import RULE
 
     console = terminal.console()

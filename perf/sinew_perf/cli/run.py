@@ -1,4 +1,4 @@
-"""``sinew perf run``: latency by component on one or more machines, from the traced program."""
+"""``sinew perf run``: predict the latency of each component on one or more machines, from the traced program."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _component_table(source: str, records: Sequence[dict[str, Any]]) -> Table:
 
 
 def _shown(value: float, decimals: int = 2) -> str:
-    """Return a number with so many decimals; one that they would leave nothing of, with two digits."""
+    """Format a number with ``decimals`` digits after the point. A smaller number gets two significant digits."""
     return f"{value:.{decimals}f}" if value >= 10.0**-decimals or not value else f"{value:.2g}"
 
 
@@ -154,7 +154,7 @@ def _operators_table(machine: Hardware, shown: Sequence[MatrixProduct]) -> Table
 
 
 def write_table(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows as CSV, or as LaTeX's tabular where the file's name ends in .tex."""
+    """Write rows as CSV, or as a LaTeX table if the file's name ends in .tex."""
     if path.suffix == ".tex":
         lines = [[_latex(cell) for cell in cells] for cells in (rows[0], *(row.values() for row in rows))]
         head, *body = [" & ".join(cells) + r" \\" for cells in lines]

@@ -1,4 +1,4 @@
-"""``sinew perf scenario``: on the robot, on a server, split, asynchronous, as two systems."""
+"""``sinew perf scenario``: compare a policy on the robot, on a server, split, asynchronous, and as two systems."""
 
 from __future__ import annotations
 

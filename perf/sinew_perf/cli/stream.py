@@ -1,4 +1,4 @@
-"""``sinew perf stream``: how many head runs a second are left beside prefixes at the camera's rate."""
+"""``sinew perf stream``: predict how many head runs per second are possible next to prefixes at the camera's rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``sinew perf tiers``: what others measured of seven policies on three boards, beside our rooflines and memory."""
+"""``sinew perf tiers``: compare measurements of seven policies on three boards by vla.cpp's authors with
+predictions.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The verbs of ``sinew perf``, which `sinew` reads by the entry point ``sinew.verbs``.
+"""The commands of ``sinew perf``, which `sinew` reads through the entry point ``sinew.verbs``.
 
-A plain table, because `sinew` reads it at the start of every command: it imports nothing.
+`sinew` reads this table at the start of every command, so this file imports nothing.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Measurements of a machine, and the parameters fitted to them."""
+"""Measure a machine, and fit the parameters of a prediction."""

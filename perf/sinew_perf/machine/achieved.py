@@ -1,8 +1,8 @@
-"""How near an engine comes to the roofline of this machine, and to the calibrated prediction: for ``sinew bench``.
+"""Compare an engine with the roofline of this machine and with the calibrated prediction, for ``sinew bench``.
 
-Both need the machine's measured peaks, which ``sinew perf calibrate`` stores for a processor and a number of
-threads. Without them, or for a dtype or device that was not measured, there is a reason instead. ONNX Runtime is
-predicted where it was calibrated itself; fp32 products are measured on the spot for it if need be.
+Both need the machine's measured peaks, which ``sinew perf calibrate`` stores for a processor and a number of threads.
+If they are missing, or do not cover a dtype or device, the result is a reason. ONNX Runtime is predicted only if it
+was calibrated itself. If necessary, its peak in fp32 is measured on demand.
 """
 
 from __future__ import annotations
@@ -24,8 +24,16 @@ SIDE, RUNS = 2048, 5  # side of the matrix product that defines the peak, and nu
 
 
 def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> dict[str, Any]:
-    """Per stage: milliseconds at the measured peaks, and predicted with the band. ``described``: the report's
-    ``policy``. ``reason`` says why there is nothing."""
+    """Return for each stage the milliseconds at the measured peaks, and the prediction with its error band.
+
+    Args:
+        policy: The open policy.
+        threads: Compute threads.
+        described: The field ``policy`` of the benchmark's report.
+
+    Returns:
+        The times, ready for JSON. Or ``reason``, if they are unknown.
+    """
     if policy.device != "cpu":
         return {"reason": f"no measured peaks for {policy.device}"}
     if policy.facts.one_graph:
@@ -81,7 +89,9 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
 
 
 def _program(policy: Policy, shapes: Shapes) -> PublishedProgram | None:
-    """What the engine runs. ONNX Runtime's graphs are the planned model with all rewrites, in fp32."""
+    """Return the program that the engine runs. ONNX Runtime's graphs are the planned model with all rewrites, in
+    fp32.
+    """
     from sinew_perf.program import PublishedProgram, of_engine
 
     if policy.engine.model is not None:
@@ -93,8 +103,15 @@ def _program(policy: Policy, shapes: Shapes) -> PublishedProgram | None:
 
 
 def sgemm_gflops(threads: int) -> dict[str, float]:
-    """Of the two libraries that are here, each the best of five large products; numpy's takes its own number of
-    threads, which OMP_NUM_THREADS sets, and is left out where that is not known to be ``threads``."""
+    """Measure the GFLOP/s of large matrix products in torch and numpy.
+
+    Args:
+        threads: Threads of torch. numpy uses its own number of threads (OMP_NUM_THREADS), so it is measured only if
+            ``threads`` is the number of cores.
+
+    Returns:
+        Library -> best of five products.
+    """
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""How long this machine takes for batches of a policy, predicted from its calibration."""
+"""Predict the time of batches of a policy on this machine, from its calibration."""
 
 from __future__ import annotations
 
@@ -8,12 +8,25 @@ from sinew_perf.program import PublishedProgram
 
 
 def sizes(most: int) -> list[int]:
-    """1, 2, 4 ... and the largest."""
+    """Return 1, 2, 4 and so on up to ``most``, and ``most`` itself."""
     return sorted({*(1 << k for k in range(most.bit_length()) if 1 << k <= most), most})
 
 
 def predicted(source: str, threads: int, engine: str, max_batch: int) -> tuple[dict[int, float], float]:
-    """Return the seconds of each size and the calibration's band. Raises :class:`SinewError` where it is missing."""
+    """Predict the time of batches.
+
+    Args:
+        source: The policy.
+        threads: Compute threads of the calibration.
+        engine: Engine of the calibration.
+        max_batch: Largest batch.
+
+    Returns:
+        Size of a batch -> seconds, and the calibration's error band.
+
+    Raises:
+        SinewError: There is no calibration.
+    """
     fitted = calibration.calibrated(source, threads, engine)
     program = PublishedProgram.load(source, dtypes="fp32", engine=calibration.program_of(engine))
     stages = program.components("unfused")

@@ -1,4 +1,4 @@
-"""``sinew perf calibrate``: measure the machine and a policy's stages, fit the factors, store them."""
+"""``sinew perf calibrate``: measure the machine and a policy's stages, fit the factors, and store them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,26 @@ def calibrate(
     requests: Sequence[MeasuredSizes] | None = None,
     report: Report | None = None,
 ) -> tuple[Calibration, Path]:
-    """Measure ``source`` (a bundle, or a preset with random weights) on the CPU; fit, store, and say where.
+    """Measure a policy on the CPU, fit the factors of the prediction, and store them.
 
-    engine: other engines than eager run a bundle as it is, so they need one. threads: :func:`threads_of` if absent.
-    requests: what to measure;
-    :func:`default_requests` or :func:`sinew_perf.machine.measure_engine.requests_of` if absent.
-    Samples of other policies in an earlier calibration of this processor, number of threads and engine stay in the fit.
+    Samples of other policies in an earlier calibration of the same processor, threads and engine stay in the fit.
+
+    Args:
+        source: A bundle, or a preset with random weights.
+        directory: Folder of the calibrations. None for the user's folder.
+        threads: Compute threads. None for :func:`threads_of`.
+        dtype: Compute type.
+        engine: Engine. Engines other than eager need a bundle.
+        runs: Runs of each stage. The median counts.
+        requests: Sizes to measure. None for :func:`default_requests`, or for
+            :func:`sinew_perf.machine.measure_engine.requests_of` with engines other than eager.
+        report: Called with a line of progress.
+
+    Returns:
+        The calibration, and the file in which it is stored.
+
+    Raises:
+        SinewError: An argument is invalid.
     """
     if runs < 1:
         raise SinewError(f"runs: expected at least 1, got {runs}")
@@ -66,8 +80,16 @@ def calibrate(
 
 
 def threads_of(source: str | Path, engine: str, dtype: str) -> int:
-    """Return the number of threads with which an engine computes a bundle where nobody says one: what ``sinew bench``
-    measures, and looks a calibration up for. Of sizes alone one per core."""
+    """Return the default number of threads for a policy, which ``sinew bench`` also uses.
+
+    Args:
+        source: A bundle, or a preset.
+        engine: The engine.
+        dtype: Compute type.
+
+    Returns:
+        The engine's own choice for a bundle, or one thread per core for a preset.
+    """
     if is_sizes_alone(source):
         return machine.recommended_threads()[0]
     from sinew.policy import load
@@ -81,7 +103,14 @@ def threads_of(source: str | Path, engine: str, dtype: str) -> int:
 def measure_samples(
     model: Model, program: PublishedProgram, requests: Sequence[MeasuredSizes], runs: int
 ) -> list[Sample]:
-    """``program``: of the same model. Stages that two requests share are one sample."""
+    """Measure the stages of a model.
+
+    Args:
+        model: The model.
+        program: Program of the same model.
+        requests: Sizes to measure. Requests that share a stage give one sample for it.
+        runs: Runs of each stage.
+    """
     shapes = program.shapes
     return with_work(
         measure_stages(model, program.name, requests, (shapes.height, shapes.width), runs), program
@@ -97,7 +126,17 @@ def engine_samples(
     runs: int,
     say: Report,
 ) -> list[Sample]:
-    """Stages of a bundle under another engine, beside the operators of the planned program that it runs."""
+    """Measure the stages of a bundle with an engine other than eager. Their operators come from the planned program.
+
+    Args:
+        source: The bundle.
+        engine: The engine.
+        dtype: Compute type.
+        threads: Compute threads.
+        requests: Sizes to measure. None for the default.
+        runs: Runs of each stage.
+        say: Called with a line of progress.
+    """
     from sinew.policy import load
 
     if is_sizes_alone(source):
@@ -111,7 +150,7 @@ def engine_samples(
 
 
 def with_work(times: Sequence[StageTime], program: PublishedProgram) -> list[Sample]:
-    """Measured times beside the operators that the eager engine ran in them."""
+    """Combine measured times with the operators that ran in them."""
     works = {
         request: {
             component.name: work(component) for component in program.at(request.request).components("unfused")
@@ -122,7 +161,9 @@ def with_work(times: Sequence[StageTime], program: PublishedProgram) -> list[Sam
 
 
 def default_requests(program: PublishedProgram) -> list[MeasuredSizes]:
-    """The policy's own request, and others around it that tell rows, products and overheads apart."""
+    """Return the policy's own request and others around it, from which the fit can separate rows, products and
+    overheads.
+    """
     views, chunk, longest = program.shapes.views, program.chunk, program.shapes.tokens
     few = program.fixed.get("cameras", 1)
 
@@ -142,7 +183,7 @@ def default_requests(program: PublishedProgram) -> list[MeasuredSizes]:
 
 
 def loaded(source: str | Path, dtype: str) -> tuple[Model, PublishedProgram]:
-    """The model on the CPU with its weights, or random ones for a preset, and its program."""
+    """Return the model on the CPU (with random weights for a preset), and its program."""
     if is_sizes_alone(source):
         program = preset(str(source)).cast(dtype)
         model = random_weights(on_meta(program.model))
@@ -158,7 +199,7 @@ def loaded(source: str | Path, dtype: str) -> tuple[Model, PublishedProgram]:
 
 @torch.no_grad()
 def random_weights(model: Model) -> Model:
-    """A model like ``model`` on the CPU, with noise that keeps activations near one; speeds mean something."""
+    """Copy a model to the CPU with random weights. Activations stay near 1, so that measured times are realistic."""
     made = model.to_empty(device="cpu")
     for module in made.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -174,13 +215,13 @@ def random_weights(model: Model) -> Model:
 
 
 def disturbed(found: Calibration) -> str:
-    """Return the reason against a calibration: other processes used the machine; "" without one."""
+    """Return a warning if other processes used the machine during a calibration. "" if they did not."""
     note = machine.busy(found.speeds.load)
     return note and f"{note}; calibrate again when idle"
 
 
 def errors_by_stage(fitted: Calibration) -> dict[str, float]:
-    """The largest error of the fit on each stage."""
+    """Return the largest error of the fit for each stage."""
     found = dict.fromkeys(STAGES, 0.0)
     for sample, error in zip(fitted.samples, fitted.errors, strict=True):
         found[sample.time.stage] = max(found[sample.time.stage], abs(error))

@@ -1,16 +1,17 @@
-"""From a roofline to milliseconds: a few factors of this machine, fitted to measured stages, with an error band.
+"""Convert a roofline to milliseconds with a few factors of this machine, which are fitted to measured stages.
 
     T(stage) = sum over operators of
         max(FLOPs / (e_k * peak), bytes / (e_m * bandwidth)) + p * weights / bandwidth + c * overhead
 
 ``k`` is the kind of product: "linear" (it reads a weight) or "attention". ``p`` is for the packing of a linear
-layer's matrix, which CPU libraries copy into panels before they multiply, however few rows follow. ``peak``,
-``bandwidth`` and ``overhead`` are measured (:mod:`sinew_perf.machine.measure`); the five factors are fitted to the
-stages of one or several policies at several shapes, which are more than the factors. The band is the largest error on a
-stage that its own fit has not seen (leave one out).
+layer's matrix: CPU libraries copy it into panels before they multiply, however few rows follow. ``peak``,
+``bandwidth`` and ``overhead`` are measured (:mod:`sinew_perf.machine.measure`). The five factors are fitted to the
+stages of one or several policies at several shapes, which are more than the factors. The error band is the largest
+error of a stage that was left out of the fit (leave one out).
 
-Which side of the maximum an operator is on depends on the factors; given the sides the model is linear in their
-inverses. So the fit alternates: choose sides, solve non-negative least squares on relative errors, repeat.
+The factors determine which side of the maximum an operator is on. With fixed sides, the model is linear in the
+inverse factors. Therefore the fit alternates: choose the sides, solve non-negative least squares on relative errors,
+repeat.
 """
 
 from __future__ import annotations
@@ -51,7 +52,16 @@ MAX_FILE = 1 << 22  # largest file of a calibration, in bytes
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Operators of one cost. ``kind``: of ``KINDS``, or "" for what only moves bytes. ``weights``: of ``nbytes``."""
+    """Equal operators of one component.
+
+    Attributes:
+        kind: One of ``KINDS``, or "" for operators that only move bytes.
+        dtype: Format of the arithmetic.
+        flops: FLOPs of one operator.
+        nbytes: Bytes that one operator moves.
+        weights: Bytes of weights among ``nbytes``.
+        count: Number of operators.
+    """
 
     kind: str
     dtype: str
@@ -63,7 +73,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured stage and the work it did."""
+    """A measured stage.
+
+    Attributes:
+        time: The measurement.
+        work: The operators that ran in it.
+    """
 
     time: StageTime
     work: tuple[Work, ...]
@@ -71,8 +86,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds. ``low`` and ``high`` are the band of the calibration around it; ``high`` is None where the band is so
-    wide that it bounds nothing."""
+    """A predicted time with the error band of its calibration, in seconds.
+
+    Attributes:
+        seconds: The prediction.
+        low: Lower end of the band.
+        high: Upper end of the band. None if the band is so wide that there is no upper end.
+    """
 
     seconds: float
     low: float
@@ -100,7 +120,11 @@ class Calibration:
     engine: str = "eager"
 
     def predict(self, component: Component) -> Prediction:
-        """A stage with all its repeats; ``component`` with unfused traffic, as the samples had."""
+        """Predict the time of a stage with all its repeats.
+
+        Args:
+            component: The stage with unfused traffic, as in the samples.
+        """
         seconds = component.repeats * seconds_of(work(component), self.speeds, self.factors)
         # Errors are predicted / measured - 1, so a measured time is between predicted / (1 + band) and
         # predicted / (1 - band).
@@ -109,7 +133,7 @@ class Calibration:
 
 
 def work(component: Component) -> tuple[Work, ...]:
-    """One repeat of a component, equal operators together."""
+    """Return the operators of one repeat of a component. Equal operators are combined."""
     counts: Counter[tuple[str, str, int, int, int]] = Counter()
     for operator in component.operators:
         nbytes = int(sum(tensor.bytes for tensor in operator.tensors))
@@ -129,13 +153,15 @@ def seconds_of(rows: Iterable[Work], speeds: Speeds, factors: Mapping[str, float
 
 
 def roofline_seconds(component: Component, speeds: Speeds) -> float:
-    """All its repeats at the measured peaks, with no factor and no overhead: what nothing can beat."""
+    """Return the time of a stage with all its repeats at the measured peaks, without factors and overhead. It is a
+    lower bound.
+    """
     ideal = dict.fromkeys(FACTORS, 1.0) | dict.fromkeys(MULTIPLIERS, 0.0)
     return component.repeats * seconds_of(work(component), speeds, ideal)
 
 
 def _features(rows: Iterable[Work], speeds: Speeds, factors: Mapping[str, float]) -> np.ndarray:
-    """Seconds at the peaks, on the binding side of each operator, summed per factor: [len(FACTORS)]."""
+    """Return the seconds at the peaks, on the slower side of each operator, summed per factor: [len(FACTORS)]."""
     found = dict.fromkeys(FACTORS, 0.0)
     for row in rows:
         moved = row.nbytes / speeds.bandwidth
@@ -161,7 +187,19 @@ def _peak(speeds: Speeds, dtype: str) -> float:
 
 
 def fit(samples: Sequence[Sample], speeds: Speeds, engine: str = "eager") -> Calibration:
-    """Factors for all samples, and the band from leaving out each in turn."""
+    """Fit the factors to all samples. The error band comes from fits that leave out one sample each.
+
+    Args:
+        samples: The measured stages, more than factors.
+        speeds: Measured speeds of the machine.
+        engine: Engine of the samples.
+
+    Returns:
+        The calibration.
+
+    Raises:
+        SinewError: There are too few samples.
+    """
     if len(samples) <= len(FACTORS):
         raise SinewError(
             f"samples: expected more than the {len(FACTORS)} factors, got {len(samples)}: one whose sizes are fixed"
@@ -177,7 +215,7 @@ def fit(samples: Sequence[Sample], speeds: Speeds, engine: str = "eager") -> Cal
 
 
 def error(sample: Sample, speeds: Speeds, factors: Mapping[str, float]) -> float:
-    """Predicted / measured - 1."""
+    """Return predicted / measured - 1 of a sample."""
     return seconds_of(sample.work, speeds, factors) / sample.time.seconds - 1
 
 
@@ -204,7 +242,9 @@ def fit_factors(samples: Sequence[Sample], speeds: Speeds) -> dict[str, float]:
 
 
 def _non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """argmin |a x - b| over x >= 0: least squares on every set of unknowns, the best feasible one."""
+    """Return argmin |a x - b| over x >= 0: solve least squares for every subset of unknowns, and return the best
+    feasible solution.
+    """
     size = a.shape[1]
     best, best_loss = np.zeros(size), float(b @ b)
     for count in range(1, size + 1):
@@ -242,7 +282,20 @@ def save(calibration: Calibration, directory: Path | None = None) -> Path:
 def load(
     processor: str, threads: int, directory: Path | None = None, engine: str = "eager"
 ) -> Calibration | None:
-    """The stored calibration of this processor, number of threads and engine; None where there is none."""
+    """Load the stored calibration of a processor, number of threads and engine.
+
+    Args:
+        processor: Name of the processor.
+        threads: Compute threads.
+        directory: Folder of the calibrations. None for the user's folder.
+        engine: The engine.
+
+    Returns:
+        The calibration. None if there is none.
+
+    Raises:
+        SinewError: The file is not a calibration.
+    """
     path = path_of(processor, threads, directory, engine)
     try:
         record = read_json(path, MAX_FILE)
@@ -258,7 +311,9 @@ def load(
 def calibrated(
     source: str, threads: int, engine: str = "eager", directory: Path | None = None
 ) -> Calibration:
-    """Return the stored calibration of this machine. Raises :class:`SinewError` with the command that makes it."""
+    """Return the stored calibration of this machine. Raises :class:`SinewError` with the command that creates it
+    if there is none.
+    """
     found = load(machine.cpu_model(), threads, directory, engine)
     if found is None:
         option = "" if engine == "eager" else f" --engine {engine}"
@@ -269,8 +324,17 @@ def calibrated(
 
 
 def threads_of(asked: int | None, engine: str = "eager", directory: Path | None = None) -> int:
-    """Return the threads that are meant. Where none are asked for, those of the newest calibration of this processor
-    and engine, whose threads were the engine's own choice, else those of this process's cores."""
+    """Return the number of threads whose calibration is used.
+
+    Args:
+        asked: Threads that the user requested. None for the default.
+        engine: Engine of the calibration.
+        directory: Folder of the calibrations. None for the user's folder.
+
+    Returns:
+        ``asked``, or the threads of the newest calibration of this processor and engine, or the number of cores of
+        this process.
+    """
     if asked:
         return asked
     form = path_of(machine.cpu_model(), "*", directory, engine)
@@ -283,5 +347,5 @@ def threads_of(asked: int | None, engine: str = "eager", directory: Path | None 
 
 
 def program_of(engine: str) -> Literal["eager", "plan"]:
-    """Return the program that an engine runs: that of ``plan`` for all but the reference."""
+    """Return the program that an engine runs: "eager" for engine eager, and "plan" for all others."""
     return "eager" if engine == "eager" else "plan"

@@ -1,9 +1,9 @@
-"""Measurements of this machine: products per second, bytes per second, time per operator, and a model's stages.
+"""Measure this machine: products per second, bytes per second, time per operator, and the stages of a model.
 
-A peak is the best of several runs, because everything else on a machine only takes from it; a stage's time is the
-median of its runs. The load average stands beside each, because a busy machine measures its neighbours. With one
-thread on a CPU the clock is that thread's own CPU time, which leaves out the time that others hold the core; with
-more it is the wall's.
+A peak is the best of several runs, because other processes can only make it worse. The time of a stage is the median
+of its runs. Each measurement contains the load average, because a busy machine gives wrong times. With one thread on
+a CPU, the clock is the CPU time of that thread, which leaves out the time in which other processes use the core. With
+more threads, it is the wall clock.
 """
 
 from __future__ import annotations
@@ -30,8 +30,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """peak_flops: dtype -> FLOP/s of a large product. bandwidth: B/s, read and written counted, of a copy.
-    overhead: seconds of one operator on one element. load: the load average (1 min) when it was measured."""
+    """Measured speeds of a machine.
+
+    Attributes:
+        processor: Name of the processor.
+        device: "cpu" or "cuda".
+        threads: Compute threads.
+        peak_flops: Format -> FLOP/s of a large matrix product.
+        bandwidth: Bytes/s of a copy, reading and writing counted.
+        overhead: Seconds of one operator on one element.
+        load: Load average over one minute during the measurement.
+    """
 
     processor: str
     device: str
@@ -44,7 +53,13 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSizes:
-    """The sizes of one observation that is measured: views, prompt tokens, rows of the action chunk."""
+    """Sizes of a measured observation.
+
+    Attributes:
+        views: Number of camera frames.
+        tokens: Prompt tokens.
+        chunk: Actions in a chunk.
+    """
 
     views: int
     tokens: int
@@ -81,7 +96,16 @@ class StageTime:
 
 
 def measure_speeds(dtypes: Iterable[str] = ("fp32",), device: str = "cpu", runs: int = 5) -> Speeds:
-    """The machine's peaks with torch's present number of threads; about ten seconds on two cores."""
+    """Measure the machine's peaks with torch's present number of threads. It takes about ten seconds on two cores.
+
+    Args:
+        dtypes: Formats whose products are measured.
+        device: "cpu" or "cuda".
+        runs: Runs of each measurement.
+
+    Raises:
+        SinewError: A format is unknown.
+    """
     unknown = set(dtypes).difference(DTYPES)
     if unknown:
         raise SinewError(f"dtype: expected one of {', '.join(DTYPES)}, got {', '.join(sorted(unknown))}")
@@ -107,10 +131,17 @@ def measure_speeds(dtypes: Iterable[str] = ("fp32",), device: str = "cpu", runs:
 def measure_stages(
     model: Model, name: str, requests: Iterable[MeasuredSizes], size: tuple[int, int], runs: int = 3
 ) -> list[StageTime]:
-    """Median seconds of vision, prefix and one step of the head for each request, after one run to warm up.
+    """Measure vision, prefix and one step of the head for each request, with the model's own code as in the eager
+    engine.
 
-    size: height and width of a view. Runs the model's own code as the eager engine does. A stage that two
-    requests share (the same views, say) is measured once.
+    One run warms up. Requests that share a stage, for example with the same views, give one measurement for it.
+
+    Args:
+        model: The model.
+        name: Name of the policy.
+        requests: Sizes to measure.
+        size: Height and width of a camera frame, in pixels.
+        runs: Runs of each stage. The median counts.
     """
     device = model.device
     found: list[StageTime] = []
@@ -131,7 +162,7 @@ def measure_stages(
 
 
 def _same(stage: str, one: MeasuredSizes, other: MeasuredSizes) -> bool:
-    """Return True if two requests ask a stage for the same work."""
+    """Return True if two requests give a stage the same work."""
     if stage == "vision":
         return one.views == other.views
     if stage == "prefix":
@@ -142,7 +173,7 @@ def _same(stage: str, one: MeasuredSizes, other: MeasuredSizes) -> bool:
 def _stages(
     model: Model, request: MeasuredSizes, size: tuple[int, int], device: torch.device
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The stages in order, each as a call; a stage must have run before the next is asked for."""
+    """Yield each stage as a function, in their order. A stage must run before the next one is requested."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Stage times of a loaded policy under its own engine, whichever that is.
+"""Measure the stages of a loaded policy with its own engine.
 
-:mod:`sinew_perf.machine.measure` calls the parts of a model and may change its shapes at will. An engine
-runs what it was made for: its chunk and its solver steps stay, and one that records programs
-(ONNX Runtime, CUDA graphs) masks a camera that is missing instead of leaving it out. So the views vary for the vision
-stage alone, the prompt for the other two.
+:mod:`sinew_perf.machine.measure` calls the parts of a model and may change its shapes. An engine has fixed sizes: its
+chunk and its solver steps stay. An engine that records programs (ONNX Runtime, CUDA graphs) masks a missing camera
+and does not leave it out. Therefore only the vision stage is measured with different views, and the other two stages
+with different prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sinew_perf.machine.measure import MeasuredSizes, StageTime
 
 
 def requests_of(policy: Any) -> list[MeasuredSizes]:
-    """Every number of views that the policy takes with a short prompt, then longer prompts with all views."""
+    """Return the sizes to measure: each number of views with a short prompt, then longer prompts with all views."""
     spec = policy.spec
     views, longest, chunk = spec.views, spec.max_prompt_tokens, spec.noise_shape[0]
     lengths = sorted(
@@ -32,10 +32,15 @@ def requests_of(policy: Any) -> list[MeasuredSizes]:
 
 
 def measure_engine(policy: Any, requests: Iterable[MeasuredSizes], runs: int = 3) -> list[StageTime]:
-    """Median seconds of vision, prefix and one step of the head, by the wall's clock, after one run to warm up.
+    """Measure vision, prefix and one step of the head by the wall clock. One run warms up.
 
-    Raises :class:`SinewError` for a request that the policy cannot take, and for an engine that does not tell its
-    stages apart.
+    Args:
+        policy: The open policy.
+        requests: Sizes to measure.
+        runs: Runs of each request. The median counts.
+
+    Raises:
+        SinewError: The policy does not accept a request, or the engine does not measure its stages.
     """
     if runs < 1:
         raise SinewError(f"runs: expected at least 1, got {runs}")
@@ -59,7 +64,16 @@ def measure_engine(policy: Any, requests: Iterable[MeasuredSizes], runs: int = 3
 
 
 def observe(policy: Any, request: MeasuredSizes) -> Observation:
-    """Random frames of the first cameras, the same at all moments, and token ids in place of an instruction."""
+    """Build an observation with random frames of the first cameras, the same frames in all observation steps, and
+    token ids.
+
+    Args:
+        policy: The open policy.
+        request: Sizes of the observation.
+
+    Raises:
+        SinewError: The number of views does not fit the policy.
+    """
     spec, rng = policy.spec, np.random.default_rng(0)
     if not 1 <= request.views <= spec.views or request.views % spec.history:
         each = f", as many of each of {spec.history} moments" if spec.history > 1 else ""
@@ -75,7 +89,7 @@ def observe(policy: Any, request: MeasuredSizes) -> Observation:
 
 
 def seconds_by_stage(timings: Sequence[Timing]) -> dict[str, list[float]]:
-    """The head is one step: the median of the run's."""
+    """Return stage -> seconds of each run. The head is one solver step, the median of the steps of a run."""
     if not all(timing.step_ms and timing.vision_ms and timing.prefix_ms for timing in timings):
         raise SinewError("the engine runs all stages as one program, so it has no time for each stage")
     return {

@@ -1,9 +1,10 @@
-"""What lies between two kernels: the time of a chain of small sums beyond that of the same sums in one call.
+"""Measure the gap between two kernels: the time of a chain of small sums, minus the time of the same sums in one
+call.
 
-The experiment of "Running VLAs at Real-time Speed" (arXiv 2510.26742), section 5.2 and table 3: A + B of 256 x 1024
-numbers as often as a policy has matrix products. Launched one by one, what Python and the dispatcher cost is in it; a
-CUDA graph has neither; the baseline adds as often in one call. Its software barrier is a kernel of its own
-(``python -m benchmarks.gpu``, section gaps).
+This is the experiment of "Running VLAs at Real-time Speed" (arXiv 2510.26742), section 5.2 and table 3: A + B of 256
+x 1024 numbers, as often as a policy has matrix products. Separate launches include the time of Python and of torch's
+dispatcher. A CUDA graph includes neither. The baseline adds the same numbers in one call. The paper's software
+barrier is a separate kernel (``python -m benchmarks.gpu``, section gaps).
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ BASELINE = "one call"
 
 @dataclass(frozen=True, slots=True)
 class SyncSetting:
-    """ms: median of all rounds for so many sums. us_each: microseconds of one beyond the baseline's; never below 0."""
+    """Result of one setting.
+
+    Attributes:
+        name: Name of the setting.
+        ms: Median time of all rounds for the whole chain, in milliseconds.
+        us_each: Microseconds per sum in addition to the baseline, at least 0.
+    """
 
     name: str
     ms: float
@@ -32,9 +39,15 @@ class SyncSetting:
 
 
 def measure(count: int, device: str, threads: int | None = None) -> list[SyncSetting]:
-    """Time a chain of ``count`` sums on ``device``, "cpu" or "cuda", set by set. threads: of a CPU; torch's if None.
+    """Measure a chain of sums in each setting.
 
-    Raises :class:`SinewError` without the device, or if a chain does not compute the same as one call.
+    Args:
+        count: Number of sums.
+        device: "cpu" or "cuda".
+        threads: Compute threads of a CPU. None for torch's own number.
+
+    Raises:
+        SinewError: The device is missing, or a chain has a wrong result.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise SinewError(f"device: expected cpu, as torch {torch.__version__} sees no CUDA device, got cuda")
@@ -78,7 +91,7 @@ def _measured(count: int, device: torch.device) -> list[SyncSetting]:
 
 
 def _check(name: str, way: Callable[[], None], total: Tensor, count: int) -> None:
-    """Run once, which warms up, and see that all sums were made."""
+    """Run a setting once as a warm-up, and check its result."""
     total.zero_()
     way()
     if not bool((total == count).all()):
