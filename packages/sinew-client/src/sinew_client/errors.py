@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 import re
 from contextlib import contextmanager
-from typing import Collection, Iterable, Iterator
+from typing import Any, Collection, Iterable, Iterator
 
 ONE_WORD = 0.6  # smallest similarity (0 to 1) between a word and its misspelling, the default of difflib
 
@@ -51,6 +52,14 @@ class SinewError(Exception):
     """Base of all errors that a user can cause or meet. Servers send ``code``, which is the same in all versions."""
 
     code = "internal"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Support pickle for errors whose constructor takes more than the message.
+
+        Worker processes send their errors to their parent by pickle. An error that cannot be rebuilt there looks like
+        a crash of the worker.
+        """
+        return (copyreg.__newobj__, (type(self), *self.args), self.__dict__)  # type: ignore[attr-defined]
 
     @classmethod
     @contextmanager

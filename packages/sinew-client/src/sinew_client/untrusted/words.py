@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any, Iterator
 
 SHOWN = 80  # longest value in an error message, characters
@@ -20,6 +21,10 @@ class UntrustedError(ValueError):
         place = f"{where}: " if where else ""
         super().__init__(f"{place}expected {expected}, got {got}")
         self.expected, self.got = expected, got
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Support pickle, as :meth:`sinew_client.errors.SinewError.__reduce__` does."""
+        return (copyreg.__newobj__, (type(self), *self.args), self.__dict__)  # type: ignore[attr-defined]
 
 
 def reason(error: BaseException) -> str:
