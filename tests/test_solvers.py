@@ -31,6 +31,32 @@ def test_euler_integrates_a_constant_velocity_exactly(start, end):
     assert np.allclose(got, x + (end - start) * np.float32([[3.0, 1.0]]))
 
 
+@pytest.mark.parametrize(("start", "end"), [(1.0, 0.0), (0.0, 1.0)])
+def test_runge_kutta_is_the_textbook_method(start, end):
+    """Against the method written with its four velocities, on a velocity that depends on x and on the time."""
+    velocity = lambda x, t: np.sin(3 * x) + t * x  # noqa: E731
+    solver, intervals = Solver("rk4", start=start, end=end), 5
+    x, h = np.array([[0.5, -2.0]]), (end - start) / intervals
+    expected = x
+    for k in range(intervals):
+        t = start + k * h
+        k1 = velocity(expected, t)
+        k2 = velocity(expected + h / 2 * k1, t + h / 2)
+        k3 = velocity(expected + h / 2 * k2, t + h / 2)
+        k4 = velocity(expected + h * k3, t + h)
+        expected = expected + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+    got = solve(velocity, x, solver.steps(4 * intervals), solver.times(4 * intervals))
+    assert np.allclose(got, expected, rtol=1e-12, atol=0)
+
+
+def test_runge_kutta_has_four_evaluations_in_each_interval():
+    solver = Solver("rk4")
+    assert solver.possible(12) == (12,)
+    assert solver.possible(2) == (4,)
+    with pytest.raises(ValueError, match="solver_steps: expected 8 or 12, got 10"):
+        solver.steps(10)
+
+
 def test_a_single_pass_takes_the_output_as_it_is():
     x, output = np.full((1, 2), np.nan), np.float32([[1.0, 2.0]])
     assert solve(lambda x, t: output, x, SINGLE.steps(1), SINGLE.times(1)) is output

@@ -456,10 +456,7 @@ def _spec_problems(spec: PolicySpec, processing: Processing) -> Iterator[str]:
         yield f"spec.history_stride: expected 1 or more, {MAX_HISTORY_STEPS} control steps in all, got {span}"
     if spec.history > 1 and (processing.empty_cameras or not processing.all_cameras):
         yield f"spec.history: expected 1 unless processing.all_cameras is true, got {spec.history}"
-    levels = solver.levels
-    if solver.fixed_steps not in (None, steps) or (
-        levels is not None and steps not in levels.possible(steps)
-    ):
+    if steps not in solver.possible(steps):
         yield f"spec: solver_steps does not fit spec.solver, got {steps}"
     if spec.noise_dim != noise_dim:
         yield (

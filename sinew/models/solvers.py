@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from sinew_client.solver import FLOW, SINGLE, Array, NoiseLevels, Solver, Step, drawn
+from sinew_client.solver import FLOW, MOST_EARLIER, SINGLE, Array, NoiseLevels, Solver, Step, drawn
 
-__all__ = ["FLOW", "SINGLE", "Guidance", "NoiseLevels", "Solver", "Step", "drawn", "solve"]
+__all__ = ["FLOW", "MOST_EARLIER", "SINGLE", "Guidance", "NoiseLevels", "Solver", "Step", "drawn", "solve"]
 
 
 class Guidance(Protocol):
@@ -52,12 +52,14 @@ def solve(
     order; they may be computed lazily. after_step runs after each step: timing, cancellation.
     """
     x = drawn(noise, 0)
+    earlier: list[Array] = []  # the x of the steps before, the newest first
     for step, time_embedding in zip(steps, time_embeddings, strict=True):
         if guidance is None:
             output = act(x, time_embedding)
         else:
             output = guidance(partial(_at, act, time_embedding), x, step)
-        x = step.advance(x, output, noise)
+        moved = step.advance(x, output, noise, earlier)
+        x, earlier = moved, [x, *earlier[: MOST_EARLIER - 1]]
         if after_step:
             after_step()
     return x

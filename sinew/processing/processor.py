@@ -225,7 +225,7 @@ class Processor:
         solver = self.spec.solver
         most = min(solver.most_steps or MAX_SOLVER_STEPS, MAX_SOLVER_STEPS)
         _integer(steps := observation.solver_steps, "solver_steps", solver.fixed_steps or 1, most)
-        if solver.levels and steps is not None and steps not in (near := solver.levels.possible(steps)):
+        if steps is not None and steps not in (near := solver.possible(steps)):
             raise ObservationError("solver_steps", " or ".join(map(str, near)), str(steps))
         if any(each is not None for each in _continued(observation)):
             check_continuation(observation, self.spec)

@@ -110,7 +110,7 @@ def test_a_specification_with_all_there_is() -> None:
         ({"action": {"dim": 0}}, "policy.action.dim: expected 1 or more, got 0"),
         (
             {"solver": {"kind": "magic"}},
-            "policy.solver.kind: expected one of euler, single, renoise, diffusion, table",
+            "policy.solver.kind: expected one of euler, rk4, single, renoise, diffusion, table",
         ),
         ({"solver": {"kind": "table"}}, "policy.solver: .*expected a table for kind table"),
         (

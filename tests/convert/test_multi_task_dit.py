@@ -15,7 +15,7 @@ from sinew_client.typed_names import UntypedNameError
 
 from sinew.bundle import Bundle
 from sinew.convert import convert
-from sinew.core import ConvertError
+from sinew.core import ConvertError, ObservationError
 from sinew.policy import load
 from tests.golden import Golden, assert_parity
 from tests.models.stages import observation
@@ -52,10 +52,6 @@ def run(checkpoint: Path, **changes: Any) -> Bundle:
     ("changes", "message"),
     [
         ({"objective": "score"}, "objective: expected one of diffusion, flow_matching, got 'score'"),
-        (
-            FLOW | {"integration_method": "rk4"},
-            "integration_method: expected euler, got rk4, which is not supported yet. To integrate in Euler steps",
-        ),
         (FLOW | {"integration_method": "heun"}, "integration_method: expected one of euler, rk4, got 'heun'"),
         ({"tokenizer_padding_side": "left"}, 'tokenizer_padding_side="left" is not supported yet'),
         ({"image_resize_shape": [40, 31]}, "expected frames of 32 x 32, which clip reads, got 40 x 31"),
@@ -158,6 +154,19 @@ def test_flow_matching_gives_the_references_actions(checkpoint: Path, golden: Pa
     assert (policy.spec.solver.kind, policy.spec.solver_steps) == ("euler", 6)
     chunk = policy.infer(observation("mtdit-ddim", g))
     assert_parity(chunk.actions, g["variant.flow_euler.actions"][0])
+
+
+@pytest.mark.parametrize("engine", ["eager", "plan", "onnx"])
+def test_runge_kutta_gives_the_references_actions(checkpoint: Path, golden: Path, engine: str) -> None:
+    """Three intervals are twelve evaluations of the head."""
+    g = Golden(golden / "mtdit-ddim")
+    rk4 = FLOW | {"integration_method": "rk4", "num_integration_steps": 3}
+    policy = load(run(checkpoint, **rk4).path, engine=engine, dtype="float32")
+    assert (policy.spec.solver.kind, policy.spec.solver_steps) == ("rk4", 12)
+    assert_parity(policy.infer(observation("mtdit-ddim", g)).actions, g["variant.flow_rk4.actions"][0])
+    if engine != "onnx":  # exported graphs have one number of steps
+        with pytest.raises(ObservationError, match="^solver_steps: expected 8 or 12, got 10$"):
+            policy.infer(replace(observation("mtdit-ddim", g), solver_steps=10))
 
 
 @pytest.mark.parametrize("rtc", ["guided", "no-jacobian", "ramp"])

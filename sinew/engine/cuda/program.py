@@ -24,7 +24,7 @@ from sinew.engine.cuda.units import RobotUnits
 from sinew.engine.example import Inputs
 from sinew.engine.plan.plan import Plan
 from sinew.models.base import AutoregressiveModel, Context
-from sinew.models.solvers import drawn, solve
+from sinew.models.solvers import MOST_EARLIER, drawn, solve
 from sinew.processing import ModelInputs
 
 SHOWN = {"read": "prefix", "next": "step"}  # stage -> its name in profiles, where it differs
@@ -107,6 +107,9 @@ class Program:
         shape = (1, *self.model.noise_shape)
         # The buffer has the noise before the steps and the actions after the steps.
         self.x = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.earlier: list[
+            Tensor
+        ] = []  # the x of the steps before, the newest first, for steps that run apart
         self.time_embedding = torch.zeros_like(self.time_embeddings[0])
         self.units, self.actions = units, self.x[0]  # the tensor that the host reads back
         if units is not None:
@@ -205,7 +208,10 @@ class Program:
     def advance(self, step: int) -> None:
         """Update ``x`` with the output of the step that was just replayed."""
         noise = self.staging.device["noise"][None]
-        self.x.copy_(self.steps[step].advance(self.x, self.recorded("step").result, noise))
+        before = self.x.clone() if any(each.earlier for each in self.steps) else None
+        self.x.copy_(self.steps[step].advance(self.x, self.recorded("step").result, noise, self.earlier))
+        if before is not None:
+            self.earlier = [before, *self.earlier[: MOST_EARLIER - 1]]
 
     def chunk(self) -> None:
         context = self._read(self.vision())
@@ -230,6 +236,7 @@ class Program:
         """Set ``x`` to the start of the solver, for separate steps. Replay "read" before."""
         self.recorded("step")  # record before x is set, because recording runs the step and changes x
         self.x.copy_(drawn(self.staging.device["noise"][None], 0))
+        self.earlier = []
 
     def finish(self) -> None:
         """Convert ``x`` to ``actions``, after the last step."""

@@ -181,14 +181,10 @@ def solution(checkpoint: LeRobotCheckpoint) -> dict[str, object]:
     """Return ``solver`` and ``solver_steps`` of the specification. Raises :class:`ConvertError`."""
     if checkpoint.one_of("objective", "diffusion", "flow_matching") == "diffusion":
         return noise_levels(checkpoint)
-    if checkpoint.one_of("integration_method", "euler", "rk4") == "rk4":
-        raise ConvertError(
-            f"{checkpoint.file}: integration_method: expected euler, got rk4, which is not supported yet. To integrate"
-            ' in Euler steps instead, which gives other actions, set "integration_method": "euler" and'
-            ' "num_integration_steps" in this file'
-        )
-    steps = checkpoint.size("num_integration_steps")
-    return {"solver": Solver(start=0.0, end=1.0), "solver_steps": steps}
+    kind = checkpoint.one_of("integration_method", "euler", "rk4")
+    # Each interval of the Runge-Kutta method evaluates the head four times, and Sinew counts evaluations.
+    steps = checkpoint.size("num_integration_steps") * (4 if kind == "rk4" else 1)
+    return {"solver": Solver(kind, start=0.0, end=1.0), "solver_steps": steps}
 
 
 def model_config(checkpoint: LeRobotCheckpoint, clip: Clip, image: ImageRecipe) -> MultiTaskDiTConfig:

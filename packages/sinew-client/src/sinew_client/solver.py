@@ -1,14 +1,14 @@
 """The solver of a head, as data: part of a policy's description.
 
-A step has the form ``x <- keep * x + gain * output``, for some solvers with ``+ weight * estimate + fresh * noise``.
-The numbers depend on the step alone.
+A step has the form ``x <- keep * x + gain * output``. Some solvers add ``weight * estimate``, ``fresh * noise``, or
+weights times the x of earlier steps. The numbers depend on the step alone.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Sequence, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ LARGEST_BETA = 0.999  # upper limit of each beta in the schedule "squaredcos_cap
 LEAST_BETA = 2.0**-24
 SMALLEST_VARIANCE = 1e-20  # lower limit of the variance of the noise that DDPM adds, as in diffusers
 MAX_LEVELS = 100_000
+MOST_EARLIER = 3  # the largest number of weights in ``Step.earlier``
 
 
 class Estimate(NamedTuple):
@@ -44,6 +45,7 @@ class Step(NamedTuple):
     Attributes:
         estimate: If set, the step also adds the estimate's ``weight`` times the estimate.
         fresh: Factor of the noise with number ``draw`` that the step adds. Noise 0 is the start of the solution.
+        earlier: Weights of the x of earlier steps that the step adds, the newest of them first.
     """
 
     time: float
@@ -52,9 +54,17 @@ class Step(NamedTuple):
     estimate: Estimate | None = None
     fresh: float = 0.0
     draw: int = 0
+    earlier: tuple[float, ...] = ()
 
-    def advance(self, x: Array, output: Array, noise: Any = None) -> Array:
-        """Return the x of the next step. :func:`drawn` describes ``noise``."""
+    def advance(self, x: Array, output: Array, noise: Any = None, earlier: Sequence[Array] = ()) -> Array:
+        """Return the x of the next step, [B, H, A].
+
+        Args:
+            x: The x of this step.
+            output: The head's output at this x.
+            noise: The noises of the solution, as :func:`drawn` describes them.
+            earlier: The x of the earlier steps, the newest first. At least as many as the step has weights for.
+        """
         parts: list[Any] = []
         product: Any = output
         if self.keep != 0.0:
@@ -65,6 +75,7 @@ class Step(NamedTuple):
             parts.append(self.estimate.weight * self.estimate.of(x, product))
         if self.fresh != 0.0:
             parts.append(self.fresh * drawn(noise, self.draw))
+        parts += [weight * before for weight, before in zip(self.earlier, earlier) if weight != 0.0]
         moved = parts[0]
         for part in parts[1:]:
             moved = moved + part
@@ -178,10 +189,11 @@ class Solver:
     """The method that turns noise into actions. It is part of a policy's specification, and stored in bundles.
 
     Attributes:
-        kind: "euler" integrates a velocity from ``start`` to ``end`` in equal steps. "single" takes the output of one
-            evaluation as the actions. "renoise" takes each output as the actions and mixes them with the initial
-            noise, whose share falls from ``start`` to ``end``. "diffusion" goes through ``levels``. "table" lists its
-            steps.
+        kind: "euler" integrates a velocity from ``start`` to ``end`` in equal steps. "rk4" does so by the classic
+            Runge-Kutta method. Each of its intervals takes four evaluations, and each evaluation counts as a step.
+            "single" takes the output of one evaluation as the actions. "renoise" takes each output as the actions and
+            mixes them with the initial noise, whose share falls from ``start`` to ``end``. "diffusion" goes through
+            ``levels``. "table" lists its steps.
         start: Time of pure noise: 1 in openpi and LeRobot, 0 in GR00T and Evo-1.
         end: Time of the actions: 0 in openpi and LeRobot, 1 in GR00T and Evo-1.
         noise: x at the start: "normal" (standard), "uniform" in [-1, 1], or "zeros".
@@ -189,7 +201,7 @@ class Solver:
         levels: The noise levels of "diffusion".
     """
 
-    kind: Literal["euler", "single", "renoise", "diffusion", "table"] = "euler"
+    kind: Literal["euler", "rk4", "single", "renoise", "diffusion", "table"] = "euler"
     start: float = 1.0
     end: float = 0.0
     noise: Literal["normal", "uniform", "exponential", "zeros"] = "normal"
@@ -197,7 +209,7 @@ class Solver:
     levels: NoiseLevels | None = None
 
     def __post_init__(self) -> None:
-        if self.kind in ("euler", "renoise") and self.start == self.end:
+        if self.kind in ("euler", "rk4", "renoise") and self.start == self.end:
             raise ValueError(f"solver: expected start and end to differ, got {self.start} twice")
         if (self.kind == "table") != bool(self.table):
             raise ValueError(
@@ -221,6 +233,17 @@ class Solver:
         """The largest possible number of steps; None without a limit."""
         return self.levels.count if self.levels is not None else self.fixed_steps
 
+    def possible(self, count: int) -> tuple[int, ...]:
+        """Return only ``count`` if a solution may have so many steps, else the nearest numbers below and above."""
+        if self.levels is not None:
+            return self.levels.possible(count)
+        if self.fixed_steps is not None:
+            return (self.fixed_steps,)
+        if self.kind == "rk4" and count % 4:
+            below = count - count % 4
+            return (below, below + 4) if below else (4,)
+        return (count,)
+
     def draws(self, count: int) -> int:
         """Return the number of noises that a solution in ``count`` steps draws, including the noise at the start."""
         return count if self.levels is not None and self.levels.fresh else 1
@@ -231,6 +254,8 @@ class Solver:
             raise ValueError(f"solver_steps: expected {self.fixed_steps or '1 or more'}, got {count}")
         if self.most_steps is not None and count > self.most_steps:
             raise ValueError(f"solver_steps: expected at most {self.most_steps}, got {count}")
+        if count not in (near := self.possible(count)):
+            raise ValueError(f"solver_steps: expected {' or '.join(map(str, near))}, got {count}")
         if self.levels is not None:
             return self.levels.steps(count)
         if self.kind == "single":
@@ -238,6 +263,8 @@ class Solver:
         if self.kind == "table":
             return [Step(*row) for row in self.table]
         span = self.end - self.start
+        if self.kind == "rk4":
+            return [step for k in range(count // 4) for step in self._interval(k, count // 4)]
         # Compute k * span / n in this order. GR00T and Evo-1 derive integer time buckets from exactly this quotient,
         # and k * (span / n) would be rounded differently.
         times = [self.start + k * span / count for k in range(count)]
@@ -246,6 +273,22 @@ class Solver:
         # `shares` is the share of the noise in x after each step.
         shares = [(time - self.end) / -span for time in [*times[1:], self.end]]
         return [Step(time, 0.0, 1.0 - part, fresh=part) for time, part in zip(times, shares)]
+
+    def _interval(self, index: int, count: int) -> list[Step]:
+        """Return the four evaluations of an interval of the classic Runge-Kutta method.
+
+        The textbook's result is ``x0 + h / 6 * (k1 + 2 k2 + 2 k3 + k4)``. The first three velocities are in the points
+        that they led to: ``y1 = x0 + h / 2 * k1``, ``y2 = x0 + h / 2 * k2`` and ``y3 = x0 + h * k3``. The result is
+        therefore ``(y3 + 2 y2 + y1 - x0) / 3 + h / 6 * k4``, and no velocity has to be stored.
+        """
+        h = (self.end - self.start) / count
+        time = self.start + index * (self.end - self.start) / count
+        return [
+            Step(time, 1.0, h / 2),
+            Step(time + h / 2, 0.0, h / 2, earlier=(1.0,)),
+            Step(time + h / 2, 0.0, h, earlier=(0.0, 1.0)),
+            Step(time + h, 1 / 3, h / 6, earlier=(2 / 3, 1 / 3, -1 / 3)),
+        ]
 
     def times(self, count: int) -> list[float]:
         return [step.time for step in self.steps(count)]
@@ -256,7 +299,7 @@ class Solver:
         Raises:
             ValueError: The solver has no such estimate.
         """
-        if self.kind in ("table", "diffusion"):
+        if self.kind in ("table", "diffusion", "rk4"):
             raise ValueError(f"solver: kind {self.kind} has no estimate of the denoised actions")
         return x + (self.end - time) * output if self.kind == "euler" else output
 

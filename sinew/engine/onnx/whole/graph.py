@@ -398,17 +398,19 @@ class _Builder:
         if len(shape) == 3:
             draws = [self._node("Gather", [noise, self._scalar(draw)], axis=1) for draw in range(shape[0])]
         x = draws[0]
+        earlier: list[str] = []
         for number, (step, moment) in enumerate(zip(steps, table, strict=True)):
             given = context | {"x": x, "moment": self._constant(moment[None])}
             out = self._call("step", given, {}, f"step{number}.")["output"]
-            x = self._advanced(step, x, out, draws[step.draw] if step.fresh else "")
+            moved = self._advanced(step, x, out, draws[step.draw] if step.fresh else "", earlier)
+            x, earlier = moved, [x, *earlier]
         return x
 
     def _noise_shape(self, count: int) -> tuple[int, ...]:
         *draws, rows, _ = self._spec.noises(count)
         return (*draws, rows, self._recipe.padded_action_dim)
 
-    def _advanced(self, step: Any, x: str, output: str, noise: str) -> str:
+    def _advanced(self, step: Any, x: str, output: str, noise: str, earlier: list[str]) -> str:
         """Return the name of the next x after a step (:meth:`sinew_client.solver.Step.advance`)."""
         parts = [self._times(x, step.keep)] if step.keep else []
         if step.gain or step.estimate is None:
@@ -424,6 +426,11 @@ class _Builder:
             parts.append(self._times(found, estimate.weight))
         if noise:
             parts.append(self._times(noise, step.fresh))
+        parts += [
+            self._times(before, weight)
+            for weight, before in zip(step.earlier, earlier, strict=False)
+            if weight
+        ]
         moved = parts[0]
         for part in parts[1:]:
             moved = self._node("Add", [moved, part])
