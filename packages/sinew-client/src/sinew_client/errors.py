@@ -6,7 +6,7 @@ import copyreg
 import difflib
 import re
 from contextlib import contextmanager
-from typing import Any, Collection, Iterable, Iterator
+from typing import Collection, Iterable, Iterator
 
 ONE_WORD = 0.6  # smallest similarity (0 to 1) between a word and its misspelling, the default of difflib
 
@@ -53,7 +53,7 @@ class SinewError(Exception):
 
     code = "internal"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Support pickle for errors whose constructor takes more than the message.
 
         Worker processes send their errors to their parent by pickle. An error that cannot be rebuilt there looks like
