@@ -87,7 +87,10 @@ PARTICIPLES = re.compile(r"\b(?:found|known|given|said|wanted|asked|held|kept|to
 ASKS_AN_ENGINE = re.compile(r'[!=]= "(?:eager|plan|onnx)"|(?:get|has)attr\([^,]*engine')
 NAMES_AN_ENGINE = re.compile(r"\bengines? (?:eager|plan|cpu|onnx|cuda)\b")
 PROBES_A_ROBOT = re.compile(r"(?:get|has)attr\((?:self\._?)?(?:robot|machine)\b")
-OPENS_AN_ADDRESS = re.compile(r'"://"|\bis_address\(')
+SPLITS_AN_ADDRESS = re.compile(r'"://"')
+# The one file that asks a robot for its attributes, and the one that parses what a user types.
+ROBOT_FACTS = "packages/sinew-client/src/sinew_client/control/facts.py"
+TARGETS = "packages/sinew-client/src/sinew_client/target.py"
 
 
 @cache
@@ -309,6 +312,27 @@ class Structure:
             for match in pattern.finditer(path.read_text())
         ]
 
+    def texts(self, pattern: re.Pattern[str], *, without: tuple[str, ...] = ()) -> list[str]:
+        """Return "file: text" for each string in product code that has a match, except docstrings and files below
+        `without`."""
+        found_in = []
+        for path in self.homes.values():
+            place = path.relative_to(self.root).as_posix()
+            if place.startswith(without or ("\0",)):
+                continue
+            docstrings = {
+                id(node.value) for node in ast.walk(tree(path)) if isinstance(node, ast.Expr)
+            }  # of modules, classes and functions, and of attributes
+            found_in += [
+                f"{place}: {node.value}"
+                for node in ast.walk(tree(path))
+                if isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in docstrings
+                if pattern.search(node.value)
+            ]
+        return found_in
+
     def largest(self, module: str, name: str) -> str:
         """Return the size of a class as "N methods, M lines", or "absent"."""
         path = self.homes.get(module)
@@ -344,10 +368,12 @@ class Structure:
             "Backend": self.largest("sinew.engine.backend", "Backend"),
             "Request": self.largest("sinew.serve.request", "Request"),
             "places that assemble a Loop": str(len(self.places(re.compile(r"\bLoop\(")))),
-            "places that look for an address": str(len(self.places(OPENS_AN_ADDRESS))),
-            "probes of robots": str(len(self.places(PROBES_A_ROBOT))),
+            "files that split addresses, but target.py": str(
+                len(self.places(SPLITS_AN_ADDRESS, without=(TARGETS,)))
+            ),
+            "probes of robots, but facts.py": str(len(self.places(PROBES_A_ROBOT, without=(ROBOT_FACTS,)))),
             "engine names in messages outside engine/": str(
-                len(self.places(NAMES_AN_ENGINE, without=("sinew/engine/",)))
+                len(self.texts(NAMES_AN_ENGINE, without=("sinew/engine/",)))
             ),
             "participles as names": str(len(self.places(PARTICIPLES))),
         }

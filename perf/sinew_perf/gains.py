@@ -25,6 +25,7 @@ from sinew_perf.streams import loops
 
 BATCH = 8
 CAMERA_HZ = 30.0
+ON_GPU = "cuda"  # the engine that a machine with a GPU would use
 # A change must make the policy this many times as fast, because a smaller gain would be shown as 1.00.
 LEAST, NO_GAIN = 1.005, "is not faster by the roofline"
 # These numbers are from docs/low-bit.md, where the head also has int8.
@@ -179,13 +180,13 @@ def _options(source: str, machine: Hardware, first: PublishedProgram) -> tuple[l
     without: dict[str, str] = {}
     options = []
     on_cpu = machine.kind == "cpu"
-    engine = ("plan", "--engine plan") if on_cpu else ("cuda", "--engine cuda")
+    engine = "plan" if on_cpu else ON_GPU
     # Engine eager on a CPU runs torch's kernels one by one. Engine cuda runs one graph of fused kernels.
     fused: Traffic = "unfused" if on_cpu else "fused"
     options.append(
         _Option(
-            f"engine {engine[0]}",
-            engine[1],
+            f"engine {engine}",
+            f"--engine {engine}",
             "the same arithmetic, rounded elsewhere: `sinew validate` holds it to a bound",
             lambda now: replace(now, engine="plan", traffic=fused),
         )
@@ -233,7 +234,7 @@ def _bits(on_cpu: bool, machine: Hardware, without: dict[str, str]) -> list[_Opt
         machine: The machine.
         without: Receives the changes that are not supported, with reasons.
     """
-    engine = "cpu" if on_cpu else "cuda"
+    engine = "cpu" if on_cpu else ON_GPU
 
     def narrow(name: str, stored: str, fidelity: str, text: str, head: str) -> _Option:
         dtypes = (("vision", text), ("language", text), ("head", head))
@@ -248,7 +249,7 @@ def _bits(on_cpu: bool, machine: Hardware, without: dict[str, str]) -> list[_Opt
             narrow("int8", "int8", BITS_WON.format("97.0"), "int8/int8", "fp32"),
             narrow("4 bits", "q4_0", BITS_WON.format("96.5"), "int4/int8", "fp32"),
         ]
-    without["int8, 4 bits"] = "engine cuda widens them when it loads them"
+    without["int8, 4 bits"] = f"engine {engine} widens them when it loads them"
     judged = "rounded: `sinew validate` states the error, `sinew eval --gate` the success"
     found = [_Option("bf16", "--dtype bf16", judged, lambda now: replace(now, dtypes="bf16"), "bits")]
     if "fp8" in machine.peak:
@@ -263,9 +264,9 @@ def _under(
     """Return the changes that help under a condition: repeated observations, a stream, several robots."""
     if machine.kind != "cpu":
         without["a stream"] = (
-            "engine cuda does not support it: both of its loops would share one stream of the GPU"
+            f"engine {ON_GPU} does not support it: both of its loops would share one stream of the GPU"
         )
-        without["batches, --reuse"] = "engine cuda answers one request at a time, and keeps nothing"
+        without["batches, --reuse"] = f"engine {ON_GPU} answers one request at a time, and keeps nothing"
         return []
     parts = program.components(traffic)
     whole_ms, head_ms = 1e3 * seconds(parts, machine), 1e3 * timing(parts[-1], machine).seconds

@@ -285,7 +285,7 @@ def fits(
         raise SinewError(f"system memory: expected 0 to {memory} bytes, got {system}")
     path = Path(source) if engine == "cpu" else None
     if path is not None and stored_weights(path, 1) and dtypes is not None:
-        raise SinewError(f"dtype: engine cpu computes on what the bundle stores, got {dtypes!r}")
+        raise SinewError(f"dtype: engine {engine} computes on what the bundle stores, got {dtypes!r}")
     program = PublishedProgram.load(
         source,
         request,
@@ -422,9 +422,7 @@ def stored_weights(path: Path, tokens: int) -> tuple[Weights, ...]:
     """
     bundle = open_bundle(path)
     if not bundle.lowbit:
-        raise SinewError(
-            f"{path}: engine cpu needs low-bit weights; quantise this bundle with `sinew quantize`"
-        )
+        raise SinewError(f"{path}: expected low-bit weights; quantise this bundle with `sinew quantize`")
     counts: dict[tuple[str, str], list[int]] = {}
     for name, info in bundle.infos.items():
         module = name.removesuffix(WEIGHT)

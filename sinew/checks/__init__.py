@@ -21,7 +21,7 @@ from sinew.checks.loaded import bundle, hashes
 from sinew.core import SinewError, machine, progress
 from sinew.core.extras import DISTRIBUTION, install
 from sinew.core.registry import families
-from sinew.engine.backend import AUTO, BACKENDS, installed
+from sinew.engine.backend import AUTO, BACKENDS, either, installed
 
 __all__ = ["Check", "bundle", "hashes", "installation"]
 
@@ -105,7 +105,10 @@ def torch_build() -> Check:
     try:
         import torch
     except ImportError as error:
-        return Check("torch", "fail", f"does not import: {error}", f"{install('torch')}, or --engine onnx")
+        without_torch = either([name for name, each in BACKENDS.items() if "torch" not in each.packages])
+        return Check(
+            "torch", "fail", f"does not import: {error}", f"{install('torch')}, or --engine {without_torch}"
+        )
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     cuda = torch.version.cuda
     detail = f"torch {torch.__version__}, " + (f"built for CUDA {cuda}" if cuda else "CPU build")
@@ -172,7 +175,7 @@ def onnxruntime() -> Check:
 
 
 def cuda_engine() -> Check:
-    """What `--engine cuda` would run on."""
+    """Check the device that the engine for GPUs would use."""
     import torch
 
     from sinew.engine.cuda.device import describe, require
@@ -180,12 +183,12 @@ def cuda_engine() -> Check:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
-        return Check("cuda engine", "ok", f"no GPU: --engine cuda would run {describe(device)}")
+        return Check("cuda engine", "ok", f"no GPU: it would run {describe(device)}")
     try:
         require(device, CudaOptions())
     except SinewError as error:
-        return Check("cuda engine", "warn", str(error), "use --engine plan there")
-    return Check("cuda engine", "ok", f"--engine cuda --device cuda would use {describe(device)}")
+        return Check("cuda engine", "warn", str(error), "omit --engine, and Sinew selects another one")
+    return Check("cuda engine", "ok", f"with --device cuda, it would use {describe(device)}")
 
 
 def cpu_kernels() -> Check:
@@ -194,7 +197,7 @@ def cpu_kernels() -> Check:
 
     found = extension()
     if not found.compiled:
-        advice = "install a C++ compiler; until then --engine plan is faster than --engine cpu"
+        advice = "install a C++ compiler; until then omit --engine, and Sinew selects a faster one"
         return Check("cpu kernels", "warn", f"low-bit products by PyTorch, slowly: {found.reason}", advice)
     return Check("cpu kernels", "ok", f"low-bit products by {found.kernels} kernels ({found.reason})")
 

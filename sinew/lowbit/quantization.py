@@ -29,6 +29,7 @@ from sinew.lowbit.sources import calibrated_rows, lowbit_sources, plan_formats, 
 from sinew.policy import Policy, open_bundle
 from sinew.processing import ModelInputs
 
+SEARCHING = "cpu"  # the engine that a search measures on
 PROVED = 8  # largest number of observations that compare the plan with the reference before rounding
 Input = tuple[ModelInputs, np.ndarray]  # model inputs of one observation, and the solver's noise
 
@@ -153,9 +154,9 @@ def quantize(
     if size >= stored_bytes(opened, {}) and not target_ms:
         raise SinewError(f"--budget {budget}: the bundle fits as it is; nothing was written")
     follows = {*BACKENDS[engine].follows, "fp32"} if engine else set()
-    if engine and searched and engine != "cpu":
+    if engine and searched and engine != SEARCHING:
         raise SinewError(
-            f"--engine {engine}: expected none or cpu with --search, which measures on engine cpu"
+            f"--engine {engine}: expected none or {SEARCHING} with --search, which measures on that engine"
         )
     if engine and not searched and not set(chosen.values()) <= follows:
         raise SinewError(f"--engine {engine}: expected {', '.join(sorted(follows))}, got {_asked(chosen)}")
@@ -232,7 +233,8 @@ def validated(opened: Bundle, samples: Samples) -> Validated:
         SinewError: The actions differ. An error in the plan must not count as a loss from fewer bits.
     """
     reference = Policy(opened, "cpu", "fp32", "eager")
-    policy = Policy(opened, "cpu", "fp32", "plan")
+    engine = "plan"
+    policy = Policy(opened, "cpu", "fp32", engine)
     _, stream = observations_of(reference, samples.records, judges.observations)
     found = compare(policy, reference, islice(stream, samples.count))
     if not found.passed:
@@ -240,9 +242,9 @@ def validated(opened: Bundle, samples: Samples) -> Validated:
         wrong += [*found.faults, *(f"indices of {name}" for name, same in found.indices.items() if not same)]
         raise SinewError(
             f"{opened.path}: expected a bundle whose plan computes what eager fp32 does over {found.observations}"
-            f" observations, got {', '.join(wrong)}; `sinew validate {opened.path} --engine plan` says more"
+            f" observations, got {', '.join(wrong)}; `sinew validate {opened.path} --engine {engine}` says more"
         )
-    return Validated("plan", found.observations, float(f"{found.stages['actions'].error:.4g}"))
+    return Validated(engine, found.observations, float(f"{found.stages['actions'].error:.4g}"))
 
 
 def warnings(record: Quantization) -> list[str]:

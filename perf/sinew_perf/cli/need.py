@@ -109,7 +109,7 @@ def need(
         also = f"with {by_others.share:.0%}, which others reached ({by_others.source})"
         console.print(f"{also}, also: {', '.join(more) or 'none'}", soft_wrap=True, markup=False)
     if any("int4" in row.precision for row in found):
-        console.print("int4: a bound alone, as engine cuda widens 4 bits when it loads them")
+        console.print("int4: only a bound, because the engine for GPUs widens 4 bits when it loads them")
     if asked is None:
         console.print(
             f"chunks, not actions: of a robot at {wanted:g} Hz say --control-hz {wanted:g} --replan K, the actions that"

@@ -129,6 +129,11 @@ def _whole(value: Any) -> int | None:
     return int(value) if isinstance(value, (int, np.integer)) else None
 
 
+def missing_methods(robot: Any) -> list[str]:
+    """Return the names of the required methods that a robot lacks."""
+    return [name for name in ("observe", "act", "hold") if not callable(getattr(robot, name, None))]
+
+
 def facts_of(robot: Any) -> RobotFacts:
     """Collect the optional facts about a robot.
 

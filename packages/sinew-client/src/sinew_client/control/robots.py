@@ -13,7 +13,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
-from sinew_client.control.facts import RobotFacts, facts_of
+from sinew_client.control.facts import RobotFacts, facts_of, missing_methods
 from sinew_client.control.interfaces import Robot
 from sinew_client.errors import ClientError
 from sinew_client.modules import load_named
@@ -469,9 +469,7 @@ def open_class(text: str, options: Mapping[str, Any], cameras: Mapping[str, str]
         robot = factory(**options)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise RobotError(f"robot {text}: {type(error).__name__}: {error}") from error
-    methods = ("observe", "act", "hold")
-    missing = [method for method in methods if not callable(getattr(robot, method, None))]
-    if missing:
+    if missing := missing_methods(robot):
         raise RobotError(f"robot {text}: expected the methods observe, act and hold; {missing[0]} is missing")
     return Renamed(robot, cameras) if cameras else robot
 
