@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sinew_client.target import is_address
+from sinew_client.target import addresses_of
 from sinew_client.untrusted import read_json
 
 from sinew.bench.ladder import EngineResult, Observe
@@ -79,7 +79,7 @@ def bench(
     }  # fmt: skip
     before = None if baseline is None else read_baseline(baseline)
     pauses = parse_pauses(idle)
-    if is_address(target):
+    if addresses_of(target):
         given = changed(load) or next((flag for flag, value in here.items() if value is not None), None)
         if given is not None:
             raise SinewError(f"{given}: expected a policy that is run here, got the server {target}")

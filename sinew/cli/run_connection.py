@@ -13,7 +13,7 @@ from sinew_client.control.requester import Call
 from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.form import COMMANDS
 from sinew_client.protocol import MAX_ROWS
-from sinew_client.target import is_address
+from sinew_client.target import addresses_of
 
 from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Runs, changed
@@ -59,7 +59,7 @@ def open_connection(
         travelling = Frames(frames)
     except ValueError as error:
         raise SinewError(str(error).replace("frames", "frames_as", 1)) from error
-    if is_address(target):
+    if addresses := addresses_of(target):
         if split is not None:
             raise SinewError(
                 f"split: expected the bundle here, whose head runs here, got the server {target}"
@@ -69,7 +69,7 @@ def open_connection(
         most = max(
             MAX_ROWS, min(int(policy.get("chunk_size") or 0), LARGEST_CHUNK)
         )  # largest number of actions in an answer
-        opener = Servers(target.split(","), key, max_rows=most, frames=travelling, policy=policy)
+        opener = Servers(addresses, key, max_rows=most, frames=travelling, policy=policy)
         return policy, served["server"], opener
     if frames != "raw":
         raise SinewError(f"frames_as: expected a server, whose frames travel, got the policy here {target}")
@@ -181,7 +181,7 @@ def assist_rule(target: str, address: str | None, when: str, deadline: float) ->
             if changed_value:
                 raise SinewError(f"assist_{flag} needs assist")
         return None
-    if is_address(target):
+    if addresses_of(target):
         raise SinewError(
             f"assist: expected a policy here, which the far one assists, got the server {target}"
         )

@@ -18,7 +18,7 @@ from sinew_client.control.reaction import LOOPS, histogram
 from sinew_client.control.run import Run, RunPlan
 from sinew_client.control.stream import Watching
 from sinew_client.streams import StreamLink
-from sinew_client.target import is_address
+from sinew_client.target import addresses_of
 
 from sinew.cli import status, terminal
 from sinew.cli.options import Flag, Positive, Runs, Setting
@@ -121,8 +121,8 @@ def run_stream(target: str, on: RobotFlags, by: StreamFlags, key: str, runs: Run
 
 def _policy(target: str, runs: Runs, rtc: str, key: str) -> tuple[dict[str, Any], Callable[..., Any]]:
     """Return the policy's description, and a function that opens a stream to it."""
-    if is_address(target):
-        addresses, served = target.split(","), ask_server(target, runs, key)
+    if addresses := addresses_of(target):
+        served = ask_server(target, runs, key)
         if reason := served["server"].get("unstreamed"):
             raise SinewError(f"--stream: {target}: {reason}")
 

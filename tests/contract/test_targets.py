@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from sinew_client import ClientError, connect
-from sinew_client.target import ADDRESS, EXPERT, LOCAL, MODEL_SERVER, Target, is_address
+from sinew_client.target import ADDRESS, EXPERT, LOCAL, MODEL_SERVER, Target, addresses_of
 
 from sinew.core import SinewError
 
@@ -35,7 +35,7 @@ from sinew.core import SinewError
 def test_a_text_has_one_kind(text: object, kind: str, place: str) -> None:
     target = Target.parse(text)
     assert (target.kind, target.place) == (kind, place)
-    assert is_address(text) == (kind == ADDRESS)
+    assert bool(addresses_of(text)) == (kind == ADDRESS)
     assert target.remote == (kind in (ADDRESS, MODEL_SERVER))
     assert target.addresses == (place.split(",") if kind == ADDRESS else [])
 
@@ -44,8 +44,8 @@ def test_lists_are_of_addresses() -> None:
     for wrong in ([], ["blocks"], ["tcp://a:1", "blocks"]):
         with pytest.raises(ClientError, match="policy: expected a list of addresses"):
             Target.parse(wrong)
-        assert not is_address(wrong)
-    assert not is_address(3)
+        assert not addresses_of(wrong)
+    assert not addresses_of(3)
 
 
 def test_an_expert_is_opened_by_its_environment() -> None:

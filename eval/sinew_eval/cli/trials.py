@@ -45,7 +45,7 @@ from sinew.core import SinewError
 from sinew_client.auth import api_key_of
 from sinew_client.control.listeners.keep import Keep
 from sinew_client.signals import handled
-from sinew_client.target import is_address
+from sinew_client.target import addresses_of
 
 from sinew_eval.cli.eval import print_report, variant_of
 
@@ -156,7 +156,7 @@ def trials(
 
         for variant in asked:
             own = replace(by, handover=variant.handover, replan=variant.show("replan"))
-            chosen, here = runs, not is_address(variant.target)
+            chosen, here = runs, not addresses_of(variant.target)
             if here:
                 engine = variant.engine or "auto"
                 chosen = replace(runs, engine=engine, dtype=variant.dtype, device=variant.device)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sinew_client.target import is_address
+from sinew_client.target import addresses_of
 from sinew_client.typed_names import UntypedNameError
 
 from sinew.bundle import Bundle
@@ -300,8 +300,8 @@ def test_any_text_is_a_name_or_none(text: str) -> None:
 
 
 def test_addresses_are_no_sources() -> None:
-    assert is_address("tcp://127.0.0.1:5555")
-    assert not is_address("hf://lab/pick")
+    assert addresses_of("tcp://127.0.0.1:5555")
+    assert not addresses_of("hf://lab/pick")
 
 
 def ask(source: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

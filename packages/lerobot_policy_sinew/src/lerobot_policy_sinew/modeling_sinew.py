@@ -20,7 +20,7 @@ from sinew_client.control.defaults import REPLAN, ensemble_of, stated
 from sinew_client.control.motion import Relative, parse_motion
 from sinew_client.form import Fitted
 from sinew_client.history import History
-from sinew_client.tls import is_loopback
+from sinew_client.tls import host_of, is_loopback
 from sinew_client.types import Moment
 
 from lerobot_policy_sinew.ahead import Ahead
@@ -295,9 +295,8 @@ class SinewPolicy(PreTrainedPolicy):
 
 def _refuse_to_tell(key: str, config: SinewConfig) -> None:
     """Raise ValueError where the key of SINEW_API_KEY would go to another machine that a folder or repository names."""
-    origin, host = config.pretrained_path, config.address.rpartition("://")[2].partition("/")[0]
-    host = host.rpartition(":")[0].strip("[]")
-    if origin is None or is_loopback(host):
+    origin = config.pretrained_path
+    if origin is None or is_loopback(host_of(config.address)):
         return
     if key:
         raise ValueError(

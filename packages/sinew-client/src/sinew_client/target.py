@@ -121,14 +121,14 @@ def _opener(kind: str) -> Any:
     return next((point.load() for point in group if point.name == kind), None)
 
 
-def is_address(source: Any) -> bool:
-    """Return True for the address of a server of this project, ``tcp://host:port``, and for a list of them."""
+def addresses_of(source: Any) -> list[str]:
+    """Return the addresses of servers that a source names; [] for anything else, such as a bundle or an open policy."""
     if not isinstance(source, (str, list, tuple)):
-        return False
+        return []
     try:
-        return Target.parse(source).kind == ADDRESS
+        return Target.parse(source).addresses
     except (ClientError, TypeError):
-        return False
+        return []
 
 
 def connect(source: str | os.PathLike | Sequence[str], **options: Any) -> Policy:

@@ -89,6 +89,11 @@ def is_loopback(host: str | None) -> bool:
     return (mapped or address).is_loopback
 
 
+def host_of(address: str) -> str:
+    """Return the host of an address with or without a scheme, such as ``tcp://HOST:PORT/POLICY``."""
+    return address.rpartition("://")[2].partition("/")[0].rpartition(":")[0].strip("[]")
+
+
 def check_key_is_private(addresses: Sequence[str], key: str, serves_tls: bool = True) -> None:
     """Raise :class:`ClientError` if a key would travel unencrypted to another machine and the user has not allowed it.
 
@@ -102,13 +107,13 @@ def check_key_is_private(addresses: Sequence[str], key: str, serves_tls: bool = 
         return
     for address in addresses:
         scheme, _, place = address.partition("://")
-        host, _, port = place.partition("/")[0].rpartition(":")
+        host, port = host_of(address), place.partition("/")[0].rpartition(":")[2]
         if scheme in ("ipc", "tls", "https") or is_loopback(host):
             continue
         secure = f"{'tls' if scheme == 'tcp' else 'https'}://{place}"
         ways = [f"start the server with --tls-cert and --tls-key, and use {secure}"] if serves_tls else []
         ways += [
-            f"run `ssh -N -L {port}:127.0.0.1:{port} {host.strip('[]')}` and use {scheme}://127.0.0.1:{port}",
+            f"run `ssh -N -L {port}:127.0.0.1:{port} {host}` and use {scheme}://127.0.0.1:{port}",
             f"on a network that you trust, set {ALLOW_VARIABLE}=1",
         ]
         choices = "; ".join(f"({number}) {way}" for number, way in enumerate(ways, 1))

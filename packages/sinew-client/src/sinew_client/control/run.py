@@ -435,12 +435,11 @@ def _opened(policy: Any, source: Sources | None, api_key: str) -> tuple[Mapping[
     if source is not None:
         description = policy if isinstance(policy, Mapping) else described(policy)
         return description, source, source if hasattr(source, "present") else None
-    from sinew_client.target import is_address
+    from sinew_client.target import addresses_of
 
-    if is_address(policy):
+    if addresses := addresses_of(policy):
         from sinew_client.client import Client
 
-        addresses = policy.split(",") if isinstance(policy, str) else list(policy)
         with Client(addresses, api_key=api_key) as client:
             description = client.metadata()["policy"]
         most = max(MAX_ROWS, min(int(description.get("chunk_size") or 0), LARGEST_CHUNK))
