@@ -1,6 +1,6 @@
-"""Episodes that hand out one action at a time, for a control loop of your own that can wait for each inference.
+"""Play an episode one action at a time, for a control loop of your own that can wait for each inference.
 
-If the robot must not wait, use :class:`sinew_client.control.Run`.
+If the robot must not wait for an inference, use :class:`sinew_client.control.Run`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ class Ensembled:
         self._chunks: deque[np.ndarray] = deque()  # the remaining actions of each chunk, oldest chunk first
 
     def row(self, chunk: np.ndarray) -> np.ndarray:
-        """Return the averaged action of this control step, float32 [D].
+        """Add the chunk of this control step, and average all actions for this step.
 
         Args:
-            chunk: float32 [H, D], computed from this step's observation.
+            chunk: The actions, float32 [H, D], computed from the observation of this step.
+
+        Returns:
+            The averaged action, float32 [D].
         """
         # Import the function here, because its package is the whole control loop, which most policies do not need.
         from sinew_client.control.blend import ensemble
@@ -44,21 +47,20 @@ class Ensembled:
 
 
 class ActionQueue:
-    """An episode that hands out the actions of a policy's chunks one by one. It requests the next chunk after the last
-    action.
+    """An episode that returns one action per control step, and requests the next chunk when its actions have run out.
 
-    A policy that was trained for temporal ensembling (``PolicySpec.temporal_ensemble``) gets a request in every step,
-    and the actions of its chunks are averaged, unless you pass ``rows``.
+    If a policy was trained for temporal ensembling (``PolicySpec.temporal_ensemble``), it gets a request in every step,
+    and the actions of its chunks are averaged. Pass ``rows`` to switch this off.
 
     Args:
-        policy: Any open policy (:func:`sinew_client.connect`). It stays open.
-        rows: Number of actions that are handed out before the next request. None takes the number with which the
-            policy was evaluated (``PolicySpec.n_action_steps``), else the whole chunk.
-        session: Session of the requests, for several episodes at the same time.
+        policy: Any open policy (:func:`sinew_client.connect`). The episode does not close it.
+        rows: Number of actions of a chunk that are returned before the next request. None takes the number with which
+            the policy was evaluated (``PolicySpec.n_action_steps``), else the whole chunk.
+        session: Session of the requests. Use different sessions for episodes at the same time.
 
     Attributes:
-        chunk: The chunk whose actions are handed out at present; None before the first request.
-        rows: Number of actions that are handed out per chunk.
+        chunk: The chunk whose actions are returned at present; None before the first request.
+        rows: Number of actions that are returned per chunk.
 
     Raises:
         ClientError: ``rows`` is larger than the policy's chunk.
@@ -88,10 +90,10 @@ class ActionQueue:
         return f"<ActionQueue of {self._spec.name!r}, step {self._step}, {len(self)} of {self.rows} actions left>"
 
     def reset(self) -> None:
-        """Begin a new episode: drop the remaining actions and reset the policy's session.
+        """Begin a new episode: drop the remaining actions, and reset the session of the policy.
 
         Raises:
-            SinewError: The policy cannot be reset, for example because its server is gone.
+            SinewError: The policy cannot be reset, for example because its server does not answer.
         """
         self.policy.reset(self.session)
         self._begin()
@@ -112,7 +114,7 @@ class ActionQueue:
             float32 [D] in robot units.
 
         Raises:
-            SinewError: The policy's ``infer`` raised it. The step counts, although there is no action.
+            SinewError: The inference failed. The failed step still counts as a control step of the episode.
         """
         fields = vars(observation) if isinstance(observation, Observation) else observation
         self._history.see(self._step, fields.get("images") or {}, fields.get("state"))
@@ -131,7 +133,7 @@ class ActionQueue:
         return self._queue.popleft()
 
     def _forget(self) -> None:
-        """Drop the chunks of another instruction or episode."""
+        """Drop the chunks of the last instruction or episode."""
         self._ensembled = None if self._blend is None else Ensembled(self._blend)
 
     def _begin(self) -> None:

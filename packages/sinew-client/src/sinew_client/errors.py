@@ -12,10 +12,21 @@ ONE_WORD = 0.6  # smallest similarity (0 to 1) between a word and its misspellin
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'camera1'?`` if ``name`` looks like a misspelling of a known name, else "".
+    """Suggest the known name that the user probably meant, for the end of an error message.
 
-    A different name is not a misspelling: ``pi0_fast_libero`` and ``pi0_libero`` are different models, and ``camera4``
-    and ``camera1`` are different cameras.
+    Only misspellings get a suggestion. ``pi0_fast_libero`` is not a misspelling of ``pi0_libero``, and ``camera4`` is
+    not a misspelling of ``camera1``.
+
+    Args:
+        name: The unknown name.
+        known: The known names.
+
+    Returns:
+        A text such as ``; did you mean 'camera1'?``; "" without a suggestion.
+
+    Example:
+        >>> did_you_mean("camra1", ["camera1", "state"])
+        "; did you mean 'camera1'?"
     """
     names = list(known)
     words = {word for each in names for word in _words(each)}
@@ -29,10 +40,16 @@ def _words(name: str) -> list[str]:
 
 
 def _is_slip(name: str, known: str, words: Collection[str]) -> bool:
-    """Return True if each word of ``name`` equals the word of ``known`` at the same place, or misspells it.
+    """Check whether a name is a misspelling of a known name, word by word.
 
-    ``words`` has all words of the known names. A known word is never a misspelling of another word, nor is a word with
-    another number.
+    Args:
+        name: The unknown name.
+        known: A known name.
+        words: All words of all known names. A known word is never a misspelling of another word.
+
+    Returns:
+        True if each word of ``name`` equals the word of ``known`` in the same position, or misspells it. Words with
+        different digits are different words.
     """
     left, right = _words(name), _words(known)
     if "".join(left) == "".join(right):
@@ -49,7 +66,10 @@ def _is_slip(name: str, known: str, words: Collection[str]) -> bool:
 
 
 class SinewError(Exception):
-    """Base of all errors that a user can cause or meet. Servers send ``code``, which is the same in all versions."""
+    """Base class of all errors that Sinew raises for users.
+
+    Servers send ``code``, which is the same in all versions.
+    """
 
     code = "internal"
 
@@ -64,7 +84,12 @@ class SinewError(Exception):
     @classmethod
     @contextmanager
     def at(cls, where: object, *errors: type[BaseException]) -> Iterator[None]:
-        """Raise this error in place of ``errors`` inside the block, with a prefix: "WHERE: expected X, got Y"."""
+        """Convert exceptions inside a ``with`` block to this error, with a prefix in the message.
+
+        Args:
+            where: The prefix, such as the name of a file: "WHERE: expected X, got Y".
+            *errors: The types of exceptions to convert.
+        """
         try:
             yield
         except errors as error:
@@ -88,12 +113,15 @@ class ObservationError(SinewError):
 
     @classmethod
     def unknown(cls, key: object, known: Iterable[str], expected: str = "") -> ObservationError:
-        """Return the error for an unknown key.
+        """Create the error for an unknown key of an observation.
 
         Args:
             key: The key.
             known: The keys that are allowed.
-            expected: The message's text for the allowed keys; "" lists them.
+            expected: Text of the message for the allowed keys; "" lists all of them.
+
+        Returns:
+            The error, with a suggestion if the key is misspelled.
         """
         # The key may be an object of any size. Print it only if it is a text or a short number.
         short = isinstance(key, int) and key.bit_length() < 64
@@ -105,7 +133,7 @@ class ObservationError(SinewError):
 
 
 class RequestError(SinewError):
-    """The bytes are not a request, or the request needs something that this server does not support."""
+    """The message is not a valid request, or the server does not support what it requests."""
 
     code = "bad_request"
 
@@ -117,13 +145,13 @@ class BusyError(SinewError):
 
 
 class CancelledError(SinewError):
-    """The inference was cancelled between two stages: the server stops, or the client has disconnected."""
+    """The inference was cancelled, because the server stops or the client has disconnected."""
 
     code = "cancelled"
 
 
 class ClientError(SinewError):
-    """Base of all errors that a client raises. It has no ``code``, because it is not sent over a protocol."""
+    """Base class of all errors that a client raises. ``code`` is "", because these errors are not sent to a server."""
 
     code = ""
 
@@ -135,7 +163,7 @@ class InvalidObservation(ClientError, ObservationError, ValueError):  # noqa: N8
 
 
 class RequestTimeout(ClientError, TimeoutError):  # noqa: N818
-    """There was no answer in time: the address has no server, or the server still loads or is too slow."""
+    """No answer arrived in time: there is no server at the address, or the server still loads, or it is too slow."""
 
 
 class ConnectionLost(ClientError, ConnectionError):  # noqa: N818
@@ -143,11 +171,11 @@ class ConnectionLost(ClientError, ConnectionError):  # noqa: N818
 
 
 class UnsafeChunk(ClientError, ValueError):  # noqa: N818
-    """The answer must not be executed: it has non-finite numbers, is outside the limits, or is too old."""
+    """The actions must not be executed: a number is not finite or is outside the limits, or the answer is too old."""
 
 
 class LateChunk(UnsafeChunk):
-    """The answer belongs to an observation that is older than the caller allows."""
+    """The observation of this answer is older than ``max_age``, so the actions must not be executed."""
 
 
 class ClosedError(ClientError):
@@ -155,14 +183,15 @@ class ClosedError(ClientError):
 
 
 class Refused(ClientError):  # noqa: N818
-    """The policy rejects the robot's observations. It rejected the very first one, so the robot has not moved."""
+    """The policy rejected the first observation of a run with a permanent error, so the robot has not moved."""
 
 
 class ServerError(ClientError):
     """The server answered with an error.
 
     Attributes:
-        code: Short and stable: bad_request, bad_observation, busy, shutting_down, cancelled, internal ...
+        code: Short code that is the same in all versions: bad_request, bad_observation, busy, shutting_down,
+            cancelled, internal ...
         message: Text for people. It names the field, the expected value and the received value.
     """
 

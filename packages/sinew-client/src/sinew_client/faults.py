@@ -1,4 +1,4 @@
-"""Separate errors of a run from normal operation: late, lost and superseded answers."""
+"""Distinguish errors of a run from normal operation, such as late, lost and superseded answers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ KINDS, LONGEST_KIND, LONGEST_TEXT = 100, 64, 1000
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the kind of an error: a server's code, or the name of its type.
+    """Classify the error of a request.
 
-    The kind is "" if the answer came too late or not at all: after a deadline, with a lost connection, or if the server
-    is busy, stops, or got a newer request. The robot then holds, requests again and continues.
+    Args:
+        error: The exception.
+
+    Returns:
+        The code that the server sent, or the name of the exception's type. "" if the failure is part of normal
+        operation: a timeout, a lost connection, or a server that is busy, stops, or got a newer request. The robot then
+        holds, requests again and continues.
     """
     code = getattr(error, "code", "")
     if isinstance(error, (RequestTimeout, ConnectionLost, LateChunk)) or code in UNCOMPUTED:
@@ -30,11 +35,11 @@ def kind_of(error: BaseException) -> str:
 
 
 class Faults:
-    """Counts failed answers.
+    """Counts the errors of a run by kind.
 
     Attributes:
-        first: Text of the first failed answer.
-        counts: Kind -> number of failed answers.
+        first: Text of the first error.
+        counts: Number of errors, by kind.
     """
 
     def __init__(self) -> None:
@@ -42,6 +47,7 @@ class Faults:
         self.counts: Counter = Counter()
 
     def add(self, kind: str, text: str) -> None:
+        """Record an error with its kind (:func:`kind_of`) and its text."""
         self.first = self.first or text[:LONGEST_TEXT]
         self.counts[kind if kind in self.counts or len(self.counts) < KINDS else "other"] += 1
 
@@ -50,7 +56,7 @@ class Faults:
         return sum(self.counts.values())
 
     def __str__(self) -> str:
-        """Return a line of text about all failed answers; "" if there are none."""
+        """Return the counts and the first error as one line of text; "" if there are no errors."""
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.counts.most_common())
         return f"{kinds}; the first: {self.first}" if kinds else ""
 

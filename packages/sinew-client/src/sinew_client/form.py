@@ -1,4 +1,4 @@
-"""Compare two policies' descriptions in the parts that their robots rely on."""
+"""Compare the descriptions of two policies, in the parts that a robot relies on."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ COMMANDS = ("action", "control_hz", "embodiment", "motion")
 
 
 def form(spec: PolicySpec, parts: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the parts of a policy's description that its robots rely on, by name, if the policy states them.
+    """Extract the parts of a policy's description that a robot relies on.
 
-    ``parts`` has the names to return, or their first part before a dot; () returns all parts.
+    Args:
+        spec: The specification of the policy.
+        parts: Names of the parts, or their first word before the dot, such as "state" for "state.dim"; () for all.
+
+    Returns:
+        The stated values by name, such as {"cameras": ("front",), "state.dim": 7}.
     """
     values: dict[str, Any] = {
         "cameras": tuple(each.name for each in spec.cameras),
@@ -45,7 +50,16 @@ def _vector(name: str, spec: VectorSpec) -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any], who: str = "") -> dict[str, str]:
-    """Return a sentence for each name of :func:`form` whose values differ. ``who`` is the owner of the first value."""
+    """Describe the differences between two results of :func:`form`.
+
+    Args:
+        before: The expected values.
+        after: The received values.
+        who: Owner of the expected values, for the text, such as " of the bundle".
+
+    Returns:
+        A text for each name whose values differ.
+    """
     return {
         key: f"{key}: expected {_text(before[key])}{who}, got {_text(after[key])}"
         for key in before
@@ -54,12 +68,12 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any], who: str = ""
 
 
 class Fitted:
-    """The policy that a robot was fitted to. It rejects other policies.
+    """Checks that a server still has the policy for which a robot's run was prepared.
 
     Args:
         policy: The policy's description (``metadata()["policy"]``). None takes the description of the first policy
             that is checked.
-        parts: Names of :func:`form` that are compared.
+        parts: Names of the parts that must be equal (:func:`form`).
     """
 
     def __init__(self, policy: Mapping[str, Any] | None, parts: Sequence[str] = TAKEN):
@@ -67,12 +81,15 @@ class Fitted:
         self._form = None if policy is None else form(PolicySpec.from_dict(policy), parts)
 
     def check(self, server: Policy) -> None:
-        """Check that a server's policy has the same cameras, joints, units, rate and motion.
+        """Check that the policy of a server has the same cameras, joints, units, control rate and motion.
 
-        The server gets a request for its description once per connection, and after each hot-swap of its policy.
+        The description is requested once per connection, and after each hot-swap of the policy.
+
+        Args:
+            server: The open policy, such as a client of the server.
 
         Raises:
-            UnsafeChunk: The policy is a different one.
+            UnsafeChunk: The server has another policy. The message names the differences.
         """
         try:
             described = form(server.spec, self._parts)
@@ -92,14 +109,14 @@ class Fitted:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Compare two stated values. An empty text equals every text."""
+    """Return True if two values are equal. An empty text means "not stated" and equals every text."""
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     return a == b or (isinstance(a, str) and isinstance(b, str) and not (a and b))
 
 
 def _text(value: Any) -> str:
-    """Return a value in the form of an error message."""
+    """Format a value for an error message, at most 200 characters."""
     if isinstance(value, tuple) and all(isinstance(each, tuple) and len(each) == 2 for each in value):
         value = dict(value)
     if isinstance(value, tuple):

@@ -13,21 +13,26 @@ from sinew_client.untrusted import shown
 
 
 class History:
-    """Stores the observation of each control step, as far back as a policy reads.
+    """Stores the last observations of a robot, for a policy that reads T observation steps.
 
-    The spacing is that of training, in control steps. Requests come at any step, so all (T - 1) * stride + 1 steps are
-    stored. The robot stores the history and the server does not, so a server may restart in the middle of an episode.
-    Frames are copied, so a robot may overwrite them.
+    The robot stores the history and not the server, so a server may restart in the middle of an episode. A request may
+    be sent in any control step, so all (T - 1) * stride + 1 steps are stored. Frames are copied, so the robot may
+    overwrite its own buffers.
 
     Args:
-        moments: T of the policy (:attr:`PolicySpec.history`), with the observation itself as the newest step. 1
-            stores nothing.
-        stride: Control steps from one observation step of the history to the next.
-        padding: Replacement of steps before the first observation, "repeat" or "mask"
+        moments: Number of observation steps (T, :attr:`PolicySpec.history`), including the present observation. With
+            1, no observation is stored.
+        stride: Number of control steps from one observation step to the next.
+        padding: Content of steps before the first observation: "repeat" (the first observation) or "mask" (left out)
             (:attr:`PolicySpec.history_padding`).
 
     Raises:
-        ClientError: No policy has such a history.
+        ClientError: A number is out of its range.
+
+    Example:
+        >>> history = History(moments=3, stride=5)
+        >>> history.see(step, images, state)
+        >>> observation["earlier"] = history.before(step)
     """
 
     def __init__(self, moments: int = 1, stride: int = 1, padding: str = "repeat"):
@@ -41,7 +46,7 @@ class History:
 
     @classmethod
     def of(cls, policy: Mapping[str, Any]) -> History:
-        """Create the history that a policy's description states; by default one observation step.
+        """Create the history for a policy, from its description. By default it has one observation step.
 
         Raises:
             ClientError: The description is not valid.
@@ -53,7 +58,7 @@ class History:
         return cls(*numbers, padding=policy.get("history_padding") or "repeat")
 
     def see(self, step: int, images: Mapping[str, Any], state: Any) -> None:
-        """Store the observation of a control step. For the same step, the last call counts."""
+        """Store the observation of a control step. A second call for the same step replaces the first one."""
         if self.moments == 1:
             return
         if self._kept and self._kept[-1][0] == step:
@@ -62,11 +67,14 @@ class History:
         self._kept.append((step, Moment(frames, np.array(state))))
 
     def before(self, step: int) -> tuple[Moment, ...]:
-        """Return the T - 1 observation steps before a control step, ``stride`` steps apart, oldest first.
+        """Return the earlier observation steps for a request.
 
-        A step without an observation is replaced by the step before it. Steps before the first observation are filled
-        with the first observation if the padding is "repeat", and left out if it is "mask". Without any observation,
-        the result is ().
+        Args:
+            step: The control step of the request.
+
+        Returns:
+            The T - 1 observation steps before ``step``, ``stride`` control steps apart, oldest first. If a step has no
+            observation, the observation before it is used. The result is () if there is no observation at all.
         """
         if self.moments == 1 or not self._kept:
             return ()
@@ -78,5 +86,5 @@ class History:
         return tuple(steps)
 
     def clear(self) -> None:
-        """Forget all observation steps, because the scene has changed, as in a new episode."""
+        """Remove all stored observations, because a new episode has begun or the robot was moved."""
         self._kept.clear()

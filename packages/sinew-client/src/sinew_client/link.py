@@ -1,7 +1,7 @@
-"""One connection to a server, over a plain socket: a request is sent and its reply received, without another thread.
+"""One connection to a server over a plain socket, with the ZeroMQ protocol but without the ZeroMQ library.
 
-ZeroMQ's library passes every message through its own thread, and copies the message for it. Here the kernel reads the
-frames in place, and wakes the waiting thread.
+The library would pass each message through a thread of its own, and copy it. Here the calling thread sends the frames
+without a copy, and waits for the reply itself.
 """
 
 from __future__ import annotations
@@ -32,9 +32,20 @@ KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
 def place_of(address: str) -> tuple:
-    """Return (host, port), (host, port, "tls") or (path,) for a result of ``split_address``.
+    """Convert an address to a tuple for sockets.
 
-    Raises :class:`ClientError` for an invalid host, and for a path on a system without Unix sockets.
+    Args:
+        address: An address as :func:`~sinew_client.protocol.split_address` returns it.
+
+    Returns:
+        (host, port) for tcp://, (host, port, "tls") for tls://, or (path,) for ipc://.
+
+    Raises:
+        ClientError: The host is not valid, or the system has no Unix sockets.
+
+    Example:
+        >>> place_of("tls://server:5555")
+        ('server', 5555, 'tls')
     """
     if address.startswith("ipc://"):
         if not hasattr(socket, "AF_UNIX"):
@@ -51,20 +62,26 @@ def place_of(address: str) -> tuple:
 
 
 def has_tls(place: tuple) -> bool:
-    """Return True if a place of :func:`place_of` belongs to a ``tls://`` address."""
+    """Return True if a result of :func:`place_of` belongs to a ``tls://`` address."""
     return place[2:] == ("tls",)
 
 
 def unix_place(place: tuple) -> list:
-    """Return the place of a Unix socket in the form of ``getaddrinfo``; [] for a host and port."""
+    """Return a Unix socket's path in the form of ``socket.getaddrinfo``; [] if ``place`` is a host and a port."""
     return [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", place[0])] if len(place) == 1 else []
 
 
 def unconnected(family: int, kind: int, protocol: int, address: Any) -> socket.socket:
-    """Create a socket for an address of ``getaddrinfo``, which is not connected yet.
+    """Create a socket that is not connected yet.
 
-    A socket to this machine uses the congestion control "reno". With BBR, which some systems use by default, the end of
-    a frame may wait for ten milliseconds or more, although there is no network.
+    For a connection within this machine, the socket uses the congestion control "reno". With BBR, the default of some
+    systems, the end of a camera frame can be delayed by ten milliseconds or more, even without a network.
+
+    Args:
+        family: Address family, such as ``socket.AF_INET``.
+        kind: Socket type.
+        protocol: Protocol number.
+        address: The address. All four values are as ``socket.getaddrinfo`` returns them.
     """
     connection = socket.socket(family, kind, protocol)
     local = isinstance(address, tuple) and (address[0].startswith("127.") or address[0] == "::1")
@@ -77,10 +94,16 @@ def unconnected(family: int, kind: int, protocol: int, address: Any) -> socket.s
 
 
 def check_owner(made: socket.socket) -> None:
-    """Raise :class:`ConnectionLost` unless a process of this user or of root is at the other end of a Unix socket.
+    """Check that the process at the other end of a Unix socket belongs to this user or to root.
 
-    Otherwise another user could bind the path first and receive the key. Other sockets are not checked, nor are
-    sockets of a system that does not report the owner.
+    Otherwise another user could create a socket with this path first, and receive the API key. Other kinds of sockets
+    are not checked. On systems that do not report the owner, Unix sockets are not checked either.
+
+    Args:
+        made: The connected socket.
+
+    Raises:
+        ConnectionLost: The process belongs to another user.
     """
     if not hasattr(socket, "AF_UNIX") or made.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return
@@ -94,9 +117,17 @@ def check_owner(made: socket.socket) -> None:
 
 
 def connected(place: tuple, end: float) -> socket.socket:
-    """Return a connection to a place, without TLS yet.
+    """Connect a socket, without TLS yet.
 
-    Each address of the host gets its share of the time. The system's resolver has its own time limit.
+    If the host has several addresses, each address gets an equal share of the remaining time. Name resolution has its
+    own time limit.
+
+    Args:
+        place: The server, as :func:`place_of` returns it.
+        end: Time limit, seconds of ``time.monotonic()``.
+
+    Returns:
+        The connected socket.
 
     Raises:
         OSError: No address can be reached. At ``end``, the error is ``socket.timeout``.
@@ -119,9 +150,19 @@ def connected(place: tuple, end: float) -> socket.socket:
 
 
 def secured(made: socket.socket, place: tuple, end: float) -> socket.socket:
-    """Return a connection with TLS, after the handshake; the same connection if the place needs no TLS.
+    """Start TLS on a connection if its address requires TLS.
 
-    Raises OSError, and :class:`ConnectionLost` for a server without TLS or without a trusted certificate.
+    Args:
+        made: The connected socket.
+        place: The server, as :func:`place_of` returns it.
+        end: Time limit, seconds of ``time.monotonic()``.
+
+    Returns:
+        A socket with TLS after the handshake, or the same socket if the address does not require TLS.
+
+    Raises:
+        OSError: The connection broke, or the handshake took too long.
+        ConnectionLost: The server does not support TLS, or its certificate is not trusted.
     """
     if not has_tls(place):
         return made
@@ -134,7 +175,15 @@ def secured(made: socket.socket, place: tuple, end: float) -> socket.socket:
 
 
 def payload_of(message: zmtp.Message, before: int) -> bytes:
-    """Return the last frame of a message, which must follow ``before`` empty frames. Raises :class:`ConnectionLost`."""
+    """Return the last frame of a message.
+
+    Args:
+        message: The message.
+        before: Number of empty frames that must precede the last frame.
+
+    Raises:
+        ConnectionLost: The message has other frames.
+    """
     *head, payload = message.frames or [b""]
     if message.count != before + 1 or len(message.frames) != message.count or any(head):
         raise ConnectionLost(f"expected a reply of one frame, got {message.count} and {message.size} bytes")
@@ -142,7 +191,7 @@ def payload_of(message: zmtp.Message, before: int) -> bytes:
 
 
 def set_options(made: socket.socket) -> None:
-    """Set TCP options: small packets are sent at once, and a silent peer is detected after 25 seconds."""
+    """Set the options of a TCP socket: send small packets at once, and detect a silent peer after 25 seconds."""
     if made.family not in (socket.AF_INET, socket.AF_INET6):
         return
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -153,15 +202,15 @@ def set_options(made: socket.socket) -> None:
 
 
 class Link:
-    """An open connection to a ROUTER or REP socket. Not thread-safe.
+    """An open ZeroMQ connection to a ROUTER or REP socket. Not thread-safe.
 
     The constructor connects and completes the handshake.
 
     Args:
-        place: A place of :func:`place_of`.
-        end: Time limit, ``time.monotonic()`` seconds.
-        kind: The role of this end. b"REQ" has :meth:`ask`, which waits for the reply. b"DEALER" has :meth:`put`,
-            :meth:`flush` and :meth:`get`, which never wait.
+        place: The server, as :func:`place_of` returns it.
+        end: Time limit, seconds of ``time.monotonic()``.
+        kind: Role of this connection. With b"REQ" use :meth:`ask`, which waits for the reply. With b"DEALER" use
+            :meth:`put`, :meth:`flush` and :meth:`get`, which never wait.
 
     Raises:
         OSError: The connection failed, with ``socket.timeout`` at ``end``.
@@ -192,15 +241,15 @@ class Link:
             raise
 
     def close(self) -> None:
-        """Close the connection. A forked process closes only its own end."""
+        """Close the connection. In a forked process, this closes only the child's copy."""
         self._socket.close()
 
     @property
     def stands(self) -> bool:
-        """False if the connection has ended, or has received invalid bytes or an unexpected message.
+        """True if the connection is usable. False if it has ended, or has received invalid or unexpected bytes.
 
-        PINGs do not count, because a server may use them to keep its connections alive. At most 64 buffers are
-        checked, so that a peer that sends without end cannot block the client. :meth:`ask` detects later problems.
+        PING messages are allowed, because servers send them to detect lost connections. At most 64 buffers are read, so
+        that an endless sender cannot block the client. :meth:`ask` detects problems in later bytes.
         """
         try:
             for _ in range(MAX_TURNS):
@@ -213,12 +262,15 @@ class Link:
         return True
 
     def ask(self, parts: Sequence[zmtp.Frame], end: float, beside: Sequence = ()) -> bytes | None:
-        """Send a request, and return its reply; None at ``end``.
+        """Send a request, and wait for its reply.
 
         Args:
             parts: Parts of the request, which are sent one after the other.
-            end: Time limit, ``time.monotonic()`` seconds.
+            end: Time limit, seconds of ``time.monotonic()``.
             beside: Ancillary data for ``sendmsg`` of a Unix socket, sent with the first bytes.
+
+        Returns:
+            The reply; None if it has not arrived at ``end``.
 
         Raises:
             OSError: The connection broke.
@@ -236,16 +288,16 @@ class Link:
 
     @property
     def unsent(self) -> int:
-        """Number of messages of :meth:`put` that are not sent completely."""
+        """Number of messages from :meth:`put` that are not sent completely yet."""
         return len(self._unsent)
 
     def put(self, parts: Sequence[zmtp.Frame]) -> None:
-        """Send a message as far as the peer accepts it now. :meth:`flush` sends the rest. Raises OSError."""
+        """Queue a message, and send as much as the peer accepts now. :meth:`flush` sends the rest. Raises OSError."""
         self._unsent.append(memoryview(b"".join((zmtp.head(sum(map(len, parts))), *parts))))
         self.flush()
 
     def flush(self) -> None:
-        """Send unsent bytes as far as the peer accepts them now. Raises OSError."""
+        """Send as many queued bytes as the peer accepts now. Raises OSError."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent[0])
@@ -257,7 +309,7 @@ class Link:
                 self._unsent[0] = self._unsent[0][sent:]
 
     def get(self) -> bytes | None:
-        """Return the next message that has arrived; None without one. Raises OSError, ConnectionLost."""
+        """Return the next message that has arrived; None if there is none. Raises OSError and ConnectionLost."""
         while (message := self._next()) is None:
             self._unsent.extend(map(memoryview, self._framing.replies))
             self._framing.replies.clear()
@@ -267,9 +319,14 @@ class Link:
         return payload_of(message, 0)
 
     def wait(self, end: float, writable: bool = False) -> bool:
-        """Wait until the socket is readable, or writable, or has failed. Return False at ``end``.
+        """Wait until the socket has data, or has failed. While one thread waits, other threads may call put and get.
 
-        While one thread waits here, others may call put and get.
+        Args:
+            end: Time limit, seconds of ``time.monotonic()``.
+            writable: True waits until the socket accepts bytes instead.
+
+        Returns:
+            False if the time limit has passed.
         """
         if not writable and self._buffered():
             return True
@@ -278,7 +335,7 @@ class Link:
             return bool(selector.select(min(LONGEST_S, max(0.0, end - time.monotonic()))))
 
     def shut(self) -> None:
-        """End the connection, and wake a thread that waits for it. Its descriptor stays open until :meth:`close`."""
+        """End the connection, and wake a thread that waits for it. The socket stays open until :meth:`close`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -289,12 +346,12 @@ class Link:
             raise ConnectionLost(f"the other end is not a ZeroMQ server: {error}") from error
 
     def _answer(self, end: float) -> None:
-        """Send the replies that ZeroMQ itself requires: greeting, handshake, PONG."""
+        """Send the messages that the ZeroMQ protocol itself requires: greeting, handshake, PONG."""
         while self._framing.replies:
             self._send([self._framing.replies.pop(0)], end)
 
     def _receive(self, end: float) -> bool:
-        """Receive available bytes, or wait for the first bytes. Return False if no bytes arrive until ``end``."""
+        """Receive the available bytes, or wait for the first bytes. Return False if no bytes arrive until ``end``."""
         while self._buffered() or self._wait(selectors.EVENT_READ, end):
             with contextlib.suppress(BlockingIOError):
                 count = self._socket.recv_into(self._framing.room())
@@ -305,11 +362,11 @@ class Link:
         return False
 
     def _buffered(self) -> bool:
-        """Return True if TLS has decrypted bytes, which the system's ``select`` does not report."""
+        """Return True if TLS has decrypted bytes in its buffer, which ``select`` does not report."""
         return isinstance(self._socket, tls.TlsSocket) and self._socket.pending() > 0
 
     def _send(self, parts: Sequence[zmtp.Frame], end: float, beside: Sequence = ()) -> bool:
-        """Send all parts. Return False if the peer has not accepted them until ``end``."""
+        """Send all parts. Return False if the peer has not accepted all bytes until ``end``."""
         pending = (
             [memoryview(b"".join(parts))] if len(parts) > MAX_PARTS else [memoryview(each) for each in parts]
         )
@@ -329,7 +386,7 @@ class Link:
         return True
 
     def _wait(self, event: int, end: float) -> bool:
-        """Wait until the socket may be read or written, or has failed. Return False at ``end``."""
+        """Wait until the socket is readable or writable (``event``), or has failed. Return False at ``end``."""
         if event != self._awaited:
             self._selector.modify(self._socket, event)
             self._awaited = event

@@ -1,4 +1,4 @@
-"""Import objects that a user names as ``module:name``: a robot, planner, adapter or environment."""
+"""Import the Python objects that a user names as ``module:name``, such as a robot or a planner."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sinew_client.errors import ClientError
 
 
 class ModuleError(ClientError):
-    """``module:name`` cannot be imported; the message has the searched folders, or the module's own error."""
+    """``module:name`` cannot be imported. The message has the searched folders, or the error of the module."""
 
 
 def search_here() -> str:
-    """Put the current folder first on the module search path, as ``python -m`` does. Return the folder."""
+    """Put the current folder first on ``sys.path``, as ``python -m`` does. Return the folder."""
     here = str(Path.cwd())
     if not {"", here} & set(sys.path):
         sys.path.insert(0, here)
@@ -27,7 +27,10 @@ def load_module(name: str, what: str) -> Any:
 
     Args:
         name: Name of the module.
-        what: The option that names the module, for messages.
+        what: The option that names the module, for error messages.
+
+    Returns:
+        The module.
 
     Raises:
         ModuleError: The module is missing or cannot be imported. The message is one line.
@@ -47,7 +50,22 @@ def load_module(name: str, what: str) -> Any:
 
 
 def load_named(text: str, what: str) -> Any:
-    """Import the object ``module:name``. ``what`` is the option, for messages. Raises :class:`ModuleError`."""
+    """Import an object that the user names.
+
+    Args:
+        text: ``module:name``.
+        what: The option that names the object, for error messages.
+
+    Returns:
+        The object.
+
+    Raises:
+        ModuleError: The module cannot be imported, or has no such name.
+
+    Example:
+        >>> load_named("math:floor", "--robot")(1.5)
+        1
+    """
     module, colon, name = text.partition(":")
     if not (module and colon and name):
         raise ModuleError(f"{what}: expected module:name, got {text!r}")

@@ -1,4 +1,4 @@
-"""Shared behaviour of policies that compute in this process: closing, time limits, and rejecting requests for text."""
+"""Shared code of policies that compute in this process: closing, time limits, and requests for text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ Self = TypeVar("Self", bound="OpenPolicy")
 def asking(
     observation: Observation | Mapping[str, Any], question: str | None, max_tokens: int | None
 ) -> Mapping[str, Any]:
-    """Return an observation that requests only text: the answer to ``question``, or a subtask if it is None.
+    """Convert an observation to a request for text without actions.
+
+    Args:
+        observation: The observation.
+        question: The question to answer; None requests the next subtask.
+        max_tokens: Largest number of tokens; None for the bundle's own.
+
+    Returns:
+        The fields of the request.
 
     Raises:
         ObservationError: The question is empty.
@@ -33,11 +41,14 @@ def asking(
 
 
 def refuse_words(observation: Observation | Mapping[str, Any], who: str) -> None:
-    """Raise ObservationError if an observation requests text from a policy without a language head.
+    """Reject an observation that requests text. Policies without a language head call this.
 
     Args:
         observation: The observation.
         who: The policy, for the message.
+
+    Raises:
+        ObservationError: The observation requests text.
     """
     if not isinstance(observation, Observation):
         observation = Observation(
@@ -49,10 +60,10 @@ def refuse_words(observation: Observation | Mapping[str, Any], who: str) -> None
 
 
 class OpenPolicy:
-    """Base of policies that compute in this process.
+    """Base class of policies that compute in this process.
 
-    After ``close``, their methods raise ClosedError. In a forked process they raise it too, because the process lacks
-    the parent's threads.
+    After ``close``, the methods raise ClosedError. They also raise it in a forked process, because the threads of the
+    parent process do not exist there.
     """
 
     _closed = False
@@ -64,15 +75,18 @@ class OpenPolicy:
         return instance
 
     def reset(self, session: str = "") -> None:
-        """Do nothing, because answers do not depend on earlier requests."""
+        """Begin a new episode. This does nothing, because answers do not depend on earlier requests."""
         self._refuse_closed()
 
     def episode(self, *, rows: int | None = None, session: str = "") -> ActionQueue:
-        """Return an episode that hands out one action per control step.
+        """Begin an episode that returns one action per control step.
 
         Args:
-            rows: See :class:`sinew_client.ActionQueue`.
+            rows: Number of actions per chunk that are executed; see :class:`sinew_client.ActionQueue`.
             session: Session of the episode.
+
+        Returns:
+            The episode.
         """
         return ActionQueue(self, rows=rows, session=session)  # type: ignore[arg-type]
 
@@ -83,10 +97,10 @@ class OpenPolicy:
             self._release()
 
     def _release(self) -> None:
-        """Release the resources. :meth:`close` calls this once."""
+        """Release the resources of a subclass. :meth:`close` calls this method once."""
 
     def _refuse_closed(self) -> None:
-        """Raise :class:`ClosedError` after :meth:`close`."""
+        """Raise :class:`ClosedError` if the policy is closed, or if this process is a fork."""
         if self._closed:
             raise ClosedError("the policy is closed")
         if self._process != (now := os.getpid()):
@@ -104,13 +118,18 @@ class OpenPolicy:
 
 
 class Limit(threading.Event):
-    """An event that is set after a time limit, or when another event is set. It cancels a slow inference.
+    """An event that is set after a time limit, or when another event is set. Pass it to an inference to cancel it.
 
-    As a context manager, it replaces the CancelledError of its own time limit by RequestTimeout.
+    Use it in a ``with`` block: if the time limit cancels the inference, the block raises RequestTimeout instead of
+    CancelledError.
 
     Args:
         seconds: The time limit; None sets no limit.
-        other: The other event, if any.
+        other: Another event that cancels the inference too.
+
+    Example:
+        >>> with Limit(2.0) as limit:
+        ...     chunk = engine.run(observation, cancel=limit)
     """
 
     def __init__(self, seconds: float | None, other: threading.Event | None = None):
@@ -120,6 +139,7 @@ class Limit(threading.Event):
 
     @property
     def passed(self) -> bool:
+        """True if the time limit has passed."""
         return time.monotonic() >= self._end
 
     def is_set(self) -> bool:

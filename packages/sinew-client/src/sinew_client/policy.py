@@ -1,6 +1,6 @@
-"""The interface of every policy: a local bundle, a server, a recording, split inference, or a scripted expert.
+"""The interface of all policies: a local bundle, a server, a recording, split inference, or a scripted expert.
 
-:func:`sinew_client.connect` opens any of them.
+:func:`sinew_client.connect` opens a policy of any kind.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from sinew_client.types import ActionChunk, Observation, PolicySpec
 
 
 class Policy(Protocol):
-    """Computes actions from observations. It is a context manager, which closes the policy."""
+    """A policy computes actions from observations. Use it in a ``with`` block, which closes the policy at its end."""
 
     @property
     def spec(self) -> PolicySpec:
@@ -25,7 +25,7 @@ class Policy(Protocol):
         Args:
             observation: An :class:`Observation`, or a dict with its fields.
             timeout: Seconds until RequestTimeout is raised. None takes the policy's own limit, or no limit. A policy
-                in this process checks the clock between two stages.
+                in this process checks the time only between two stages of the inference.
 
         Returns:
             The action chunk.

@@ -1,4 +1,4 @@
-"""Observation -> request bytes, reply bytes -> action chunk. No sockets here."""
+"""Encode observations to request bytes, and decode reply bytes to action chunks. This module opens no sockets."""
 
 from __future__ import annotations
 
@@ -41,13 +41,20 @@ _GENERATION = schema.PredictRequest.DESCRIPTOR.fields_by_name["generation"].numb
 
 
 def split_address(address: str) -> tuple:
-    """Split an address into (address, policy).
+    """Split the address of a server into the address itself and the name of the policy.
 
-    The forms are ``[tcp://]host:port[/policy]``, ``tls://host:port[/policy]`` and ``ipc:///path[#policy]``. All kinds
-    of clients check their addresses here.
+    Args:
+        address: ``[tcp://]host:port[/policy]``, ``tls://host:port[/policy]`` or ``ipc:///path[#policy]``.
+
+    Returns:
+        (address with its scheme, policy). The policy is "" for the server's first policy.
 
     Raises:
         ClientError: The address has another form.
+
+    Example:
+        >>> split_address("server:5555/pick")
+        ('tcp://server:5555', 'pick')
     """
     scheme, separator, rest = address.rpartition("://")
     if scheme == "ipc" and rest.startswith("/"):
@@ -65,7 +72,7 @@ def split_address(address: str) -> tuple:
 
 
 def need_pillow() -> None:
-    """Raise :class:`ClientError` if Pillow, which compresses frames, is not installed."""
+    """Check that Pillow is installed, which compresses frames to JPEG. Raises :class:`ClientError` if it is not."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
@@ -78,7 +85,7 @@ def given(observation: Observation | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def encode_infer(*given: Any, **options: Any) -> bytes:
-    """Return the request of :func:`infer_parts` as one bytes object."""
+    """Encode an INFER request as one bytes object. The arguments are those of :func:`infer_parts`."""
     return b"".join(infer_parts(*given, **options))
 
 
@@ -89,9 +96,17 @@ def infer_parts(
     api_key: str = "",
     policy: str = "",
 ) -> list:
-    """Encode an INFER request in parts. The parts with frames are views of the observation's frames.
+    """Encode a request for actions (INFER) in parts. Parts with frames are views of the frames, without a copy.
 
-    ``policy`` is the name of the policy; "" is the server's first policy.
+    Args:
+        observation: The fields of the observation.
+        request_id: Id of the request.
+        jpeg_quality: 1 to 95 compresses uint8 frames to JPEG; None sends raw pixels.
+        api_key: Key of the server; "" for none.
+        policy: Name of the policy; "" for the server's first policy.
+
+    Returns:
+        The parts. Their concatenation is the encoded request.
 
     Raises:
         InvalidObservation: A field cannot be encoded. The message names it.
@@ -139,7 +154,17 @@ def infer_all_parts(
     api_key: str = "",
     policy: str = "",
 ) -> list:
-    """Encode one INFER request with several observations in parts, as :func:`infer_parts` does for one.
+    """Encode one request for actions with several observations in parts.
+
+    Args:
+        observations: The fields of 1 to 64 observations.
+        request_id: Id of the request.
+        jpeg_quality: 1 to 95 compresses uint8 frames to JPEG; None sends raw pixels.
+        api_key: Key of the server; "" for none.
+        policy: Name of the policy; "" for the server's first policy.
+
+    Returns:
+        The parts. Their concatenation is the encoded request.
 
     Raises:
         InvalidObservation: A field cannot be encoded. The message names the observation and its field.
@@ -164,12 +189,15 @@ def infer_all_parts(
 
 
 def accepted_all(reply, observations: Sequence[Mapping[str, Any]], chunk: Callable) -> list:
-    """Return the outcome of each observation of a request, in their order: a chunk, or the error for it.
+    """Decode the reply to a request with several observations.
 
     Args:
-        reply: The reply.
+        reply: The decoded reply.
         observations: The observations of the request.
-        chunk: Creates a chunk from an answer and its observation, or raises.
+        chunk: Function (answer, observation) that returns a chunk or raises ClientError.
+
+    Returns:
+        One entry per observation, in the same order: its chunk, or its error.
 
     Raises:
         ClientError: The reply has another number of answers.
@@ -191,7 +219,7 @@ def accepted_all(reply, observations: Sequence[Mapping[str, Any]], chunk: Callab
 
 
 def _moments(observation: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[np.ndarray]]:
-    """Return the named frames and the states, float32 [D], of all observation steps, oldest first.
+    """Collect the frames, each with its camera's name, and the states, float32 [D], of all observation steps.
 
     Raises:
         InvalidObservation: The steps differ in their cameras or in the size of their states.
@@ -223,7 +251,19 @@ def _moments(observation: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], lis
 
 
 def with_frames(request, frames: Iterable[tuple[str, Any]], jpeg_quality: int | None = None) -> list:
-    """Return a request with frames, in parts. Raises :class:`InvalidObservation` for an invalid frame."""
+    """Append frames to a request.
+
+    Args:
+        request: The protobuf message without frames.
+        frames: Pairs of a camera's name and its frame.
+        jpeg_quality: 1 to 95 compresses uint8 frames to JPEG; None sends raw pixels.
+
+    Returns:
+        The parts of the encoded request.
+
+    Raises:
+        InvalidObservation: A frame is not valid. The message names the camera.
+    """
     # Append the frames by hand, because protobuf would copy them. Its serializer needs 0.4 ms for two frames of
     # 224 x 224 pixels.
     parts, encoded = [request.SerializeToString()], {}  # type: ignore[var-annotated]
@@ -243,7 +283,19 @@ def encode_control(
     policy: str = "",
     report: RobotReport | None = None,
 ) -> bytes:
-    """Encode a request without an observation. ``kind`` is "METADATA", "HEALTH", "RESET", or "REPORT" with a report."""
+    """Encode a request without an observation.
+
+    Args:
+        kind: "METADATA", "HEALTH", "RESET" or "REPORT".
+        request_id: Id of the request.
+        session: Session of the robot.
+        api_key: Key of the server; "" for none.
+        policy: Name of the policy; "" for the server's first policy.
+        report: The report of a robot's run, for "REPORT".
+
+    Returns:
+        The encoded request.
+    """
     number = schema.PredictRequest.Kind.Value(kind)
     request = schema.PredictRequest(
         kind=number, request_id=request_id, session=session, api_key=api_key, policy=policy
@@ -254,7 +306,19 @@ def encode_control(
 
 
 def decode_reply(payload: bytes, request_id: int):
-    """Decode a reply. Raises :class:`ServerError` if the reply is an error, :class:`ClientError` if it is not valid."""
+    """Decode a reply.
+
+    Args:
+        payload: The encoded reply.
+        request_id: Id of the request.
+
+    Returns:
+        The protobuf message.
+
+    Raises:
+        ServerError: The reply is an error of the server.
+        ClientError: The reply is not valid, or has another id.
+    """
     reply = schema.PredictResponse()
     try:
         reply.ParseFromString(payload)
@@ -267,18 +331,18 @@ def decode_reply(payload: bytes, request_id: int):
 
 
 def raise_error(reply) -> None:
-    """Raise :class:`ServerError` if a reply is an error."""
+    """Raise :class:`ServerError` if a decoded reply is an error of the server."""
     if reply.error or reply.error_code:
         raise ServerError(_plain(reply.error_code) or "unknown", _plain(reply.error))
 
 
 def _plain(text: str) -> str:
-    """Return a server's text in a form that is safe to print: at most 1,000 characters, no control characters."""
+    """Make a server's text safe to print: at most 1,000 characters, and blanks in place of control characters."""
     return "".join(each if each.isprintable() else " " for each in text[:1000])
 
 
 def reply_id(payload: bytes) -> int:
-    """Return the id of the request that a reply answers; 0 if it has none or is not a reply."""
+    """Read the request id of an encoded reply; 0 if the reply has no id or is not valid."""
     reply = schema.PredictResponse()
     try:
         reply.ParseFromString(payload)
@@ -298,16 +362,20 @@ def accepted(
     """Decode the chunk of a reply, and check that it may be executed.
 
     Args:
-        reply: The reply.
+        reply: The decoded reply.
         observation: The observation of the request.
         asked: ``time.perf_counter()`` at the call.
         max_age: Largest age of the observation in seconds; None sets no limit.
-        limits: (lowest, highest) of each action, or None.
+        limits: Smallest and largest allowed action, (low, high), each a number or [D]; None sets no limits.
         max_rows: Largest number of actions.
+
+    Returns:
+        The chunk.
 
     Raises:
         UnsafeChunk: The observation is too old, an action is outside the limits, or the chunk was computed with
-            another adapter than requested. Old servers ignore the adapter.
+            another adapter than requested (old servers ignore the adapter).
+        ClientError: The reply is not valid.
     """
     words_alone = observation.get("question") or observation.get("text_only")
     chunk = decode_chunk(reply, asked, max_rows, 0 if words_alone else 1)
@@ -327,7 +395,15 @@ def accepted(
 
 
 def decode_rows(reply, max_rows: int, least: int = 1) -> np.ndarray:
-    """Decode the actions of a reply, float32 [least to max_rows, D].
+    """Decode the actions of a reply.
+
+    Args:
+        reply: The decoded reply.
+        max_rows: Largest number of actions.
+        least: Smallest number of actions.
+
+    Returns:
+        The actions, float32 [H, D].
 
     Raises:
         ClientError: The reply is not valid.
@@ -351,10 +427,13 @@ def decode_chunk(reply, asked: float | None = None, max_rows: int = MAX_ROWS, le
     """Decode the chunk of a reply.
 
     Args:
-        reply: The reply.
-        asked: ``time.perf_counter()`` at the call, or None.
+        reply: The decoded reply.
+        asked: ``time.perf_counter()`` at the call; None leaves ``round_trip_ms`` at 0.
         max_rows: Largest number of actions.
         least: Smallest number of actions.
+
+    Returns:
+        The chunk.
 
     Raises:
         ClientError: The reply is not valid.
@@ -383,7 +462,16 @@ def decode_timing(reply) -> Timing:
 
 
 def check_limits(chunk: ActionChunk, limits) -> None:
-    """Raise :class:`UnsafeChunk` if an action is outside ``limits``: (lowest, highest), numbers or [D] each."""
+    """Check that all actions of a chunk are inside the limits.
+
+    Args:
+        chunk: The chunk.
+        limits: Smallest and largest allowed action, (low, high), each a number or [D].
+
+    Raises:
+        UnsafeChunk: An action is outside.
+        ClientError: The limits have another number of values than the actions.
+    """
     low, high = (np.asarray(each, np.float64) for each in limits)
     for each in (low, high):
         if each.ndim and each.shape != chunk.actions.shape[1:]:
@@ -399,7 +487,17 @@ def check_limits(chunk: ActionChunk, limits) -> None:
 
 
 def described(metadata: dict) -> dict:
-    """Check that metadata describes a policy, and perhaps a server, and return it. Raises :class:`ClientError`."""
+    """Check that the metadata of a server describes a policy.
+
+    Args:
+        metadata: The decoded metadata.
+
+    Returns:
+        The same metadata.
+
+    Raises:
+        ClientError: There is no description of a policy, so another service may use this port.
+    """
     for part, absent in (("policy", None), ("server", {})):
         if not isinstance(metadata.get(part, absent), dict):
             raise ClientError(
@@ -410,7 +508,7 @@ def described(metadata: dict) -> dict:
 
 
 def decode_metadata(reply) -> dict:
-    """Decode a server's description of itself. Raises :class:`ClientError` if it is not a JSON object."""
+    """Decode the JSON object with a server's description. Raises :class:`ClientError` if it is not valid."""
     try:
         description = parse_json(reply.metadata)
     except UntrustedError as error:
@@ -421,9 +519,18 @@ def decode_metadata(reply) -> dict:
 
 
 def _encode_frame(name: str, frame, jpeg_quality: int | None) -> tuple:
-    """Encode a field ``images`` in two parts: the bytes before the data, and the data as bytes or a flat view.
+    """Encode one frame as a field ``images`` of the request.
 
-    ``frame`` is uint8 or float [height, width, 3], or the bytes of a JPEG or PNG file.
+    Args:
+        name: Name of the camera, for error messages.
+        frame: uint8 or float [height, width, 3], or the bytes of a JPEG or PNG file.
+        jpeg_quality: 1 to 95 compresses uint8 frames to JPEG; None sends raw pixels.
+
+    Returns:
+        Two parts: the bytes before the pixels, and the pixels as bytes or as a view without a copy.
+
+    Raises:
+        InvalidObservation: The frame has another type or shape.
     """
     if isinstance(frame, (bytes, bytearray, memoryview)):
         data = bytes(frame)
@@ -466,9 +573,14 @@ class FrameHead(bytes):
 # Cache the results, because the frames of a robot have only a few different sizes.
 @functools.lru_cache(maxsize=64)
 def image_head(encoding: int, height: int, width: int, length: int, offset: int | None = None) -> bytes:
-    """Return the bytes of a field ``images`` before ``length`` bytes of data.
+    """Encode the beginning of a field ``images``: all bytes before the pixels.
 
-    ``offset`` is the position of the data in shared memory; None if the data are in the message.
+    Args:
+        encoding: Encoding of the pixels (``schema.Image``).
+        height: Height of the frame, pixels.
+        width: Width of the frame, pixels.
+        length: Size of the pixels in the message, bytes.
+        offset: Position of the pixels in shared memory; None if they are in the message.
     """
     head = schema.Image(encoding=encoding, height=height, width=width, offset=offset).SerializeToString()
     if offset is None:
@@ -477,18 +589,18 @@ def image_head(encoding: int, height: int, width: int, length: int, offset: int 
 
 
 def kept(parts: Sequence) -> list:
-    """Copy the parts of a request that are views of frames. Return all parts."""
+    """Return the parts of a request, with a copy of each part that is a view of a frame."""
     copies = {id(each): each if isinstance(each, bytes) else bytes(each) for each in parts}
     return [copies[id(each)] for each in parts]
 
 
 def generation(number: int) -> bytes:
-    """Return the field with the generation of a request's frames in shared memory."""
+    """Encode the field with the generation number of a request's frames in shared memory."""
     return _varint(_GENERATION) + _varint(number)
 
 
 def _prefix(number: int, length: int) -> bytes:
-    """Return the tag and the length before a field of ``length`` bytes."""
+    """Encode the tag of protobuf field ``number`` and the length of its content in bytes."""
     return _varint(number << 3 | 2) + _varint(length)
 
 
@@ -502,7 +614,19 @@ def _varint(value: int) -> bytes:
 
 
 def floats(name: str, value, *ndim: int) -> np.ndarray:
-    """Return numbers as float32 with one of ``ndim`` dimensions. Raises :class:`InvalidObservation`."""
+    """Convert a field of an observation to float32.
+
+    Args:
+        name: Name of the field, for error messages.
+        value: The numbers.
+        *ndim: The allowed numbers of dimensions.
+
+    Returns:
+        The array.
+
+    Raises:
+        InvalidObservation: The value is not numeric, or has another number of dimensions.
+    """
     try:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:  # the rows of a ragged sequence have different lengths

@@ -1,4 +1,4 @@
-"""The robot's loop: one command or one hold at every tick of a fixed rate."""
+"""The control loop of a robot: at a fixed rate, it sends one command or holds the robot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def between_ticks(method: Callable[..., None]) -> Callable[..., None]:
-    """Let any thread call a method of the loop. The method runs before the next control step."""
+    """Decorate a method of the loop so that any thread may call it. The loop runs it before the next control step."""
 
     @functools.wraps(method)
     def later(self: Loop, *args: Any) -> None:
@@ -42,10 +42,10 @@ def between_ticks(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Loop:
-    """Requests actions, executes them within the limits, and holds without actions, until :meth:`stop`.
+    """The control loop of a robot. It requests actions, executes them within the limits, and holds the robot otherwise.
 
-    All other parts of a run, such as a take-over or a recording, are a
-    :class:`~sinew_client.control.listeners.listener.LoopListener`.
+    All other parts of a run, such as a take-over or a recording, are listeners
+    (:class:`~sinew_client.control.listeners.listener.LoopListener`).
 
     While the loop runs, a watchdog holds the robot if the loop is late by two periods, unless the settings or the
     robot forbid it (``Settings.watchdog``, ``Robot.concurrent_hold``).
@@ -56,31 +56,36 @@ class Loop:
 
     Args:
         robot: The robot.
-        source: A :class:`Source`, or a function that opens a connection for requests (``connect`` of a
-            :class:`Requester`), whose call returns float [H, D].
+        source: A :class:`Source`, or a function that opens a connection (``connect`` of a :class:`Requester`). Calling
+            the connection with an observation returns a chunk, float [H, D].
         settings: All settings of the controller.
-        dim: D, numbers of a command; 0 takes the number of the first chunk.
+        dim: Number of values in a command (D). 0 takes the width of the first chunk.
         prompt: The instruction. "" takes the instruction of the robot's observations.
         pace: The timing of the ticks. :class:`~sinew_client.control.pace.SimulatedPace` runs without a clock.
         listeners: Further parts of the loop, in the order in which their hooks are called.
-        hold_refused: True holds and requests again even if the policy rejects the very first request for good. Use it
-            if the robot's instruction or cameras become available later.
+        hold_refused: What happens if the policy rejects the very first request with a permanent error. True holds the
+            robot and requests again, for robots whose instruction or cameras become available later. False raises
+            :class:`Refused`.
 
     Attributes:
         prompt: The present instruction.
         steps: Control steps so far.
         reason: Why the robot holds; "" while it moves.
         stopped: True if :meth:`stop` has ended the run; False if the run's length or the robot has ended it.
-        returning: True while the robot returns to its rest pose, without a policy and without a server.
-        at_once: True if :meth:`stop` was called again, so that the robot is not returned to its rest pose.
-        next_step: The first control step without a command.
+        returning: True while the robot returns to its rest pose. The loop then uses neither policy nor server.
+        at_once: True if :meth:`stop` was called twice. The robot then does not return to its rest pose.
+        next_step: The next control step. It has no command yet.
         last_row: The last command of a control step, float32 [D]; None if the robot may have been moved.
         now: Start of the present control step, seconds of the loop's clock.
         calls: Functions that run before the next control step. Any thread may append one.
 
     Raises:
-        SettingsError: The position before the first command is unknown although limits need it, or the settings
-            belong to another source or other listeners.
+        SettingsError: The limits need the position before the first command, but it is unknown. Or the settings do not
+            fit the source or the listeners.
+
+    Example:
+        >>> loop = Loop(robot, connect, Settings(hz=30), dim=7, prompt="stack the cups")
+        >>> report = loop.run(steps=300)
     """
 
     def __init__(
@@ -123,12 +128,15 @@ class Loop:
             listener.attach(self)
 
     def stop(self) -> None:
-        """End after the present tick. The robot holds. A second call also ends the return to the rest pose."""
+        """End the run after the present tick and hold the robot.
+
+        A second call also ends the return to the rest pose.
+        """
         self.at_once, self.stopped = self.stopped, True
 
     @between_ticks
     def pause(self) -> None:
-        """Hold within one period, until :meth:`resume`."""
+        """Hold the robot within one period, until :meth:`resume` is called."""
         if not self.controller.paused:
             self.source.cancel()
             self.controller.pause()
@@ -147,8 +155,10 @@ class Loop:
     def say(self, prompt: str) -> None:
         """Change the instruction.
 
-        Chunks that follow the old instruction are dropped. The windows of a stream follow the new instruction from the
-        next prefix on.
+        Chunks for the old instruction are dropped. A stream uses the new instruction from its next prefix on.
+
+        Args:
+            prompt: The new instruction.
         """
         if prompt == self.prompt:
             return
@@ -161,7 +171,7 @@ class Loop:
 
     @between_ticks
     def restart(self, reason: str, prompt: str = "") -> None:
-        """Drop the plan and hold until a fresh chunk, because a new episode has begun or the robot was moved.
+        """Drop all planned actions, because a new episode has begun or the robot was moved, and request a fresh chunk.
 
         Args:
             reason: Why the robot holds.
@@ -176,7 +186,7 @@ class Loop:
             self._instruct(prompt)
 
     def run(self, steps: int | None = None) -> Cadence:
-        """Run the loop. The robot holds at the end, even after an error. Call it again to continue.
+        """Run the loop. The robot holds at the end, even after an error. Call this method again to continue.
 
         Args:
             steps: Number of control steps since the start after which the run ends; None runs until the loop is
@@ -195,7 +205,10 @@ class Loop:
         return self.report()
 
     def play(self, goes_on: Callable[[], bool]) -> None:
-        """Tick while ``goes_on`` returns True. The robot holds at the end, even after an error.
+        """Run ticks while a condition is met. The robot holds at the end, even after an error.
+
+        Args:
+            goes_on: Function that returns False to end.
 
         Raises:
             Stopped: The robot has ended the run.
@@ -223,11 +236,11 @@ class Loop:
         )
 
     def close(self) -> None:
-        """Close the source. Wait for a request in progress, at most its deadline and at most 5 s."""
+        """Close the source. Wait for a request in progress, at most until its deadline and at most 5 s."""
         self.source.close(min(self.settings.deadline, 5.0))
 
     def tick(self, number: int) -> None:
-        """Run one tick: a control step, or a point between two."""
+        """Run tick ``number``: a control step, or an interpolated command between two control steps (``substeps``)."""
         step, part = divmod(number, self.settings.substeps)
         fresh = self._command is None or step > self._command.step
         if fresh:
@@ -252,14 +265,14 @@ class Loop:
         self.watchdog.sent()
 
     def observe(self, step: int, now: float) -> dict[str, Any] | None:
-        """Observe the robot.
+        """Observe the robot, and pass the observation to the listeners.
 
         Args:
             step: The control step.
             now: Start of the control step, seconds of the loop's clock.
 
         Returns:
-            The observation; None if it is not valid, so that the robot holds.
+            The observation; None if it is not valid. The robot then holds.
         """
         if not self.observer.look(step, now):
             self.hold(step, self.observer.fault)
@@ -269,14 +282,14 @@ class Loop:
         return self.observer.observation
 
     def hold(self, step: int, reason: str) -> None:
-        """Hold because there is no valid observation. Requests in progress are cancelled, but a stream continues."""
+        """Hold the robot, because there is no valid observation. Requests are cancelled, but a stream continues."""
         self.observer.fault = reason
         if not self.controller.continuous:
             self.source.cancel()
         self.controller.fault(step, reason)
 
     def _prepare(self, step: int) -> None:
-        """Do everything that may take time before a control step's command: observe, request, take answers."""
+        """Do the slow work before the command of a control step: process answers, observe the robot, send a request."""
         now = self.now = self.pace.now()
         for _ in range(len(self.calls)):
             self.calls.popleft()()
@@ -303,7 +316,7 @@ class Loop:
             self.controller.stands(self.observer.position())
 
     def _poll(self, step: int, now: float) -> None:
-        """Take the answers that have arrived."""
+        """Pass the answers that have arrived to the controller. Raises Refused if the first request was rejected."""
         while (outcome := self.source.poll(now)) is not None:
             if outcome.reason:
                 self.controller.failed(step, outcome.reason, outcome.kind)
@@ -316,7 +329,7 @@ class Loop:
                     listener.answered(outcome.value, request)
 
     def _ask(self, step: int, now: float, observation: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Send a request.
+        """Send an observation to the policy.
 
         Args:
             step: The control step.
@@ -345,7 +358,7 @@ class Loop:
         return observation
 
     def _decide(self, step: int) -> None:
-        """Make the command of a control step."""
+        """Let the controller decide the command of a control step, and pass the command to the listeners."""
         # If commands depend on the state, pass the state only if it was observed in this control step.
         of_step = not self.controller.needs_state or self.observer.step == step
         command = self.controller.command(step, self.observer.state if of_step else None)
@@ -357,7 +370,12 @@ class Loop:
         self._command, self.reason, self.next_step = command, command.reason, step + 1
 
     def _act(self, command: Command, row: np.ndarray) -> None:
-        """Send a command, or part of it. The robot holds for the rest of the step if it rejects the command."""
+        """Send a command, or an interpolated command, to the robot. If the robot rejects it, hold until the next step.
+
+        Args:
+            command: The command of this control step.
+            row: The values to send, float32 [D].
+        """
         try:
             if self._facts.needs_state() and self.observer.step != command.step:
                 raise NoCommand(UNKNOWN, self.observer.fault)
@@ -378,14 +396,14 @@ class Loop:
 
 
 def elapsed(pace: Pace, step: int, hz: float) -> float:
-    """Return the seconds since the first tick, at least the time at which a control step is due."""
+    """Return the time of a control step in seconds since the first tick: now, or its due time if that is later."""
     return max(step / hz, pace.since(pace.now()))
 
 
 def _start(guard: Guard | None) -> np.ndarray | None:
-    """Return the robot's position before the command, float32 [D]; None if a number of it is unknown.
+    """Return the robot's position before its first command, float32 [D]; None if a value is unknown.
 
-    Commands between two steps start at this position.
+    The interpolated commands of the first control step start at this position.
     """
     if guard is None or guard.before is None or not np.all(np.isfinite(guard.before)):
         return None

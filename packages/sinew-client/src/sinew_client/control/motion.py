@@ -1,8 +1,14 @@
-"""The reference of actions: none, the state at the chunk's frame, or the pose of each step.
+"""The motion of a policy: what its actions are relative to, and how they become commands for the robot.
 
-The trajectory holds *targets*, which do not depend on their chunk. A target is an absolute action unchanged, a relative
-action plus the state at the chunk's frame, or the sum of the delta actions along the chunk. So a chunk can be entered
-in its middle, and its remaining actions can be re-based on a newer state for a request.
+An action is absolute, or relative to the state at the chunk's observation, or relative to the pose of its own step (a
+delta action). The trajectory stores *targets*, which do not depend on the chunk:
+
+* of an absolute action: the action itself,
+* of a relative action: the action plus the state at the chunk's observation,
+* of a delta action: the sum of the delta actions from the start of the chunk on.
+
+With targets, the robot can start in the middle of a late chunk. The remaining targets can also be converted back to
+actions relative to a newer state, for the next request.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from sinew_client.untrusted import shown
 
 
 def state_of(value: Any) -> np.ndarray:
-    """Return a state as float32 [S]. If the value is not a state, return an array with one NaN."""
+    """Convert a value to a state, float32 [S]. If it is not a list of numbers, return an array with a single NaN."""
     try:
         state = np.asarray(value, np.float32)
     except (TypeError, ValueError):
@@ -25,65 +31,66 @@ def state_of(value: Any) -> np.ndarray:
 
 
 class Motion:
-    """Actions without a known reference: the robot gets the numbers unchanged.
+    """The motion of actions whose reference is unknown. The robot gets the actions unchanged.
 
     Attributes:
-        holds: How the robot's driver holds: "last" repeats the position, "zero" sends zero velocity.
+        needs_state: True if a command depends on the state in its control step.
+        holds: How the robot holds: "last" repeats the last position, "zero" sends zero velocity.
     """
 
     needs_state = False
     holds = "last"
 
     def targets(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Return the targets [H, D] of a chunk whose frame has ``state`` [S]."""
+        """Convert the actions of a chunk, float [H, D], to targets. ``state`` is the state [S] at its observation."""
         return rows
 
     def rows(self, targets: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Convert targets [R, D] to actions of a chunk whose frame has ``state``."""
+        """Convert targets [R, D] back to the actions of a chunk whose observation has ``state`` [S]."""
         return targets
 
     def commands(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Return the commands [H, D] for a robot that follows every action of a chunk."""
+        """Convert a chunk [H, D] to the commands of a robot that executes all its actions, from ``state`` [S] on."""
         return self.targets(rows, state)
 
     def command(self, target: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Return the command that brings the robot from ``state`` to ``target`` [D]."""
+        """Return the command [D] that moves the robot from ``state`` [S] to ``target`` [D]."""
         return target
 
     def reached(self, command: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Return the target of a command [D] that is sent at ``state``."""
+        """Return the target [D] that a command [D] reaches if it is sent at ``state`` [S]."""
         return command
 
     def apart(self, target: np.ndarray, other: np.ndarray) -> float:
-        """Return the largest difference of two targets [D], in units of an action."""
+        """Return the largest difference between the values of two targets [D], in units of an action."""
         return float(np.abs(np.asarray(target, np.float64) - other).max())
 
     def lacks(self, state: np.ndarray) -> str:
-        """Return an error if the state [S] has too few numbers for this motion, else ""."""
+        """Return an error text if the state [S] has too few values for this motion, else ""."""
         return ""
 
     def position(self, state: np.ndarray, dim: int) -> np.ndarray:
-        """Return the robot's position in the ``dim`` numbers of a command; NaN where the state does not contain it."""
+        """Extract the robot's position from a state, float32 [dim] in the order of a command; NaN where unknown."""
         return np.full(dim, np.nan, np.float32)
 
     def pose(self, state: np.ndarray | None, dim: int) -> np.ndarray:
-        """Return the robot's position in the ``dim`` numbers of a target; NaN where the state does not contain it."""
+        """Extract the robot's position from a state, float32 [dim] in the order of a target; NaN where unknown."""
         return np.full(dim, np.nan, np.float32) if state is None else self.position(state, dim)
 
     def still(self, dim: int) -> np.ndarray:
-        """Return the command of a standing robot, float [dim]; NaN where the robot repeats its last command."""
+        """Return the command that keeps the robot in place, float [dim], with NaN where it repeats its last command."""
         return np.full(dim, np.nan)
 
     def posed(self, dim: int) -> np.ndarray:
-        """Return True for the numbers of a target that are positions and can be interpolated, bool [dim]."""
+        """Return which values of a target are positions and can be interpolated, bool [dim]."""
         return self.placed(dim)
 
     def placed(self, dim: int) -> np.ndarray:
-        """Return True for the numbers of a command whose position the state contains, bool [dim]."""
+        """Return which values of a command are positions that the state contains too, bool [dim]."""
         return np.zeros(dim, bool)
 
     def roll(self, state: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Return the state after ``targets`` [d, D] were executed (VLASH: the state in which the chunk will start)."""
+        """Predict the state [S] after ``targets`` [d, D] were executed, for requests in advance (VLASH)."""
         raise ValueError(
             "future: needs a motion (absolute, relative or offsets), got none; set --motion, or omit --future"
         )
@@ -91,11 +98,11 @@ class Motion:
 
 @dataclass(frozen=True)
 class _Columns(Motion):
-    """Motion of some columns.
+    """Base class of motions in which some values of an action correspond to values of the state.
 
     Attributes:
-        action: Columns of an action.
-        state: Index into the state for each of these columns.
+        action: Indices of these values in an action.
+        state: Indices of the same values in the state.
     """
 
     action: tuple[int, ...]
@@ -121,9 +128,9 @@ class _Columns(Motion):
         return np.asarray(state, np.float32)[list(self.state)]
 
     def _seen(self, state: np.ndarray, dim: int) -> np.ndarray:
-        """Return the position in the columns of an action, from the state.
+        """Extract the position from a state, float32 [dim] in the order of an action, with NaN for other values.
 
-        All other numbers are NaN. All are NaN if the action or the state has too few numbers.
+        All values are NaN if the action or the state has too few values.
         """
         position = np.full(dim, np.nan, np.float32)
         if max(self.action) < dim and max(self.state) < len(state):
@@ -139,10 +146,10 @@ class _Columns(Motion):
 
 @dataclass(frozen=True)
 class Absolute(_Columns):
-    """Actions are targets in the numbers of the state, such as joint positions.
+    """Actions are absolute targets, such as joint positions, in the units of the state.
 
-    Without columns, all numbers are in the order of the state. With columns, the columns ``action`` are targets for
-    the numbers ``state`` of a state that has further numbers.
+    Without indices, action and state have the same values in the same order. With indices, the values ``action`` of an
+    action are targets for the values ``state`` of the state.
     """
 
     action: tuple[int, ...] = ()
@@ -173,7 +180,7 @@ class Absolute(_Columns):
 
 @dataclass(frozen=True)
 class Relative(_Columns):
-    """Actions relative to the state at the chunk's frame, for a robot that takes absolute targets."""
+    """Actions are relative to the state at the chunk's observation. The robot gets absolute targets."""
 
     def position(self, state: np.ndarray, dim: int) -> np.ndarray:
         return self._seen(state, dim)
@@ -194,16 +201,16 @@ class Relative(_Columns):
 
 @dataclass(frozen=True)
 class Offsets(_Columns):
-    """Delta actions: some columns are relative to the pose of their own step. The robot takes such commands.
+    """Actions are delta actions: some values are relative to the pose in their own step. The robot gets delta commands.
 
-    The targets of a chunk are the sums of its delta actions, from the state of its frame on. A command is the
-    difference between the target and the present pose. So a chunk that is entered in its middle does not add its
-    difference from the previous chunk to the motion.
+    The targets of a chunk are the sums of its delta actions, starting at the state of its observation. A command is the
+    difference between the target and the present pose. So if the robot starts in the middle of a chunk, the difference
+    between the chunks is not added to the motion.
 
     Attributes:
         scale: Change of the state by one unit of an action.
-        low: Smallest command.
-        high: Largest command.
+        low: Smallest command, in units of an action.
+        high: Largest command, in units of an action.
     """
 
     scale: float = 1.0
@@ -255,16 +262,20 @@ class Offsets(_Columns):
 
 
 def parse_motion(values: Mapping[str, Any] | None) -> Motion:
-    """Read a motion.
+    """Create a motion from plain values.
 
     Args:
-        values: A mapping with ``kind``, as ``Settings.motion``; None for actions without a reference.
+        values: A mapping with ``kind``, as ``Settings.motion``; None for actions without a known reference.
 
     Returns:
         The motion.
 
     Raises:
-        ValueError: The mapping describes no motion.
+        ValueError: The kind is unknown, or a value does not fit.
+
+    Example:
+        >>> parse_motion({"kind": "relative", "action": [0, 1], "state": [0, 1]})
+        Relative(action=(0, 1), state=(0, 1))
     """
     options = dict(values or {})
     kind = options.pop("kind", "as is")
@@ -285,14 +296,17 @@ def parse_motion(values: Mapping[str, Any] | None) -> Motion:
 
 
 def slowed(rows: np.ndarray, start: np.ndarray, speed: float, posed: np.ndarray) -> np.ndarray:
-    """Return the targets of a chunk that is played at ``speed``, float32 [H / speed, D].
+    """Stretch a chunk in time, so that the robot moves slower.
 
     Args:
-        rows: float32 [H, D]. Action k is due k + 1 steps after ``start``.
-        start: [D], position before the chunk. An unknown number is NaN and is taken from the first action.
-        speed: Share of the original speed, above 0 and at most 1.
-        posed: Numbers that are positions, which are interpolated. Other numbers, such as a gripper command, change
-            when the motion has reached their action.
+        rows: Targets of the chunk, float32 [H, D]. Target k is due k + 1 steps after ``start``.
+        start: Position before the chunk, [D]. For unknown values (NaN), the first target is used.
+        speed: Fraction of the original speed, above 0 and at most 1.
+        posed: Which values are positions, bool [D]. Positions are interpolated. Other values, such as a gripper
+            command, change when the motion has reached their target.
+
+    Returns:
+        The targets, float32 [H / speed, D].
     """
     size = int(np.floor(len(rows) / speed + 1e-9))
     at = np.round((np.arange(size) + 1.0) * speed - 1.0, 9)
@@ -306,11 +320,17 @@ def slowed(rows: np.ndarray, start: np.ndarray, speed: float, posed: np.ndarray)
 
 
 def interpolate(last: np.ndarray | None, row: np.ndarray, part: float) -> np.ndarray:
-    """Return the point at ``part`` (0 to 1) of the way from the last command to this step's action.
+    """Interpolate between two commands, for robots that need commands at a higher rate than the control rate.
 
-    Actuators with a higher rate use it. The result depends only on the last command and the committed action, so later
-    chunks cannot change it. The action is reached at the end of its step. Without a last command, the result is the
-    action itself.
+    The result depends only on the last command and the committed action, so later chunks cannot change it.
+
+    Args:
+        last: The last command, float32 [D]; None returns the action itself.
+        row: The action of this control step, float32 [D]. It is reached at the end of the step.
+        part: Fraction of the control step that has passed, 0 to 1.
+
+    Returns:
+        The command, float32 [D].
     """
     share = np.float32(part)
     # At the end of the step, return the action itself, because rounding in the sum below could exceed it.

@@ -1,4 +1,4 @@
-"""Find the reference of a robot's actions in a recorded run."""
+"""Find out from a recorded run whether a robot's actions are delta actions, and of which values of the state."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ BELIEVED = 0.8
 
 @dataclass(frozen=True)
 class MotionFit:
-    """The result of fitting a recorded run's actions as delta actions.
+    """A fit of a recorded run: the actions are delta actions.
 
     Attributes:
-        motion: The fitted motion (:func:`~sinew_client.control.motion.parse_motion`).
-        explained: Smallest share, 0 to 1, of a number's movement that the commands explain.
-        spans: Number of moves that were used.
+        motion: The fitted motion, in the form that :func:`~sinew_client.control.motion.parse_motion` reads.
+        explained: Fraction of the state's movement that the commands explain, 0 to 1, of the worst value.
+        spans: Number of moves between two observations that were used for the fit.
     """
 
     motion: dict[str, Any]
@@ -37,7 +37,7 @@ class MotionFit:
     spans: int
 
     def advice(self) -> str:
-        """Return a sentence with the options that use this motion."""
+        """Return a sentence for the user with the options of `sinew run` that use this motion."""
         return (
             f"these actions are delta actions from the present pose (they explain {self.explained:.0%} of {self.spans}"
             " moves). To let the robot continue during a request, use --handover aligned+halt:1.5"
@@ -46,10 +46,10 @@ class MotionFit:
 
 
 class MotionWatch:
-    """Records the robot's movement between two frames, and the commands in between.
+    """Collects the data for a fit: the robot's movement between two observations, and the commands in between.
 
-    ``put`` is a listener of :class:`~sinew_client.control.controller.Controller`. It accepts the events of a decision
-    log too.
+    Pass :meth:`put` to the listeners of a :class:`~sinew_client.control.controller.Controller`, or call it with the
+    events of a decision log.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class MotionWatch:
         ] = []  # two arrays [D]: the smallest and the largest number of each column so far
 
     def put(self, event: str, values: Mapping[str, Any]) -> None:
-        """Take an event of a controller."""
+        """Process an event of a controller. ``values`` are the values of the event by name."""
         if event == "command":
             command = values["command"]
             # Commands are mappings in a decision log, and objects in a running loop.
@@ -81,7 +81,7 @@ class MotionWatch:
             self._state, self._rows = None, []
 
     def fit(self) -> MotionFit | None:
-        """Fit the newest moves (:func:`fit_offsets`)."""
+        """Fit the newest moves (:func:`fit_offsets`). None means that the commands are not delta actions."""
         if not self._spans:
             return None
         return fit_offsets(*map(np.array, zip(*self._spans)), *self._ends)
@@ -97,16 +97,16 @@ class MotionWatch:
 def fit_offsets(
     states: np.ndarray, changes: np.ndarray, sums: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> MotionFit | None:
-    """Find the columns of a command that move numbers of the state, and the scale of each.
+    """Find the values of a command that are delta actions of values of the state, and their scale.
 
-    The scale is the median of the ratios, weighted by the size of the sums.
+    For each pair, the scale is the median of the ratios change / sum, weighted by the size of the sums.
 
     Args:
-        states: [N, S], state at each frame.
-        changes: [N, S], change of the state from each frame to the next frame.
-        sums: [N, D], sum of the commands between the two frames.
-        low: [D], smallest single commands.
-        high: [D], largest single commands.
+        states: State at each observation, [N, S].
+        changes: Change of the state until the next observation, [N, S].
+        sums: Sum of the commands between the two observations, [N, D].
+        low: Smallest value of each column in a single command, [D].
+        high: Largest value of each column in a single command, [D].
 
     Returns:
         The fit; None if the commands are not delta actions, or if the robot moved too little.
@@ -147,10 +147,14 @@ def fit_offsets(
 
 
 def _line(commands: np.ndarray, moved: np.ndarray) -> tuple[float, float]:
-    """Fit a line through zero to ``moved`` over ``commands`` [N].
+    """Fit a line through zero: moved = slope * commands.
+
+    Args:
+        commands: Sums of one value of the commands, [N].
+        moved: Changes of one value of the state, [N].
 
     Returns:
-        The slope, and the share of the movement that it explains in the spans with the smallest errors.
+        The slope, and the fraction of the movement that it explains, 0 to 1, for the moves with the smallest errors.
     """
     there = commands != 0
     if not there.any() or not np.any(moved):
@@ -166,20 +170,30 @@ def _line(commands: np.ndarray, moved: np.ndarray) -> tuple[float, float]:
 
 
 def _best(errors: np.ndarray) -> np.ndarray:
-    """Return the indices of the spans with the smallest squared errors. ``errors`` is [N]."""
+    """Return the indices of the 80 % of the moves with the smallest squared errors. ``errors`` is [N]."""
     return np.argsort(errors)[: round(BELIEVED * len(errors))]
 
 
 def _leading(explained: np.ndarray) -> set[tuple[int, int]]:
-    """Return (column, number that the column explains best) for columns with a good fit. ``explained`` is [D, S]."""
+    """Return (value of a command, value of the state that it explains best) for good fits. ``explained`` is [D, S]."""
     pairs = {(column, int(number)) for column, number in enumerate(explained.argmax(axis=1))}
     return {pair for pair in pairs if explained[pair] >= LEAST_EXPLAINED}
 
 
 def _pull(sums: np.ndarray, moved: np.ndarray, start: np.ndarray, spans: np.ndarray) -> float:
-    """Return the pull of a number towards a fixed position, as a share of its distance from ``start`` [N].
+    """Estimate how far a value of the state moves towards a fixed position, as a fraction of its distance.
 
-    The share is fitted together with the effect of ``sums`` [N, D]. It distinguishes targets from delta actions.
+    The fraction is near 1 if commands are targets, and near 0 if they are delta actions. Least squares fits it together
+    with the effect of the commands.
+
+    Args:
+        sums: Sums of the commands, [N, D].
+        moved: Changes of the value, [N].
+        start: The value before each change, [N].
+        spans: Indices of the moves to use.
+
+    Returns:
+        The fraction, 0 or more.
     """
     terms = np.column_stack([start, np.ones_like(start), sums])[spans]
     return float(abs(np.linalg.lstsq(terms, moved[spans], rcond=None)[0][0]))

@@ -1,4 +1,4 @@
-"""Observes a robot and decides if the observation is valid, from the age of each source and their differences."""
+"""Observe a robot, and check that the cameras and the state are recent and belong together."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ OTHER_CLOCK = "the newest frame's time is not of this clock (time.monotonic): "
 
 
 class Observer:
-    """Observes a robot for a loop, and remembers the newest valid observation.
+    """Observes a robot for a control loop, and stores the newest valid observation.
 
     Args:
         robot: The robot.
-        settings: How old observations may be.
-        motion: Reads the robot's position from its state.
-        dim: D, numbers of a command.
+        settings: The limits for the age of frames and states.
+        motion: The motion, which extracts the robot's position from its state.
+        dim: Number of values in a command (D).
         pace: The loop's clock.
 
     Attributes:
         step: Control step of the newest observation; -1 before the first.
         observation: The newest observation.
         state: State of the newest observation, float [S]; None before the first.
-        images: The newest frames by camera. A stream observes most states without frames.
-        age: Seconds between the exposure of the newest frame and the observation.
-        fault: Why the last invalid observation was rejected.
-        ages: Age of each source when it was observed.
+        images: The newest frames by camera. In a stream, most observations have a state and no frames.
+        age: Age of the newest frame at its observation, in seconds since the exposure.
+        fault: The reason why the last invalid observation was rejected.
+        ages: The ages of all cameras and of the state, for the report.
     """
 
     def __init__(self, robot: Robot, settings: Settings, motion: Motion, dim: int, pace: Pace):
@@ -50,14 +50,14 @@ class Observer:
         self._stale = math.inf if settings.fusion else settings.stale
 
     def look(self, step: int, now: float) -> bool:
-        """Observe the robot.
+        """Observe the robot, and check the observation.
 
         Args:
             step: The control step.
             now: Start of the control step, seconds of the loop's clock.
 
         Returns:
-            True if the observation is valid. It is then the newest observation. Otherwise ``fault`` has the reason.
+            True if the observation is valid; ``observation`` then has it. False if not; ``fault`` then has the reason.
         """
         try:
             observation = dict(self.robot.observe())
@@ -96,9 +96,9 @@ class Observer:
         return True
 
     def position(self) -> np.ndarray:
-        """Return the robot's position in the numbers of a command, float [D].
+        """Return the robot's observed position, float [D] in the order of a command.
 
-        Numbers that are unknown or too old are NaN.
+        Values that are unknown are NaN. All values are NaN if the state is too old.
         """
         if self.state is None or self._state_age > self.settings.stale:
             return np.full(self.dim, np.nan)
@@ -106,7 +106,7 @@ class Observer:
 
 
 def float_of(value: Any) -> float:
-    """Return a value as float; NaN if it is not a number."""
+    """Convert a value to float. The result is NaN if the value is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -114,7 +114,15 @@ def float_of(value: Any) -> float:
 
 
 def frame_fault(age: float, stale: float) -> str:
-    """Return the reason why a frame of this age, in seconds, is not valid; "" if it is valid."""
+    """Check the age of a frame.
+
+    Args:
+        age: Seconds since the exposure.
+        stale: Largest allowed age, seconds.
+
+    Returns:
+        The reason why the frame is not valid; "" if it is valid.
+    """
     if not math.isfinite(age):
         return OTHER_CLOCK + f"{age} s old"
     if age < -AHEAD_S:
@@ -123,16 +131,23 @@ def frame_fault(age: float, stale: float) -> str:
 
 
 def exposed(times: Mapping[str, Any], observation: Mapping[str, Any]) -> dict[str, float]:
-    """Return the oldest frame's time as ``time``, for an observation that has only the time of each camera."""
+    """Return {"time": time of the oldest frame} if the observation has only the time of each camera, else {}."""
     frames = [float_of(times[name]) for name in observation.get("images", {}) if name in times]
     return {"time": min(frames)} if frames and "age" not in observation else {}
 
 
 def sources_fault(times: Mapping[str, Any], images: Mapping[str, Any], now: float, settings: Settings) -> str:
-    """Return the reason why the cameras and the state must not be used together; "" if there is no reason.
+    """Check the ages of the cameras and of the state, and the time between frames of different cameras.
 
-    ``times`` has the time of each source, in seconds of the loop's clock. Every source with a limit in the settings
-    needs a time.
+    Args:
+        times: Time of each camera and of "state", seconds of the loop's clock. Each source with a limit in the settings
+            must have a time.
+        images: The frames by camera.
+        now: Present time, seconds of the loop's clock.
+        settings: The limits (``stale_of``, ``stale``, ``skew``).
+
+    Returns:
+        The reason why the observation is not valid; "" if it is valid.
     """
     of, skew = settings.stale_of, settings.skew
     for name in [*of, *(images if skew is not None else ())]:

@@ -1,4 +1,4 @@
-"""Ticks at absolute deadlines: tick k is due at start + k periods, however long earlier ticks took."""
+"""Wait for the ticks of a fixed rate. Tick k is due exactly k periods after the first tick."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ KEPT = 100_000  # number of ticks whose lateness is stored
 
 
 class Pace:
-    """Waits for the ticks of a fixed rate, without drift: a late tick does not move later ones.
+    """Waits for the ticks of a fixed rate, without drift: a late tick does not delay the later ticks.
 
-    If the clock is set back, for example after a machine was restored, the ticks move with it. The next tick is due
-    after at most a period.
+    If the clock is set back, for example after a virtual machine was restored, the ticks move with the clock. The next
+    tick is then due after at most one period.
+
+    Args:
+        period: Seconds between two ticks.
+        now: The clock: a function that returns seconds.
+        sleep: Function that waits for some seconds of this clock.
 
     Attributes:
-        late: Ticks that began more than half a period late.
-        skipped: Ticks that were left out because a whole period had passed. Their numbers are left out too, so the
-            number of a tick always corresponds to its time.
-        now: The clock, in seconds.
-        sleep: Waits on that clock.
-        set_back: How often the clock was set back.
+        late: Number of ticks that began more than half a period late.
+        skipped: Number of ticks that were skipped because they were late by a whole period. Their numbers are skipped
+            too, so the number of a tick always corresponds to its time.
+        ticks: Number of ticks so far.
+        lateness: How late each of the newest ticks began, in seconds.
+        set_back: Number of times that the clock was set back.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class Pace:
         return self._start + number * self.period
 
     def since(self, moment: float) -> float:
-        """Return the seconds between the first tick and ``moment``; 0 before the first tick."""
+        """Return the seconds from the first tick to ``moment`` (seconds of the clock); 0 before the first tick."""
         return 0.0 if self._start is None else moment - self._start
 
     def _wait(self) -> float:
@@ -89,9 +94,9 @@ class Pace:
 
 
 class SimulatedPace(Pace):
-    """Simulated time that only the ticks move: tick k begins k periods after the first one, however long ticks take.
+    """Simulated time: each tick advances the time by exactly one period, and no tick waits.
 
-    A run with this pace does not depend on the machine's clock.
+    A run with this pace does not depend on the machine's clock, so it always has the same result.
 
     Args:
         hz: Ticks per second.

@@ -1,4 +1,4 @@
-"""A planner next to a robot's loop: a function that changes the instruction while the robot moves."""
+"""Run a planner next to a control loop: a function of yours that changes the instruction while the robot moves."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ Plan = Callable[[str, Mapping[str, Any]], "str | None"]
 
 
 class Planner:
-    """Calls ``plan`` ``hz`` times a second on its own thread, and passes the result to ``say``.
+    """Calls a planner at a fixed rate on its own thread, and changes the instruction if the planner returns a new one.
+
+    If the planner raises an exception, or returns an invalid text (more than 4,096 characters, or no UTF-8), the error
+    is logged and the instruction stays. A call that takes longer than a period delays the next call.
 
     Args:
-        plan: Function of the instruction and the newest observation ({"images", "state"}, and "said", the last text
-            of the policy's language head, if any). It returns a new instruction, or None to keep the present one. A
-            call that takes longer than a period delays the next call. If it raises an exception, or returns a text of
-            more than 4,096 characters or without UTF-8 form, the error is logged, and the instruction stays.
-        look: Returns the instruction and the observation, such as :func:`newest_of` a loop; None if there is no
-            observation yet.
-        say: Function that takes a new instruction.
-        hz: Calls per second.
+        plan: The planner. It gets the instruction and the newest observation: a dict with "images" and "state", and
+            "said" if the policy's language head has generated text. It returns a new instruction, or None.
+        hz: Calls per second, 0.01 to 10.
+        look: Function that returns the instruction and the observation, such as :func:`newest_of` with a loop. It
+            returns None if there is no observation yet.
+        say: Function that gets the new instruction, such as ``loop.say``.
+
+    Raises:
+        ClientError: The rate is out of range.
     """
 
     def __init__(
@@ -48,12 +52,12 @@ class Planner:
         self._thread.start()
 
     def close(self, timeout: float = 1.0) -> None:
-        """End after the running call. A call that takes longer than ``timeout`` seconds is abandoned."""
+        """End the thread after the running call. Wait for this call at most ``timeout`` seconds."""
         self._end.set()
         self._thread.join(timeout)
 
     def once(self) -> None:
-        """Call the planner once with the newest observation."""
+        """Call the planner once with the newest observation. Do nothing if there is no observation yet."""
         newest = self._look()
         if newest is None:
             return
@@ -78,9 +82,14 @@ class Planner:
 
 
 def newest_of(loop: Loop) -> tuple[str, dict[str, Any]] | None:
-    """Return a loop's instruction and its newest observation, for a planner; None before the first observation.
+    """Return the present instruction and the newest observation of a loop, for a planner.
 
-    The key "said" of the observation is the last text of the policy's language head, if there is any.
+    Args:
+        loop: The loop.
+
+    Returns:
+        The instruction and a dict with "images" and "state". "said" is the last text of the policy's language head, if
+        there is any. None before the first observation.
     """
     observer, text = loop.observer, loop.controller.said
     if observer.state is None or not observer.images:
@@ -90,7 +99,17 @@ def newest_of(loop: Loop) -> tuple[str, dict[str, Any]] | None:
 
 
 def open_planner(text: str) -> Plan:
-    """Load the callable ``module:name``. Raises ClientError."""
+    """Import a planner.
+
+    Args:
+        text: ``module:name`` of a callable.
+
+    Returns:
+        The callable.
+
+    Raises:
+        ClientError: The module or the name does not exist, or the object is not callable.
+    """
     plan = load_named(text, f"planner {text}")
     if not callable(plan):
         raise ClientError(f"planner {text}: expected a callable, got {type(plan).__name__}")

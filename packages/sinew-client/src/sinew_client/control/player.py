@@ -1,4 +1,7 @@
-"""Decides when to request a chunk, and which action is executed in which control step. No clocks and no sockets."""
+"""Decide when to request a chunk, and which action is executed in which control step.
+
+This module uses neither clocks nor sockets.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ class ChunkRequest:
 
     Attributes:
         step: Control step of the request.
-        frame: Control step of the newest frame in the request.
-        state: State of that frame.
-        fields: Fields of the observation in addition to images, state and prompt. With ``Settings.future`` they
-            include a new ``state``.
+        frame: Control step in which the newest frame of the request was exposed.
+        state: State of the observation, float [S].
+        fields: Fields that the loop adds to the observation. With ``Settings.future`` they include a predicted
+            ``state``, which replaces the observed state.
     """
 
     step: int
@@ -33,24 +36,31 @@ class ChunkRequest:
 
 
 class Player:
-    """Turns chunks into one action per control step. Time is counted in control steps.
+    """Turns chunks into one action per control step. It counts time in control steps.
 
     One request is in progress at a time. The robot stands still before its first chunk, after :meth:`restart`, and
-    when the actions have run out. The next chunk then starts at the action of the step in which the robot stopped,
-    because the skipped actions were not executed.
+    when its actions have run out. The next chunk then starts at the action of the step in which the robot stopped,
+    because the actions after that step were not executed.
 
     Args:
-        handover: How chunks are merged.
-        rule: When the next chunk is requested.
-        motion: Reference of the actions.
-        future: True sends the policy the state that the robot will have when the answer arrives (VLASH, arXiv
+        handover: The method of chunk merging.
+        rule: The rule for the next request.
+        motion: The motion, which states what actions are relative to. None for actions without a known motion.
+        future: True sends the policy the predicted state at the time when the answer arrives (VLASH, arXiv
             2512.01031).
-        committed_rows: Longest action prefix that a policy was trained to continue; 0 for no limit. With a longer
-            delay, the robot executes the prefix and stands still until the answer arrives (trained real-time chunking
-            only).
-        refine: Number of control steps after a chunk's frame in which an edge adapter's actions replace the chunk's
-            actions (:meth:`refined`); 0 without an adapter.
+        committed_rows: Longest action prefix that the policy was trained to continue; 0 for no limit. If the delay is
+            longer, the robot executes the prefix and then stands still until the answer arrives. Only trained
+            real-time chunking uses this.
+        refine: Largest age of a chunk, in control steps, at which an edge adapter's actions replace the chunk's actions
+            (:meth:`refined`). 0 without an adapter.
         speed: Speed at which chunks are played, above 0 and at most 1.
+
+    Attributes:
+        chunks: Number of merged chunks.
+        halts: Number of stops because a chunk expected the robot at another position.
+        request: The request in progress; None without one.
+        stopping: True if the action prefix will end before the answer can arrive.
+        size: Number of actions in the newest chunk.
     """
 
     def __init__(
@@ -98,7 +108,17 @@ class Player:
         return self.rule.due(ReplanState(since, remaining, self.size, self._disagreement))
 
     def ask(self, step: int, frame: int, state: np.ndarray | None = None) -> ChunkRequest:
-        """Begin a request with a frame that was exposed at control step ``frame``."""
+        """Record that a request is sent, and compute its fields.
+
+        Args:
+            step: The control step.
+            frame: Control step in which the newest frame was exposed.
+            state: State of the observation, float [S].
+
+        Returns:
+            The request. Its fields are those of the method of chunk merging, such as the running actions for real-time
+            chunking.
+        """
         fields: dict[str, Any] = {}
         self.stopping = False
         if self._known:
@@ -125,7 +145,12 @@ class Player:
         return self.request
 
     def accept(self, actions: np.ndarray, step: int) -> None:
-        """Merge the answer to the request in progress. ``actions`` is float32 [H, D] in robot units."""
+        """Merge the answer to the request in progress with the running actions.
+
+        Args:
+            actions: The chunk, float32 [H, D] in robot units.
+            step: The control step.
+        """
         request = self.request
         assert request is not None, "a chunk without a request"
         self.request = None
@@ -154,10 +179,18 @@ class Player:
         self.size, self._started, self._fresh = len(targets), step, False
 
     def _halts(self, targets: np.ndarray, passed: int, step: int) -> bool:
-        """Return True if a chunk's first ``passed`` actions [H, D] lead to another position than the executed actions.
+        """Check whether a late chunk expects the robot at its present position.
 
-        One of the two chunks is then wrong, and the rest of the new chunk would follow from a motion that did not
-        happen. After such a stop, the robot executes the next chunk without this check.
+        While the chunk was computed, the robot executed other actions. If the chunk's own actions for these steps lead
+        to another position, the rest of the chunk does not fit. After a stop, the next chunk is not checked.
+
+        Args:
+            targets: Targets of the chunk, float32 [H, D].
+            passed: Number of the chunk's first actions whose control step has passed.
+            step: The control step.
+
+        Returns:
+            True if the robot must stop and request again.
         """
         if self.halted or not 0 < passed <= len(targets):
             self.halted = False
@@ -176,10 +209,10 @@ class Player:
         return 0 <= self.age(step) <= self.refine
 
     def refined(self, rows: np.ndarray, step: int, state: np.ndarray | None = None) -> None:
-        """Replace actions of the newest chunk by those of an edge adapter.
+        """Replace the coming actions of the newest chunk by actions of an edge adapter.
 
         Args:
-            rows: float32 [R, D], the actions for ``step`` and the next steps, as in a chunk whose frame has ``state``.
+            rows: The actions for ``step`` and the next steps, float32 [R, D], relative to ``state`` like a chunk.
             step: The control step.
             state: State of the robot in this step, float [S].
         """
@@ -191,32 +224,32 @@ class Player:
         )
 
     def age(self, step: int) -> int:
-        """Return the control steps since the frame of the newest chunk, which must exist."""
+        """Return the age of the newest chunk, in control steps since its observation. There must be a chunk."""
         return step - self._known[-1].frame
 
     def _left(self, step: int) -> int:
-        """Return the number of remaining actions of the chunk.
+        """Return the number of remaining actions of the newest chunk.
 
-        An adapter's actions are not counted, because each control step computes them again.
+        The actions of an edge adapter do not count, because they are computed again in each control step.
         """
         if self.refine and self._known:
             return self._known[-1].origin + self.size - step
         return self.trajectory.left(step)
 
     def failed(self) -> None:
-        """Give up the request in progress. The next request is due at once."""
+        """Record that the request in progress has failed. The next request is due at once."""
         self._again = self.request is not None
         self.request = None
 
     def restart(self, step: int = 0) -> None:
-        """Forget all actions: the robot stands still from ``step`` on, and its plan is no longer valid."""
+        """Drop all actions, because they are no longer valid. The robot stands still from ``step`` on."""
         self.trajectory.clear()
         if not self._fresh:
             self._stopped = step
         self._known, self._fresh = [], True
 
     def take(self, step: int) -> Node | None:
-        """Return and commit the action of this step; None without an action, so that the robot holds."""
+        """Return and commit the action of this control step. None means that there is no action, so the robot holds."""
         if self.handover.stops and self.waiting:
             self.trajectory.clear()
         node = self.trajectory.take(step)
@@ -225,5 +258,11 @@ class Player:
         return node
 
     def commanded(self, step: int, row: np.ndarray, state: np.ndarray | None = None) -> None:
-        """Record the command that was sent, after the limits."""
+        """Record the command that was sent to the robot, after the limits were applied.
+
+        Args:
+            step: The control step.
+            row: The command, float32 [D].
+            state: State of the robot in this step, float [S].
+        """
         self.trajectory.commanded(step, self.motion.reached(row, state))

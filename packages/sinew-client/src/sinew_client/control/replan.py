@@ -1,4 +1,4 @@
-"""When to request the next chunk: after a number of steps, when few actions are left, or when chunks disagree."""
+"""Rules for the next request: after some steps, when few actions remain, or when two chunks disagree."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ReplanState:
-    """The facts that a rule may use.
+    """The input of a rule for the next request.
 
     Attributes:
-        since: Control steps since the last request.
-        left: Remaining actions.
-        size: Actions in a chunk.
+        since: Number of control steps since the last request.
+        left: Number of remaining actions.
+        size: Number of actions in a chunk.
         disagreement: Difference between the newest chunk and the chunk that it replaced (:func:`disagreement`); None
-            if they had no step in common.
+            if they have no control step in common.
     """
 
     since: int
@@ -26,18 +26,20 @@ class ReplanState:
 
 
 class ReplanRule:
-    """Decides when to request a chunk. ``horizon`` is the number of actions between two requests without delay."""
+    """Base class of the rules that decide when to request the next chunk."""
 
     def due(self, state: ReplanState) -> bool:
+        """Return True if the next chunk should be requested now."""
         raise NotImplementedError
 
     def horizon(self, size: int) -> int:
+        """Return the number of actions that are executed between two requests, for chunks of ``size`` actions."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Every(ReplanRule):
-    """Requests ``steps`` control steps after the last request; 0 means after a whole chunk."""
+    """Requests the next chunk ``steps`` control steps after the last request; 0 means after a whole chunk."""
 
     steps: int
 
@@ -50,7 +52,7 @@ class Every(ReplanRule):
 
 @dataclass(frozen=True)
 class Queue(ReplanRule):
-    """Requests when at most this fraction of a chunk remains (LeRobot's ``chunk_size_threshold``)."""
+    """Requests the next chunk when at most ``fraction`` of the chunk remains (LeRobot's ``chunk_size_threshold``)."""
 
     fraction: float
 
@@ -63,10 +65,10 @@ class Queue(ReplanRule):
 
 @dataclass(frozen=True)
 class Disagreement(ReplanRule):
-    """Requests at once after a chunk that contradicts the previous chunk, else after ``steps``.
+    """Requests the next chunk at once if the newest chunk contradicts the previous one, else after ``steps``.
 
     Attributes:
-        limit: Root mean square difference over the common steps, in the units of :func:`disagreement`.
+        limit: Chunks contradict each other if their difference (:func:`disagreement`) is above this limit.
         steps: Control steps between two requests if chunks agree.
     """
 
@@ -82,12 +84,15 @@ class Disagreement(ReplanRule):
 
 
 def disagreement(old: np.ndarray, new: np.ndarray, scale: np.ndarray | None = None) -> float | None:
-    """Return the root mean square difference of two plans [R, D] for the same steps; None if R is 0.
+    """Compute the root mean square difference between two plans for the same control steps.
 
     Args:
-        old: The previous plan.
-        new: The present plan.
-        scale: [D], typical size of each number, such as the standard deviation of the data; None for 1.
+        old: The previous plan, [R, D].
+        new: The present plan, [R', D].
+        scale: Typical size of each value, [D], such as the standard deviation of the training data; None for 1.
+
+    Returns:
+        The difference over the common steps; None if there are no common steps.
     """
     count = min(len(old), len(new))
     if count == 0:
@@ -99,16 +104,21 @@ def disagreement(old: np.ndarray, new: np.ndarray, scale: np.ndarray | None = No
 
 
 def parse_rule(text: str) -> ReplanRule:
-    """Read a rule.
+    """Parse a rule for the next request.
 
     Args:
-        text: ``8`` (steps), ``full``, ``queue:0.2`` or ``disagreement:LIMIT,STEPS``.
+        text: A number of control steps such as ``8``, ``full`` for a whole chunk, ``queue:0.2`` for the remaining
+            fraction of a chunk, or ``disagreement:LIMIT,STEPS``.
 
     Returns:
         The rule.
 
     Raises:
-        ValueError: The text names no rule.
+        ValueError: The text is not a rule.
+
+    Example:
+        >>> parse_rule("queue:0.75").horizon(32)
+        8
     """
     name, _, rest = text.partition(":")
     try:

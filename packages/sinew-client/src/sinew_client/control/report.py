@@ -1,4 +1,4 @@
-"""The report of a run: achieved rate, late ticks, age of chunks, holds with their reasons, clipped commands."""
+"""The report of a run: achieved rate, late ticks, age of actions, holds with their reasons, clipped commands."""
 
 from __future__ import annotations
 
@@ -24,27 +24,35 @@ class Cadence:
     """The report of a run. Distributions are dicts with p50, p95, p99 and max.
 
     Attributes:
-        seconds: Time from the first tick to the last.
-        rate_hz: Control ticks per second.
-        jitter_ms: Lateness of ticks.
-        age_ms: Time from the frame to the execution of its actions.
-        steps: Control steps.
-        executed: Control steps with a command.
-        skipped: Periods without a tick.
-        failed_requests: Requests without an executable answer. Those that are errors are in ``faults``
-            (:class:`~sinew_client.faults.Faults`). The others were late or lost.
+        hz: Planned control rate, Hz.
+        seconds: Time from the first tick to the last tick, seconds.
+        rate_hz: Achieved control rate, Hz.
+        steps: Number of control steps.
+        executed: Number of control steps with a command.
+        late: Number of ticks that began more than half a period late.
+        skipped: Number of periods without a tick.
+        jitter_ms: Lateness of the ticks, ms.
+        age_ms: Time from the exposure of a frame to the execution of an action from this frame, ms.
+        chunks: Number of accepted chunks.
+        failed_requests: Number of requests without an executable answer. Some are errors, which ``faults`` counts.
+            The other answers were late or lost.
+        held: Number of control steps with a hold, by reason.
+        clipped_commands: Number of commands that a limit changed.
+        clipped: Number of commands that each limit changed, by "joint.limit".
+        faults: Errors by kind (:class:`~sinew_client.faults.Faults`).
         unanswered: Number of failed requests after the last chunk.
-        request_ms: Expected duration of the next request, from the last requests, in whole control steps.
+        request_ms: Expected duration of the next request, rounded to whole control steps, ms.
         watchdog: True if a watchdog watched the loop.
-        watchdog_holds: Holds of the watchdog.
-        longest_gap_ms: Longest gap between two commands or holds.
-        handed: Hand-overs between the policy and a human (:class:`~sinew_client.control.authority.AuthorityChange`).
-        filter: Text of the filter, its lag in ms (which later actions compensate), and the control steps without such
-            actions.
-        agreement: For a policy that only watches: its agreement with the driver
+        watchdog_holds: Number of holds by the watchdog.
+        longest_gap_ms: Longest gap between two commands or holds, ms.
+        handed: Changes of the driver between policy and human
+            (:class:`~sinew_client.control.authority.AuthorityChange`); {} without a take-over.
+        filter: Text of the filter, its lag in ms, and the number of control steps in which the lag could not be
+            compensated; {} without a filter.
+        agreement: In shadow mode: agreement of the policy with the driver
             (:class:`~sinew_client.control.listeners.shadow.ShadowAgreement`).
-        sources: For a robot that states when its sources were measured: age of each camera and of the state, and the
-            largest time between frames ("skew"), ms (:class:`SourceAges`).
+        sources: If the robot states exposure times: age of each camera and of the state, and the time between frames of
+            different cameras ("skew"), ms (:class:`SourceAges`).
         rest: Outcome of the return to the rest pose, with the reason if the robot did not return
             (:class:`~sinew_client.control.rest.RestPose`); {} if the robot never got a command.
     """
@@ -79,7 +87,7 @@ class Cadence:
         return asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the lines of the printed report: a name and its text."""
+        """Return the lines of the printed report, each as (name, text)."""
         lines = [
             ("control rate", f"{self.rate_hz:.2f} Hz of {self.hz:g} over {self.seconds:.1f} s"),
             ("late ticks", f"{self.late} of {self.steps}, {self.skipped} periods skipped"),
@@ -134,6 +142,9 @@ def cadence(
         watchdog: The loop's watchdog.
         sources: Ages of the cameras and of the state.
         listeners: Fields that the loop's listeners report.
+
+    Returns:
+        The report.
     """
     smoothing = controller.smoothing if isinstance(controller, Controller) else None
     span = (pace.ticks + pace.skipped) * pace.period
@@ -174,7 +185,7 @@ def cadence(
 
 
 def _clipped(counts: Mapping[str, int]) -> list[str]:
-    """List the limits that changed commands, most frequent first. With many joints, each kind of limit is one line."""
+    """List the limits that changed commands, most frequent first. With more than 8 limits, group them by kind."""
     ordered = sorted(counts.items(), key=lambda each: -each[1])
     if len(ordered) <= LISTED:
         return [f"{count} x {name}" for name, count in ordered]
@@ -190,7 +201,7 @@ def _clipped(counts: Mapping[str, int]) -> list[str]:
 
 
 class SourceAges:
-    """The age of each source at its observation, and the time between the frames of different cameras."""
+    """Stores the age of each camera and of the state at each observation, and the time between frames of cameras."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, list[float]] = {}
@@ -199,8 +210,8 @@ class SourceAges:
         """Record one observation.
 
         Args:
-            ages: Source -> age in seconds.
-            cameras: The sources that are cameras with a frame in this observation.
+            ages: Age of each camera and of "state", seconds.
+            cameras: The cameras with a frame in this observation.
         """
         seconds = dict(ages)
         frames = [ages[name] for name in cameras if name in ages]
@@ -213,18 +224,27 @@ class SourceAges:
                     own.append(age)
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """Return p50, p95, p99 and max of each source's ages, in milliseconds."""
+        """Return p50, p95, p99 and max of the ages, in milliseconds, by camera and "state".
+
+        "skew" has the differences.
+        """
         return {name: percentiles(1e3 * age for age in ages) for name, ages in self._seconds.items() if ages}
 
 
 def gap(milliseconds: float, watched: bool, holds: int) -> str:
-    """Return the longest gap between two commands or holds as a text."""
+    """Format the longest gap between two commands or holds.
+
+    Args:
+        milliseconds: The gap.
+        watched: True if a watchdog was active.
+        holds: Number of holds by the watchdog.
+    """
     by = f"{holds} holds by the watchdog" if watched else "no watchdog"
     return f"{milliseconds:.3g} ms between two commands or holds, {by}"
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """Return p50, p95, p99 and max of numbers; {} without numbers."""
+    """Compute p50, p95, p99 and max, each rounded to 3 decimals. The result is {} without values."""
     numbers = np.fromiter(values, np.float64)
     if not numbers.size:
         return {}
@@ -233,12 +253,12 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 
 
 def rate(count: int, seconds: float) -> str:
-    """Return a rate per second as a text."""
+    """Format ``count`` events in ``seconds`` as a rate, such as "2.50 Hz"."""
     return f"{count / seconds:.2f} Hz" if seconds else "- Hz"
 
 
 def agreement_rows(agreement: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the lines of a printed report about shadow mode: a name and its text."""
+    """Return the lines of the printed report about shadow mode, each as (name, text)."""
     lines = [("agreement", f"{agreement['steps']} steps, {agreement['missing']} without a row of the policy")]
     rows = agreement.get("rows") or {"row": [], "numbers": {}}
     shown = sorted(

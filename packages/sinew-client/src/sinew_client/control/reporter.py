@@ -1,4 +1,4 @@
-"""Sends the state of a robot's run to its server once a second, on a thread that never delays a command."""
+"""Send the state of a robot's run to its server once a second, from a thread that never delays a command."""
 
 from __future__ import annotations
 
@@ -31,20 +31,27 @@ RECENT = 10  # rates and ages in a report are computed over this many reports
 
 
 class Reporter:
-    """Reports a loop's run to its server inside a ``with`` block. The last report states that the run has ended.
+    """Sends reports about a loop to its server, for the dashboard. Use it in a ``with`` block.
 
-    Each report opens its own short connection, so it never occupies a connection slot of the server. A report without
-    an answer is dropped. A server that rejects a report gets no more reports, and the rejection is logged.
+    The last report states that the run has ended. Each report opens its own short connection, so it does not occupy a
+    connection of the server. If a report gets no answer, it is dropped. If a server rejects a report, it gets no more
+    reports, and the rejection is logged.
 
     Args:
         loop: The loop.
-        where: ``Servers`` or ``StreamLink``, whose ``present`` is the server's address.
+        where: A ``Servers`` or ``StreamLink``, whose attribute ``present`` is the server's address.
+        api_key: Key of the server.
+        session: Session of the robot, as in its observations.
         name: Name of the robot on the dashboard.
-        facts: Facts of the robot, with its episodes and its arm; None reads them from the loop's robot.
+        facts: Facts of the robot; None reads them from the loop's robot.
+        period: Seconds between two reports.
 
     Attributes:
-        sent: Number of reports.
         refused: Addresses that rejected a report.
+
+    Example:
+        >>> with Reporter(loop, servers, name="arm-1"):
+        ...     loop.run()
     """
 
     def __init__(
@@ -75,7 +82,7 @@ class Reporter:
         self._thread.join(TIMEOUT_S + LAST_S)
 
     def look(self, ended: bool = False) -> RobotReport:
-        """Return the present state of the run."""
+        """Collect the present state of the run. ``ended`` is True for the last report."""
         loop, controller = self._loop, self._loop.controller
         (then, old_steps, old_ages), (now, steps, ages) = self._recent[0], self._note()
         span, ms = max(now - then, 1e-6), 1e3 / loop.settings.hz

@@ -1,4 +1,4 @@
-"""Carries one request at a time on its own thread, with deadline, cancellation and reconnects at growing intervals."""
+"""Send requests to a policy from a separate thread, one at a time, so that the control loop never waits."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ Call = Callable[[Mapping[str, Any], float], Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a request.
+    """The result of a request: a value, or the reason of a failure.
 
     Attributes:
-        value: Result of the call.
+        value: The answer, such as the actions of a chunk.
         reason: Why the request failed; "" after a success.
-        kind: Kind of the error; "" if the answer was only too late (:func:`~sinew_client.faults.kind_of`).
+        kind: Kind of the error; "" after a success, or if the failure is part of normal operation, such as a late
+            answer (:func:`~sinew_client.faults.kind_of`).
     """
 
     value: Any = None
@@ -39,19 +40,24 @@ class Outcome:
 
 
 class Requester:
-    """Sends one request at a time through a connection, without ever blocking its owner.
+    """Sends one request at a time from its own thread. Its methods never wait.
 
-    A call that hangs stays on its thread. At most four such calls are counted. When they reach this number, the oldest
-    is forgotten after 10 s, and the next ones after twice as long each. So a next request is always possible, and
-    threads do not pile up.
+    After a failure, it opens a new connection, with a growing pause between the attempts. If a call does not return by
+    its deadline, the request has failed. The call stays on its abandoned thread, and new requests use a new thread.
+    With four abandoned calls, new requests wait. The oldest call then stops counting after 10 s, the next one after
+    20 s, and so on. So there is always a next request, but never many threads.
 
     All times are seconds of one monotonic clock that the caller reads. If that clock is set back, the stored times
     move with it.
 
     Args:
-        connect: Opens a connection and returns its call. It runs on the request thread, again after every failure. If
-            the call has an attribute ``close``, it is called when the connection is dropped.
-        deadline: Seconds until a request has failed. The call gets the same number as its time limit.
+        connect: Function that opens a connection. It returns a function (observation, time limit) that returns the
+            actions. It runs on the request thread, and again after every failure. If the returned function has an
+            attribute ``close``, this is called when the connection is dropped.
+        deadline: Seconds until a request has failed. It is also the time limit of the call.
+
+    Attributes:
+        failures: Number of failed requests.
     """
 
     continuous = False  # each observation gets exactly one answer
@@ -73,12 +79,20 @@ class Requester:
         return self._answer is not None
 
     def ready(self, now: float) -> bool:
-        """Return True if a request may be sent now: none is in progress, and the pause after a failure is over."""
+        """Return True if a request may be sent now: no request is in progress, and no pause after a failure."""
         self._look(now)
         return not self.busy and now >= self._not_before and self._free(now)
 
     def ask(self, observation: Mapping[str, Any], now: float) -> None:
-        """Send a request. Raises RuntimeError if one is in progress."""
+        """Send a request.
+
+        Args:
+            observation: The observation.
+            now: Present time, seconds.
+
+        Raises:
+            RuntimeError: A request is in progress.
+        """
         if self.busy:
             raise RuntimeError("a request is in progress")
         self._look(now)
@@ -91,7 +105,10 @@ class Requester:
             self._answer.put(_failed(error))
 
     def poll(self, now: float) -> Outcome | None:
-        """Return the outcome of the request once. The result is None if the request is in progress or was returned."""
+        """Return the outcome of the request, once.
+
+        None means that the request is in progress, or that there is none.
+        """
         self._look(now)
         if self._answer is None:
             return None
@@ -112,12 +129,12 @@ class Requester:
         return outcome
 
     def cancel(self) -> None:
-        """Abandon the request in progress. Its answer is dropped."""
+        """Abandon the request in progress, and drop its answer."""
         if self._answer is not None:
             self._abandon()
 
     def close(self, wait: float = 0.0) -> None:
-        """End the thread after its present call. Wait for it at most ``wait`` seconds."""
+        """End the request thread after its present call. Wait for the call at most ``wait`` seconds."""
         self._answer = None
         if self._worker is not None:
             self._worker.end()
@@ -125,7 +142,7 @@ class Requester:
             self._worker = None
 
     def _abandon(self) -> None:
-        """Leave the worker with its hanging call. The next request opens a new connection on a new thread."""
+        """Abandon the thread with its hanging call. The next request opens a new connection on a new thread."""
         self._answer = None
         if self._worker is None:  # the operating system could not start a thread
             return
@@ -139,7 +156,10 @@ class Requester:
             self._hanging.pop(worker, None)
 
     def _free(self, now: float) -> bool:
-        """Return True if another call may hang. Forget the oldest hanging call if it has hung for too long."""
+        """Return True if the number of hanging calls allows a new request.
+
+        A call that hangs for too long stops counting.
+        """
         with self._lock:
             if len(self._hanging) < ABANDONED:
                 return True
@@ -161,7 +181,7 @@ class Requester:
 
 
 class _Worker:
-    """A thread with a connection. It reconnects after a failure. After :meth:`end`, it ends when its call returns."""
+    """A thread with one connection. It reconnects after a failure. After :meth:`end`, it ends when its call returns."""
 
     def __init__(self, connect: Callable[[], Call], on_end: Callable[[_Worker], None]):
         self._connect, self._left = connect, on_end
@@ -198,7 +218,7 @@ class _Worker:
 
 
 def _failed(error: BaseException) -> Outcome:
-    """Return the outcome of a request that raised. Unexpected errors are logged with their traceback."""
+    """Convert an exception of a request to an outcome. Log unexpected exceptions with their traceback."""
     kind = kind_of(error)
     try:
         text = str(error)[:LONGEST_REASON]

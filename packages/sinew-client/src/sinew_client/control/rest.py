@@ -1,7 +1,7 @@
-"""The end of a run: the robot returns to a pose slowly, without a policy and without a server.
+"""The end of a run: the robot returns slowly to a rest pose. This needs neither the policy nor a server.
 
-The pose is the robot's pose at the start of the run, or a named rest pose. The robot stays where it is if its state is
-unknown, if a person commands it, or if the motion does not tell the positions of its commands.
+The rest pose is the robot's pose at the start of the run, or a named pose. The robot holds where it is if its state is
+unknown, if a person commands it, or if the positions of its commands are unknown.
 """
 
 from __future__ import annotations
@@ -70,20 +70,20 @@ ENDED = "the run has ended"
 def rest_of(
     chosen: Any, facts: RobotFacts, motion: Motion, limits: Limits | None, names: Sequence[str], dim: int
 ) -> tuple[str | list[float], tuple[str, ...]]:
-    """Choose the pose to which the robot returns at the end of a run, with a note for the user before it moves.
+    """Choose the pose to which the robot returns at the end of a run.
 
     Args:
-        chosen: The user's choice: ``hold``, ``first``, the name of one of the robot's ``poses``, or the numbers of a
-            pose in the order of a command. None returns a physical robot to its first pose if its commands are
-            positions of joints, and holds any other robot.
+        chosen: The user's choice: ``hold``, ``first``, the name of one of the robot's ``poses``, or a list with the
+            values of a pose in the order of a command. None returns a physical robot to its first pose if its commands
+            are joint positions, and holds any other robot.
         facts: The robot's facts.
-        motion: Reference of the commands.
+        motion: The motion, which states what commands are relative to.
         limits: The limits of the run.
-        names: Names of the numbers of a command.
-        dim: D, numbers of a command.
+        names: Names of the values in a command.
+        dim: Number of values in a command (D).
 
     Returns:
-        :data:`HOLD`, :data:`FIRST`, or the numbers of a pose, and notes.
+        :data:`HOLD`, :data:`FIRST`, or the values of a pose, and notes for the user before the robot moves.
 
     Raises:
         SettingsError: There is no such pose, the pose does not fit the command, or it is outside the limits.
@@ -117,7 +117,10 @@ def rest_of(
 
 
 def _crooked(facts: RobotFacts, motion: Motion, names: Sequence[str], dim: int) -> str:
-    """Return the reason why the robot cannot return on a straight line by default; "" if it can."""
+    """Return the reason why the robot does not return to its first pose by default; "" if it does.
+
+    The robot returns by linear interpolation, so its commands must be positions that allow this.
+    """
     if not dim or not np.any(motion.placed(dim)):
         return "nothing states that its commands are positions (--motion states it)"
     if facts.between is None and _rotations(names):
@@ -126,16 +129,19 @@ def _crooked(facts: RobotFacts, motion: Motion, names: Sequence[str], dim: int) 
 
 
 def pose_of(given: Any, names: Sequence[str], dim: int, where: str = "rest") -> list[float]:
-    """Return the numbers of a pose in the order of a command.
+    """Convert a pose to a list of values in the order of a command.
 
     Args:
-        given: A list with one number for each number of a command, or a mapping from the numbers' names.
-        names: Names of the numbers of a command.
-        dim: D, numbers of a command; 0 if it is unknown.
+        given: A list with one number per value of a command, or a mapping from the names of the values.
+        names: Names of the values in a command.
+        dim: Number of values in a command (D); 0 if it is unknown.
         where: Name of the pose in error messages.
 
+    Returns:
+        The values.
+
     Raises:
-        SettingsError: The count or the names of the numbers differ from those of a command.
+        SettingsError: The names or the number of values differ from those of a command, or a number is not finite.
     """
     if isinstance(given, Mapping):
         if not names or sorted(given) != sorted(names):
@@ -157,7 +163,17 @@ def pose_of(given: Any, names: Sequence[str], dim: int, where: str = "rest") -> 
 
 
 def read_poses(path: Path) -> Mapping[str, Any]:
-    """Read the table ``poses`` of a limits file: rest poses by name, {} without the table. Raises SettingsError."""
+    """Read the rest poses in the table ``poses`` of a limits file.
+
+    Args:
+        path: The ``.toml`` or ``.json`` file.
+
+    Returns:
+        The poses by name; {} if the file has no such table.
+
+    Raises:
+        SettingsError: The file cannot be read, or ``poses`` is not a table.
+    """
     read = read_toml if path.suffix == ".toml" else read_json
     try:
         poses = read(path, finite=False).get("poses", {})
@@ -169,7 +185,7 @@ def read_poses(path: Path) -> Mapping[str, Any]:
 
 
 def within(pose: np.ndarray, motion: Motion, limits: Sequence[Limits]) -> np.ndarray:
-    """Return the pose nearest to ``pose`` [D] inside the ranges and workspaces of all ``limits``."""
+    """Clip a pose [D] to the ranges and the workspaces of all ``limits``, float64 [D]."""
     inside = np.array(pose, np.float64)
     placed = motion.placed(len(pose))
     for each in limits:
@@ -179,18 +195,18 @@ def within(pose: np.ndarray, motion: Motion, limits: Sequence[Limits]) -> np.nda
 
 
 def _rotations(names: Sequence[str]) -> bool:
-    """Return True if a name of a command's numbers is that of a rotation."""
+    """Return True if one of the names belongs to a rotation, such as "ee.yaw"."""
     return any(name.lower().replace("/", ".").replace(" ", ".").split(".")[-1] in _ROTATION for name in names)
 
 
 class RestPose(LoopListener):
-    """Returns the robot to its rest pose after a run. It belongs to one loop, and listens to all of the run.
+    """Returns the robot to its rest pose after a run. It belongs to one loop, and listens during the whole run.
 
     Args:
         settings: The run's settings, with ``rest`` resolved (:func:`rest_of`).
-        dim: D, numbers of a command.
+        dim: Number of values in a command (D).
         facts: The robot's facts.
-        also: Further limits that the return keeps, such as the policy's own limits in addition to the user's.
+        also: Further limits for the return, such as the policy's own limits in addition to the user's limits.
 
     Attributes:
         outcome: ``{"returned": bool, "text": ..., "seconds": ...}`` after the end of a run, {} before.
@@ -246,9 +262,10 @@ class RestPose(LoopListener):
         return {"rest": self.outcome}
 
     def go(self) -> None:
-        """Return the robot, or hold it where it is. Call this after the run, in the loop's thread.
+        """Return the robot to its rest pose, or hold it where it is. Call this after the run, in the loop's thread.
 
-        A second :meth:`Loop.stop` ends the return at once. Nothing that the robot raises leaves this method.
+        A second call of :meth:`Loop.stop` ends the return at once. Exceptions of the robot end the return and are
+        logged. This method does not raise them.
         """
         loop = self.loop
         if self._row is None:  # the robot has not moved, because it never got a command
@@ -326,13 +343,13 @@ class RestPose(LoopListener):
         controller.led(step, self._next() if self._goes else None, ENDED)
 
     def _pose(self, state: np.ndarray | None = None) -> np.ndarray:
-        """Return the robot's position from a state, or from the newest state, float64 [D]."""
+        """Return the robot's position, float64 [D], from ``state`` or, if it is None, from the newest state."""
         controller = self.loop.controller
         seen = self.loop.observer.state if state is None else state
         return np.asarray(controller.motion.pose(seen, controller.dim), np.float64)
 
     def _plans(self) -> str:
-        """Plan the way to the pose. Return the reason if there is no way; "" if the plan is made."""
+        """Plan the path to the rest pose. Return the reason if there is no safe path; "" after a success."""
         loop, controller = self.loop, self.loop.controller
         dim, motion = controller.dim, controller.motion
         assert self._row is not None
@@ -363,7 +380,15 @@ class RestPose(LoopListener):
         return ""
 
     def _duration(self, way: np.ndarray, motion: Motion) -> float:
-        """Return the duration of the return in seconds, so that it uses at most a share of each limit and range."""
+        """Compute the duration of the return, so that it uses at most half of each limit.
+
+        Args:
+            way: Absolute change of each value on the path, float64 [D].
+            motion: The motion, which states what commands are relative to.
+
+        Returns:
+            The duration in seconds; at least 3.
+        """
         hz = self.settings.hz
         unlimited = np.full(len(way), np.inf)
         velocity, acceleration, jerk, span = unlimited, unlimited, unlimited, unlimited
@@ -399,9 +424,9 @@ class RestPose(LoopListener):
         return max(seconds)
 
     def _lags(self) -> str:
-        """Return the reason why the return must stop; "" if it may continue.
+        """Check that the robot follows the path. Return the reason why the return must stop; "" if it may continue.
 
-        If the robot has arrived, this method ends the return.
+        If the robot has arrived at the rest pose, this method ends the return.
         """
         posed = self.loop.controller.motion.posed(len(self._way))
         length = float(np.linalg.norm(self._way))
@@ -434,7 +459,10 @@ class RestPose(LoopListener):
         return np.asarray(loop.last_row, np.float64)
 
     def _at(self, part: float) -> np.ndarray:
-        """Return the target at a share of the path's time, float64 [D]. The robot is at rest at both ends."""
+        """Return the target at the fraction ``part`` (0 to 1) of the path's time, float64 [D].
+
+        Speed is 0 at both ends.
+        """
         share = part**3 * (10.0 - 15.0 * part + 6.0 * part**2)
         if self.facts.between is not None and share < 1.0:
             return np.asarray(self.facts.between(self._start, self._goal, share), np.float64)
@@ -446,7 +474,7 @@ class RestPose(LoopListener):
         return self.loop.controller.motion.command(target, self.loop.observer.state)
 
     def _ends(self, reason: str) -> None:
-        """End the return. ``reason`` is why the robot is held where it is; "" if it is at its pose."""
+        """End the return, and log its outcome. ``reason`` states why the robot did not arrive; "" if it has arrived."""
         self._goes = False
         seconds = round(self._taken, 3)
         if reason:

@@ -1,4 +1,4 @@
-"""Open a robot by name: a dry one without hardware, a class with three methods, or one of LeRobot's robots."""
+"""Open a robot by name: one without hardware ("dry"), a Python class of yours, or one of LeRobot's robots."""
 
 from __future__ import annotations
 
@@ -23,14 +23,20 @@ logger = logging.getLogger(__name__)
 
 
 class RobotError(ClientError):
-    """A robot cannot be opened, or does not fit the policy; the message names the reason."""
+    """A robot cannot be opened, or does not fit the policy. The message states the reason."""
 
 
 class Dry:
-    """A robot without hardware that fits a policy: frames of noise, and a state that follows the commands.
+    """A robot without hardware, for a dry run. It fits any policy.
+
+    Its frames are noise, and its state follows the commands.
 
     Args:
         policy: The policy's description (``metadata()["policy"]``).
+
+    Attributes:
+        commands: Number of commands so far.
+        holds: Number of holds so far.
     """
 
     physical = False
@@ -60,9 +66,9 @@ class Dry:
 
 
 class Pair:
-    """Two of LeRobot's robots as one robot.
+    """Combines two of LeRobot's robots into one robot.
 
-    Names of the first robot's numbers begin with ``left_``, those of the second with ``right_``.
+    The names of the first robot's joints and cameras begin with ``left_``, those of the second robot with ``right_``.
 
     Raises:
         RobotError: Only one of the robots uses degrees.
@@ -91,7 +97,7 @@ class Pair:
         return self._named(lambda arm: arm.observation_features)
 
     def connect(self) -> None:
-        """Connect both robots. If the second cannot be connected, disconnect the first."""
+        """Connect both robots. If the second robot cannot be connected, disconnect the first one."""
         self.sides["left"].connect()
         try:
             self.sides["right"].connect()
@@ -118,26 +124,27 @@ class Pair:
 
 
 class LeRobotArm:
-    """One of LeRobot's robots, with joints in the order of its action features and cameras by their names.
+    """A wrapper around one of LeRobot's robots, with the methods that Sinew's control loop needs.
 
-    To hold, it sends the last action again, or the present position before the first action. The robot's bus takes one
-    caller at a time, so the robot is not held while it is observed. Its servos keep their goal in this time.
+    To hold, it sends the last action again. Before the first action, it sends the present position. The robot's bus
+    allows one caller at a time, so the robot cannot be held while it is observed. Its servos hold their goal meanwhile.
 
-    If the robot is closed away from its rest pose and its configuration has ``disable_torque_on_disconnect``, the
-    motors stay on, so that the robot does not fall.
+    If you close a robot that is not at its rest pose, its motors stay on, so that the robot does not fall. This
+    overrides ``disable_torque_on_disconnect`` of its configuration.
 
     Args:
         robot: A robot with ``action_features``, ``observation_features``, ``get_observation`` and ``send_action``
             (LeRobot 0.4).
-        policy: The policy's description. If its state and action have no ``dim``, as for poses, the robot's joints
-            keep their order.
-        cameras: Camera of the policy -> camera of the robot; the same names if absent.
-        joints: Joint of the policy -> joint of the robot (:func:`match_joints`). If the policy names no joints, the
-            robot's joints keep their order.
+        policy: The policy's description. If it does not name its joints, the robot's own order is used.
+        cameras: For each camera of the policy, the camera of the robot, if their names differ.
+        joints: For each joint of the policy, the joint of the robot, if their names differ (:func:`match_joints`).
 
     Attributes:
-        motion: Reference of the commands, if it follows from their names.
-        joint_unit: "deg", or "of -100 to 100" (of the calibrated range), if the configuration states it.
+        motion: The motion "absolute" if all names of actions end in ".pos", else None.
+        joint_unit: "deg", or "of -100 to 100" (the calibrated range), if the configuration states it, else "".
+
+    Raises:
+        RobotError: The robot does not have the policy's joints or cameras.
     """
 
     concurrent_hold = False
@@ -202,18 +209,21 @@ class LeRobotArm:
         self.robot.send_action(self._last)
 
     def rested(self) -> None:
-        """Record that the robot is at its rest pose, where its motors may be switched off."""
+        """Record that the robot is at its rest pose, so that ``close`` may switch its motors off."""
         self._free = True
 
     def close(self) -> None:
-        """Disconnect the robot. Away from the rest pose its motors stay on, with the last command as their goal."""
+        """Disconnect the robot.
+
+        If it is not at its rest pose, its motors stay on, with the last command as their goal.
+        """
         for side in [] if self._free else getattr(self.robot, "sides", {"": self.robot}).values():
             keep_torque(side)
         self.robot.disconnect()
 
 
 def keep_torque(robot: Any) -> None:
-    """Configure one of LeRobot's robots, and the arms inside it, to keep the motors on at a disconnect."""
+    """Configure one of LeRobot's robots, and the arms inside it, so that its motors stay on after a disconnect."""
     for part in (robot, *(getattr(robot, name, None) for name in ("left_arm", "right_arm"))):
         config = getattr(part, "config", None)
         if getattr(config, "disable_torque_on_disconnect", False):
@@ -226,18 +236,19 @@ def keep_torque(robot: Any) -> None:
 def joints_of(
     policy: Mapping[str, Any], state: Sequence[str], action: Sequence[str], given: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return the robot's joints in the order of a policy's state, and in the order of its action.
-
-    If the policy names no joints, they are in the robot's own order.
+    """Order a robot's joints as in a policy's state and action.
 
     Args:
-        policy: The policy's description.
-        state: Joints of the robot's state.
-        action: Joints of the robot's command.
-        given: Joint of the policy -> joint of the robot.
+        policy: The policy's description. If it does not name its joints, the robot's own order is used.
+        state: Names of the joints in the robot's state.
+        action: Names of the joints in the robot's command.
+        given: For each joint of the policy, the joint of the robot, if their names differ.
+
+    Returns:
+        The robot's joints in the order of the policy's state, and in the order of its action.
 
     Raises:
-        RobotError: The joints do not fit.
+        RobotError: Robot and policy have different joints, or ``given`` has a joint that the policy does not have.
     """
     orders, unknown = [], {**given}
     for what, had in (("state", state), ("action", action)):
@@ -256,12 +267,24 @@ def joints_of(
 def match_joints(
     wanted: Sequence[str], had: Sequence[str], given: Mapping[str, str], what: str = "joints"
 ) -> list[str]:
-    """Return the robot's joint for each joint of a policy.
+    """Find the robot's joint for each joint of a policy.
 
-    That is the joint in ``given``, or the joint with the same name, with or without LeRobot's ``.pos``.
+    Args:
+        wanted: Joints of the policy.
+        had: Joints of the robot.
+        given: For each joint of the policy, the joint of the robot. Without an entry, the names must be equal, with or
+            without LeRobot's suffix ``.pos``.
+        what: "state" or "action", for error messages.
+
+    Returns:
+        The robot's joints in the order of ``wanted``.
 
     Raises:
-        RobotError: Joints are missing. The message names them and the option that maps them.
+        RobotError: Joints are missing. The message names the joints, and the option that maps them.
+
+    Example:
+        >>> match_joints(["elbow"], ["elbow.pos"], {})
+        ['elbow.pos']
     """
     matches = []
     for name in wanted:
@@ -294,11 +317,14 @@ def open_lerobot(
     """Open and connect one of LeRobot's robots.
 
     Args:
-        kind: Type of the robot, such as ``so101_follower``, or two types joined by a plus for a :class:`Pair`.
-        options: Fields of the robot's configuration; for a pair, the fields of ``left`` and of ``right``.
+        kind: Type of the robot, such as ``so101_follower``. Two types joined by a plus open a :class:`Pair`.
+        options: Fields of the robot's configuration. For a pair, a mapping with "left" and "right".
         policy: The policy's description.
-        cameras: Camera of the policy -> camera of the robot.
-        joints: Joint of the policy -> joint of the robot.
+        cameras: For each camera of the policy, the camera of the robot, if their names differ.
+        joints: For each joint of the policy, the joint of the robot, if their names differ.
+
+    Returns:
+        The connected robot.
 
     Raises:
         RobotError: The robot cannot be opened, or does not fit the policy.
@@ -338,9 +364,14 @@ def open_lerobot(
 
 
 def lerobot_config(made: Any, options: Mapping[str, Any]) -> Any:
-    """Create one of LeRobot's configurations from plain values.
+    """Create one of LeRobot's configuration objects from plain values.
 
-    The values have the form of LeRobot's command line: cameras are objects with their ``type``.
+    Args:
+        made: The class of the configuration.
+        options: Field -> value, as on LeRobot's command line. Cameras are objects with their ``type``.
+
+    Returns:
+        The configuration.
 
     Raises:
         ValueError: A field is not valid. The message names it.
@@ -354,12 +385,15 @@ def lerobot_config(made: Any, options: Mapping[str, Any]) -> Any:
 
 
 def register_cameras(options: Mapping[str, Any]) -> None:
-    """Import LeRobot's modules for the types of all cameras in the options, also of arms inside a robot.
+    """Import LeRobot's modules for all cameras in the options of a robot, and of the arms inside it.
 
-    LeRobot's own commands do so too. Before the import, LeRobot's configurations accept no camera.
+    LeRobot's configurations accept a type of camera only after its module was imported.
+
+    Args:
+        options: Fields of a robot's configuration.
 
     Raises:
-        ValueError: LeRobot has no such type of a camera, or its module cannot be imported.
+        ValueError: LeRobot has no such type of camera, or its module cannot be imported.
     """
     for name, value in options.items():
         if not isinstance(value, Mapping):
@@ -383,19 +417,20 @@ PLUGINS = ("lerobot_robot_", "lerobot_camera_", "lerobot_teleoperator_")
 
 
 class UnknownTypeError(KeyError):
-    """No class of LeRobot's configurations has this type."""
+    """LeRobot has no robot, camera or teleoperator of this type."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def import_plugins() -> dict[str, str]:
-    """Import the installed plugins of LeRobot, as LeRobot's own commands do. A plugin registers its types.
+    """Import the installed plugins of LeRobot, as LeRobot's own commands do. Each plugin then registers its types.
 
-    Releases up to 0.4 find plugins by the names of modules, later releases by the names of distributions.
+    LeRobot up to 0.4 finds plugins by the names of modules, and later releases by the names of distributions. This
+    function supports both.
 
     Returns:
-        Name of each plugin that could not be imported -> the reason.
+        For each plugin that could not be imported, the reason.
     """
     names = {module.name for module in pkgutil.iter_modules()}
     names.update(each.metadata["Name"] or "" for each in importlib.metadata.distributions())
@@ -413,15 +448,18 @@ def _problem_of(plugin: str) -> str:
 
 
 def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
-    """Return the class of LeRobot's configurations for a type.
+    """Find LeRobot's configuration class for a type of robot, camera or teleoperator.
 
-    A type is registered when its module is imported. A module may have several types (``so_follower``), and a plugin
-    registers its types when it is imported.
+    LeRobot registers a type when the type's module is imported. So this function imports the plugins, and then the
+    modules of the package until the type is registered.
 
     Args:
-        package: LeRobot's package with the modules of the types.
-        base: LeRobot's base class of the configurations.
-        kind: The type.
+        package: LeRobot's package with the modules of the types, such as ``lerobot.robots``.
+        base: LeRobot's base class of these configurations.
+        kind: The type, such as "so101_follower".
+
+    Returns:
+        The configuration class.
 
     Raises:
         UnknownTypeError: There is no such type.
@@ -452,7 +490,17 @@ def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
 
 
 def find_class(text: str) -> Callable[..., Robot]:
-    """Load the class ``module:Class`` from the current folder or an installed package. Raises ClientError."""
+    """Import a robot class of the user.
+
+    Args:
+        text: ``module:Class``. The module is in the current folder or in an installed package.
+
+    Returns:
+        The class, or another callable that creates a robot.
+
+    Raises:
+        ClientError: The module or the class does not exist.
+    """
     value = load_named(text, f"robot {text}")
     if not callable(value):
         raise RobotError(f"robot {text}: expected a class, got {type(value).__name__}")
@@ -460,9 +508,18 @@ def find_class(text: str) -> Callable[..., Robot]:
 
 
 def open_class(text: str, options: Mapping[str, Any], cameras: Mapping[str, str] | None = None) -> Any:
-    """Create an instance of ``module:Class``, a class with the methods observe, act and hold.
+    """Create a robot from a class of the user with the methods ``observe``, ``act`` and ``hold``.
 
-    ``cameras`` maps a camera of the policy to a camera of the robot, if their names differ.
+    Args:
+        text: ``module:Class``.
+        options: Keyword arguments of the class.
+        cameras: For each camera of the policy, the camera of the robot, if their names differ.
+
+    Returns:
+        The robot.
+
+    Raises:
+        RobotError: The robot cannot be created, or a method is missing.
     """
     factory = find_class(text)
     try:
@@ -475,14 +532,15 @@ def open_class(text: str, options: Mapping[str, Any], cameras: Mapping[str, str]
 
 
 def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> Any:
-    """Return the robot with its numbers in the order of the policy's numbers.
-
-    The robot is returned unchanged if it has no ``joints``, or if the policy names no joints.
+    """Wrap a robot so that its state and its commands have the order of the policy's state and action.
 
     Args:
         robot: The robot. Its ``joints`` are a list of names, or one list each for "state" and "action".
         policy: The policy's description.
-        given: Joint of the policy -> joint of the robot.
+        given: For each joint of the policy, the joint of the robot, if their names differ.
+
+    Returns:
+        The wrapped robot. The robot itself if the order is the same, or if robot or policy do not name their joints.
 
     Raises:
         RobotError: The joints do not fit, or ``given`` has joints but the robot has no names.
@@ -517,11 +575,11 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
 
 
 class Renamed:
-    """A robot with the policy's names for its cameras.
+    """A wrapper around a robot that gives its cameras the policy's names.
 
     Args:
         robot: The robot.
-        cameras: Camera of the policy -> camera of the robot. All other cameras keep their names.
+        cameras: For each camera of the policy, the camera of the robot. All other cameras have the same name in both.
     """
 
     def __init__(self, robot: Any, cameras: Mapping[str, str]):
@@ -529,7 +587,7 @@ class Renamed:
         self.act, self.hold = robot.act, robot.hold
 
     def facts(self) -> RobotFacts:
-        """Return the facts of the robot itself."""
+        """Return the facts of the wrapped robot."""
         return facts_of(self._robot)
 
     def observe(self) -> dict[str, Any]:
@@ -538,13 +596,13 @@ class Renamed:
 
 
 class Ordered:
-    """A robot with its numbers in the order of a policy's numbers.
+    """A wrapper around a robot that converts its state and its commands to the order of a policy.
 
     Args:
         robot: The robot.
-        states: Index of each number of the policy's state in the robot's state.
-        actions: Index of each number of the robot's command in the policy's action.
-        joints: Names of the robot's command, in the policy's order.
+        states: For each value of the policy's state, its index in the robot's state.
+        actions: For each value of the robot's command, its index in the policy's action.
+        joints: Names of the values in a command, in the policy's order.
     """
 
     def __init__(self, robot: Any, states: Sequence[int], actions: Sequence[int], joints: Sequence[str]):
@@ -557,7 +615,7 @@ class Ordered:
         self.hold = robot.hold
 
     def facts(self) -> RobotFacts:
-        """Return the facts of the robot itself, with the joints in the policy's order."""
+        """Return the facts of the wrapped robot, with joints and poses in the policy's order."""
         own = facts_of(self._robot)
         sense = own.sense
         reordered = None if sense is None else lambda: np.asarray(sense())[self._states]
@@ -565,7 +623,7 @@ class Ordered:
         return replace(own, joints=self._joints, sense=reordered, poses=poses)
 
     def _pose(self, pose: Any) -> Any:
-        """Return a pose of the robot in the policy's order."""
+        """Convert a rest pose of the robot to the policy's order. A pose of another size is returned unchanged."""
         if isinstance(pose, Mapping):
             return [pose[name] for name in self._joints] if sorted(pose) == sorted(self._joints) else pose
         return np.asarray(pose)[np.argsort(self._actions)] if len(pose) == len(self._actions) else pose
@@ -584,11 +642,14 @@ class Ordered:
 
 
 def renamed(images: Mapping[str, Any], cameras: Mapping[str, str]) -> dict[str, Any]:
-    """Return frames with the policy's names for the cameras.
+    """Rename the cameras of an observation from the robot's names to the policy's names.
 
     Args:
         images: Frames by the robot's cameras.
-        cameras: Camera of the policy -> camera of the robot.
+        cameras: For each camera of the policy, the camera of the robot. All other cameras have the same name in both.
+
+    Returns:
+        The same frames by the policy's cameras.
 
     Raises:
         RobotError: The robot has no such camera.

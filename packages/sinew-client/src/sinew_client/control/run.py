@@ -1,7 +1,7 @@
-"""One robot's run: the only place that assembles a control loop.
+"""Assemble the control loop of a run from a policy, a robot and the user's settings.
 
-The command line, :func:`sinew.run`, the evaluation, the ROS node and the LeRobot plugin all open a :class:`Run`. So the
-same policy on the same robot always has the same limits, rate, chunk merging and action prefix.
+The command line, :func:`sinew.run`, the evaluation, the ROS node and the LeRobot plugin all use :class:`Run`. So the
+same policy on the same robot always has the same limits, control rate, chunk merging and action prefix.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ FOLLOWS = ("committed_rows", "refine", "chunk_size")
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The resolved settings of a run, before anything moves.
+    """All settings of a run, resolved before the robot moves.
 
     Attributes:
         policy: The policy's description: ``metadata()["policy"]`` of a server, or ``spec.to_dict()``.
         robot: The robot.
-        facts: What the robot states about itself.
+        facts: Optional facts about the robot, such as its joint names.
         settings: All settings of the controller.
         choice: The method of chunk merging, and the reason for it.
-        prompt: The first instruction; "" if observations contain it.
-        dim: D, numbers of a command; 0 if the policy does not state it.
-        names: Names of the numbers of "state" and "action"; [] if neither policy nor robot names them.
-        also: The policy's own limits, if the user chose other limits. The return to the rest pose keeps both.
+        prompt: The first instruction; "" if the robot's observations contain the instruction.
+        dim: Number of values in a command (D); 0 if the policy does not state it.
+        names: Names of the values of "state" and "action"; [] if neither the policy nor the robot names them.
+        also: The policy's own limits, if the user chose other limits. The return to the rest pose respects both.
         fixed_prompt: True if the user chose the instruction for all episodes.
         notes: Notes for the user before the robot moves, one sentence each.
     """
@@ -85,16 +85,16 @@ class RunPlan:
             policy: The policy's description.
             robot: The robot.
             settings: Fields of :class:`Settings` that the user chose. ``limits`` is a mapping or :class:`Limits`. If
-                it is absent or None, the policy's own limits apply; {} sets no limits. If ``hz`` is absent, it is the
-                robot's or the policy's rate.
+                it is absent or None, the policy's own limits apply. {} sets no limits. If ``hz`` is absent, the robot's
+                or the policy's rate is used.
             prompt: The instruction for all episodes. "" takes the robot's instruction, or else the policy's. None
                 takes the instruction of the observations.
             edge: An adapter that refines chunks in every control step.
-            takeover: True if a human may take over. The difference between successive commands is then always
-                measured.
+            takeover: True if a human may take over. The report then always contains the largest step at a change of the
+                driver, even without limits.
 
         Returns:
-            The plan. Nothing has moved, and no connection is open.
+            The plan. The robot has not moved, and no connection is open.
 
         Raises:
             SettingsError: A setting is missing, unknown, or does not fit the policy. The message begins with its
@@ -171,13 +171,19 @@ class RunPlan:
 
 
 def _window(rows: int, policy: Mapping[str, Any], hz: float) -> int:
-    """Return the largest number of waypoints in a stream's window: a whole chunk at the robot's rate."""
+    """Compute the largest number of waypoints in a window of a stream: a whole chunk, converted to the robot's rate.
+
+    Args:
+        rows: Number of actions in a chunk.
+        policy: The policy's description.
+        hz: The robot's control rate, Hz.
+    """
     own = float(policy.get("control_hz") or hz)
     return max(MAX_ROWS, min(math.ceil(rows * max(1.0, hz / own)) + 1, LARGEST_CHUNK))
 
 
 def _prompt(prompt: str | None, facts: RobotFacts, policy: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Return the first instruction, and a note if it replaces the robot's own instruction."""
+    """Choose the first instruction, and write a note if it replaces the robot's own one. Raises SettingsError."""
     if prompt is None:
         return "", ()
     own = facts.task()
@@ -195,7 +201,7 @@ def _prompt(prompt: str | None, facts: RobotFacts, policy: Mapping[str, Any]) ->
 def _limits(
     chosen: Mapping[str, Any] | Limits | None, policy: Mapping[str, Any], dim: int, names: Sequence[str]
 ) -> Limits | None:
-    """Return the limits of a run: the user's limits, or else the policy's own."""
+    """Return the limits of a run in the order of ``names``: the user's limits, or else the policy's own limits."""
     if isinstance(chosen, Limits):
         limits: Limits | None = chosen
     elif chosen is None:
@@ -212,9 +218,10 @@ def _plain(limits: Limits | None) -> dict[str, Any] | None:
 def _measured(
     limits: Limits | None, motion: Mapping[str, Any] | None, names: Sequence[str], dim: int
 ) -> dict[str, Any]:
-    """Return limits that have a standing command.
+    """Return the limits as plain values, with the command of a standing robot (``still``) added if it is missing.
 
-    With them, the difference between the human's and the policy's commands can be measured at a take-over.
+    A take-over needs limits, even without any bounds: with them, the controller measures the step between the last
+    command before a change of the driver and the first command after it.
     """
     plain = dict(_plain(limits) or {"names": list(names)})
     if not any(value is not None for value in plain.get("still") or ()):
@@ -226,7 +233,7 @@ def _measured(
 def _joint_notes(
     facts: RobotFacts, names: Sequence[str], own: Sequence[str], limits: Limits | None, dim: int
 ) -> tuple[str, ...]:
-    """Return the notes about joints and speeds of a robot that can break something."""
+    """Write notes for the user of a physical robot: about the order of its joints, and about missing speed limits."""
     if not facts.physical or facts.bounds_speed or not dim:
         return ()
     notes = []
@@ -240,13 +247,13 @@ def _joint_notes(
 
 
 class Run:
-    """A policy that drives a robot.
+    """A run: a policy that drives a robot. Create it with :meth:`open`.
 
     Attributes:
         plan: All settings, and the reasons for the automatic choices.
-        loop: The control loop, for pause, take-over and the instruction.
-        rest: Returns the robot to its rest pose.
-        server: The source of the server's present address, for a :class:`Reporter`; None without a server.
+        loop: The control loop, for pause, resume and a new instruction.
+        rest: The listener that returns the robot to its rest pose.
+        server: An object whose ``present`` is the server's address, for a :class:`Reporter`; None without a server.
     """
 
     def __init__(
@@ -267,7 +274,7 @@ class Run:
             plan: The result of :meth:`RunPlan.of`.
             source: A source of actions, or a function that opens a connection for requests.
             robot: The robot for the loop; None takes the plan's robot. It may be a wrapper around that robot.
-            server: The source of the server's present address, for reports.
+            server: An object whose ``present`` is the server's address, for reports.
             edge: The adapter of the plan.
             listeners: Further parts of the loop, such as a take-over. They are called after the policy's history and
                 the adapter.
@@ -315,10 +322,10 @@ class Run:
         pace: Pace | None = None,
         hold_refused: bool = False,
     ) -> Run:
-        """Open a run: derive its settings and assemble its loop. Nothing moves before :meth:`run`.
+        """Open a run: derive its settings and assemble its loop. The robot does not move before you call :meth:`run`.
 
         Args:
-            policy: The address of a server ("tcp://host:port", or a list of them), an open policy, or a policy's
+            policy: The address of a server ("tcp://host:port", or a list of addresses), an open policy, or a policy's
                 description together with ``source``.
             robot: The robot, with the methods observe, act and hold.
             settings: Fields of :class:`Settings` that you choose, such as ``{"hz": 30, "limits": {...}}``. All other
@@ -342,8 +349,7 @@ class Run:
             ClientError: The server cannot be reached, or rejects the request.
 
         Example:
-            >>> with Run.open("tcp://server:5555", Arm(), {"limits": {"velocity": 1.5}}, prompt="stack the cups") as
-                run:
+            >>> with Run.open("tcp://server:5555", Arm(), {"limits": {"velocity": 1.5}}, prompt="stack cups") as run:
             ...     print(run.plan.choice)
             ...     report = run.run()
         """
@@ -376,10 +382,10 @@ class Run:
         """Send the state of the run to a server once a second (docs/dashboard.md#robots).
 
         Args:
-            server: The source of the server's present address: ``Servers`` or ``StreamLink``.
+            server: A ``Servers`` or ``StreamLink``, whose attribute ``present`` is the server's address.
             name: Name of the robot on the dashboard.
             api_key: Key of the server.
-            session: Name of the robot's stream, if it has a stream.
+            session: Session of the robot, if it has a stream.
         """
         from sinew_client.control.reporter import Reporter
 
@@ -388,8 +394,8 @@ class Run:
     def run(self, steps: int | None = None) -> Cadence:
         """Drive the robot. The robot holds at the end of the run, even after an error.
 
-        Then the robot returns to its rest pose (``Settings.rest``) and holds there. It holds where it is if its state
-        is unknown, if a person commands it, or if the run is paused.
+        Then the robot returns to its rest pose (``Settings.rest``) and holds there. If its state is unknown, if a
+        person commands it, or if the run is paused, it does not return and holds where it is.
 
         Args:
             steps: Number of control steps since the start of the run; None drives until the robot ends the run, or
@@ -408,7 +414,7 @@ class Run:
         return self.loop.report()
 
     def stop(self) -> None:
-        """End after the present control step, from any thread. A second call also ends the return to the rest pose."""
+        """End the run after the present control step. A second call also ends the return. Safe from any thread."""
         self.loop.stop()
 
     def close(self) -> None:
@@ -423,7 +429,7 @@ class Run:
 
 
 def described(policy: Any) -> Mapping[str, Any]:
-    """Return the description of an open policy, with the limits of its actions if the policy states them."""
+    """Return the description of an open policy, including the limits of its actions if the policy states limits."""
     stated: Mapping[str, Any] = (
         policy.metadata()["policy"] if hasattr(policy, "metadata") else policy.spec.to_dict()
     )
@@ -431,7 +437,20 @@ def described(policy: Any) -> Mapping[str, Any]:
 
 
 def _opened(policy: Any, source: Sources | None, api_key: str) -> tuple[Mapping[str, Any], Sources, Any]:
-    """Return a policy's description, its source of actions, and the source of the server's present address."""
+    """Open what the user passed as a policy.
+
+    Args:
+        policy: Address, addresses, open policy or description, as in :meth:`Run.open`.
+        source: The source of actions, or None.
+        api_key: Key of the server.
+
+    Returns:
+        The policy's description, its source of actions, and the object with the server's present address or None.
+
+    Raises:
+        SettingsError: ``policy`` is a text that is not an address.
+        ClientError: The server cannot be reached, or rejects the request.
+    """
     if source is not None:
         description = policy if isinstance(policy, Mapping) else described(policy)
         return description, source, source if hasattr(source, "present") else None

@@ -1,4 +1,4 @@
-"""Limits of a robot, and the guard that checks every command against them."""
+"""The limits of a robot, and the guard that checks every command against the limits."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ OUTSIDE = "the next command would leave the workspace"
 
 
 class LimitsError(ClientError, ValueError):
-    """A limit is missing, has the wrong length or contradicts another one; the message names the field."""
+    """A limit is missing, has the wrong length, or contradicts another limit. The message names the field."""
 
 
 class RowsError(ClientError, ValueError):
-    """The actions must not be sent to a robot; the message names the reason."""
+    """The actions are not valid and must not be sent to a robot. The message states the reason."""
 
     code = "bad_chunk"
 
@@ -36,7 +36,17 @@ class RowsError(ClientError, ValueError):
 def checked_rows(
     given: Any, dim: int, most: int = MAX_ROWS, least: int = 1, what: str = "a chunk"
 ) -> np.ndarray:
-    """Check actions, and return them as float32 [least to most, dim]. With ``dim`` 0, any width is allowed.
+    """Check the shape and the numbers of a chunk, and convert it to float32.
+
+    Args:
+        given: The actions.
+        dim: Required number of values in an action (D); 0 allows any number.
+        most: Largest number of actions.
+        least: Smallest number of actions.
+        what: Name of the chunk in error messages.
+
+    Returns:
+        The actions, float32 [H, D].
 
     Raises:
         RowsError: The actions are not finite real numbers of that shape.
@@ -61,23 +71,29 @@ def checked_rows(
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of each number of a command, float64 [D], in robot units and seconds. An infinite value is no limit.
+    """The limits of each value in a command, float64 [D], in robot units and seconds. Infinity means no limit.
 
     Attributes:
         low: Smallest command.
         high: Largest command.
-        velocity: Largest change per second.
-        acceleration: Largest change of velocity, per second squared.
-        jerk: Largest change of acceleration, per second cubed.
-        jump: Largest difference between an action and the last command. An action that differs more is not sent, and
+        velocity: Largest change of a command per second.
+        acceleration: Largest change of the velocity, per second squared.
+        jerk: Largest change of the acceleration, per second cubed.
+        jump: Largest difference between an action and the last command. If an action differs more, it is not sent, and
             the robot holds.
-        workspace_low: Smallest pose that a command may lead to, in the numbers of the state, for actions that are
-            measured from the state (:class:`~sinew_client.control.motion.Offsets`).
-        workspace_high: Largest pose that a command may lead to.
+        workspace_low: Smallest position that a command may lead to, in the units of the state. It is for delta actions
+            (:class:`~sinew_client.control.motion.Offsets`), where ``low`` limits only the size of a delta.
+        workspace_high: Largest position that a command may lead to.
         still: The command of a robot that stands still, such as 0 for a velocity. NaN if the robot holds by repeating
             the last command.
-        names: Name of each number; () if unknown.
-        when: "clip" sends the nearest allowed command and counts it. "hold" holds instead.
+        names: Name of each value; () if unknown.
+        when: "clip" sends the nearest allowed command, and counts it. "hold" holds the robot instead.
+
+    Raises:
+        LimitsError: Limits contradict each other, or are not above 0 where they must be.
+
+    Example:
+        >>> limits = Limits.parse({"low": -3.1, "high": 3.1, "velocity": 1.5}, dim=6)
     """
 
     low: np.ndarray
@@ -110,35 +126,35 @@ class Limits:
 
     @property
     def dim(self) -> int:
-        """D, numbers of a command."""
+        """Number of values in a command (D)."""
         return len(self.low)
 
     @functools.cached_property
     def paced(self) -> np.ndarray:
-        """True for numbers with a limit that depends on the last command, bool [D]."""
+        """Which values have a limit that depends on the last command (velocity, acceleration, jerk, jump), bool [D]."""
         return np.any([np.isfinite(getattr(self, name)) for name in RATES], axis=0)
 
     @functools.cached_property
     def boxed(self) -> np.ndarray:
-        """True for numbers with a workspace, bool [D]."""
+        """Which values have a workspace, bool [D]."""
         return np.isfinite(self.workspace_low) | np.isfinite(self.workspace_high)
 
     def unpaced(self) -> list[str]:
-        """Return the names of the numbers without a limit of velocity, acceleration, jerk or jump."""
+        """Return the names of the values without a limit of velocity, acceleration, jerk or jump."""
         return [self.name(at) for at in np.flatnonzero(~self.paced)]
 
     def name(self, joint: int) -> str:
-        """Return the name of a number, or its index if it has none."""
+        """Return the name of value number ``joint``, or its index as text if it has no name."""
         return self.names[joint] if joint < len(self.names) else str(joint)
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], dim: int, where: str = "limits") -> Limits:
-        """Read limits from a mapping.
+        """Create limits from plain values.
 
         Args:
-            given: Field of :class:`Limits` -> a list of D numbers, or one number for all. None or a missing key means
-                no limit.
-            dim: D, numbers of a command.
+            given: For each field of :class:`Limits`, a list of D numbers, or one number for all values. None or a
+                missing key means no limit.
+            dim: Number of values in a command (D).
             where: Prefix of error messages.
 
         Returns:
@@ -176,7 +192,7 @@ class Limits:
 
         Args:
             path: The file.
-            dim: D, numbers of a command.
+            dim: Number of values in a command (D).
 
         Returns:
             The limits.
@@ -197,13 +213,13 @@ class Limits:
 
     @classmethod
     def from_metadata(cls, policy: Mapping[str, Any]) -> Limits | None:
-        """Return the limits that a server states for its policy's actions (``action.limits``).
+        """Read the limits of the actions in a policy's description (``action.limits``).
 
         Args:
             policy: The policy's description, ``metadata()["policy"]``.
 
         Returns:
-            The limits; None if the server states no limits.
+            The limits; None if the description has no limits.
 
         Raises:
             LimitsError: The description is malformed.
@@ -217,10 +233,10 @@ class Limits:
         return cls.parse({"names": action.get("names"), **table}, action["dim"], "action.limits")
 
     def ordered(self, names: Sequence[str], where: str = "limits") -> Limits:
-        """Return the same limits in another order of the numbers.
+        """Return the same limits with the values in another order.
 
         Args:
-            names: Names of the numbers, in the new order. Limits without names are in this order already.
+            names: Names of the values, in the new order. Limits without names already have this order.
             where: Prefix of error messages.
 
         Returns:
@@ -265,10 +281,10 @@ def _vector(value: Any, dim: int, field: str, sign: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The guard's answer to a command.
+    """The result of a check by the guard.
 
     Attributes:
-        row: The command that may be sent; None to hold.
+        row: The command that may be sent, float32 [D]; None if the robot must hold.
         reason: Why the robot holds.
         clipped: Joints and limits that changed the command, such as "elbow.velocity".
     """
@@ -281,23 +297,25 @@ class Verdict:
 class Guard:
     """Checks every command against the limits and the previous commands.
 
-    Velocity is the change of position commands per second, as float32 numbers, from the position of :meth:`start` on.
-    Until that position is known, nothing may be sent.
+    Velocity is the difference of two successive commands divided by the period. The first command is compared with the
+    position of :meth:`start`. Until this position is known, no command may be sent. The guard ensures these rules:
 
-    * Range and velocity are kept bit for bit. The ends of the range are rounded to float32.
-    * The robot may slow down by less than one float32 step more than its acceleration allows, if no number in between
-    can be sent.
-    * Near the end of its range, the robot is slowed early enough to stop there within its acceleration.
-    * A hold (repeating the last command) is always allowed, even beyond the acceleration, because a stop has priority.
+    * Commands never exceed the range and the velocity, not even by a bit. The ends of the range are rounded to float32.
+    * The acceleration may be exceeded by less than one float32 step, if there is no float32 number in between.
+    * Near the end of its range, the robot slows down early enough to stop there within its acceleration.
+    * A hold is always allowed, even beyond the acceleration, because a stop has priority.
     * A robot that stands outside its range may move back, but never further out.
-    * With a jerk limit, commands approach the requested command as fast as allowed without overshoot
-    (:mod:`~sinew_client.control.jerk`), if that is still possible. Acceleration and jerk are then kept up to the
-    rounding of commands, 16 steps of float32.
+    * With a jerk limit, commands approach the requested command as fast as allowed without overshoot, if that is still
+    possible (:mod:`~sinew_client.control.jerk`). Acceleration and jerk may then be exceeded by the rounding of
+    commands, at most 16 steps of float32.
 
     Args:
         limits: The limits; None checks only that commands are finite.
         period: Seconds between two commands.
-        still: float [D], the standing command for numbers without one in ``limits.still``.
+        still: Command of a standing robot, float [D], for values without one in ``limits.still``.
+
+    Attributes:
+        before: The position before the last command, float32 [D], with NaN for unknown values.
     """
 
     def __init__(self, limits: Limits | None, period: float, still: np.ndarray | None = None):
@@ -322,18 +340,19 @@ class Guard:
 
     @property
     def known(self) -> bool:
-        """True if the position is known for all numbers whose limits need it."""
+        """True if the robot's position is known for all values whose limits need it."""
         return self.limits is None or not np.any(np.isnan(self._last) & self.limits.paced)
 
     @property
     def here(self) -> np.ndarray | None:
-        """The last command, float64 [D], with NaN for unknown numbers; None without limits."""
+        """The last command, float64 [D], with NaN for unknown values; None if there are no limits."""
         return None if self.limits is None else self._last
 
     def start(self, position: np.ndarray | None) -> None:
-        """Set the position of the standing robot.
+        """Set the position of a robot that stands still.
 
-        ``position`` is float [D], with NaN for unknown numbers. None means that no number is known.
+        Args:
+            position: float [D], with NaN for unknown values; None if all values are unknown.
         """
         if self.limits is None:
             return
@@ -344,13 +363,13 @@ class Guard:
         self.held()
 
     def held(self) -> None:
-        """Record that the robot holds: it repeats its last command, or gets the standing command."""
+        """Record that the robot holds: it repeats its last command, or gets the command ``still``."""
         if self.limits is not None:
             self._last = np.where(np.isnan(self._still), self._last, self._still)
             self.skipped()
 
     def skipped(self) -> None:
-        """Record that nothing was sent for a while: the robot stays at the last command, with velocity 0."""
+        """Record that no command was sent for a while, so the robot stands at its last command, with velocity 0."""
         self._step = np.zeros(len(self._last))  # change of each number by the last command
         if self.limits is not None:
             self._smooth.rest(self._last[self._jerky])
@@ -361,13 +380,13 @@ class Guard:
         said: np.ndarray | None = None,
         inside: Callable[[np.ndarray], bool] = lambda _: True,
     ) -> Verdict:
-        """Check a command, and remember it as sent.
+        """Check a command. If a command may be sent, store it as the last command.
 
         Args:
-            row: float [D], the requested command.
-            said: The command before it was clipped to the workspace. Neither this nor the checked command may be a
-                jump.
-            inside: Returns True if a command stays in the workspace. A command outside is neither sent nor stored.
+            row: The requested command, float [D].
+            said: The command before it was clipped to the workspace; None if it was not clipped. The limit ``jump``
+                applies to this command too.
+            inside: Function that returns True if a command stays in the workspace. Otherwise the robot must hold.
 
         Returns:
             The command that may be sent in place of ``row``, or the reason to hold.
@@ -409,7 +428,16 @@ class Guard:
     def _allowed(
         self, requested: np.ndarray, last: np.ndarray, limits: Limits
     ) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Return the nearest allowed command, float32 [D], and the limits that changed it."""
+        """Compute the nearest allowed command.
+
+        Args:
+            requested: The requested command, float64 [D].
+            last: The last command, float64 [D].
+            limits: The limits.
+
+        Returns:
+            The command, float32 [D], and the names of the limits that changed it, such as "elbow.velocity".
+        """
         inside = np.clip(requested, self._low, self._high)
         move = inside - last
         fastest = limits.velocity * self.period
@@ -435,7 +463,17 @@ class Guard:
     def _smoothed(
         self, inside: np.ndarray, last: np.ndarray, sent: np.ndarray, hits: list[tuple[str, np.ndarray]]
     ) -> tuple[np.ndarray, list[tuple[str, np.ndarray]]]:
-        """Apply the jerk limits. Return the command, and the limits that changed it."""
+        """Apply the jerk limits to the values that have one.
+
+        Args:
+            inside: The requested command inside the range, float64 [D].
+            last: The last command, float64 [D].
+            sent: The command without jerk limits, float32 [D].
+            hits: For each kind of limit, which values it changed, bool [D].
+
+        Returns:
+            The command, float32 [D], and the updated ``hits``.
+        """
         jerky, requested = self._jerky, inside.astype(np.float32)
         sent = sent.copy()
         sent[jerky] = self._smooth.towards(inside[jerky], last[jerky])
@@ -447,15 +485,22 @@ class Guard:
 
 
 def _sent(numbers: np.ndarray) -> np.ndarray:
-    """Round numbers to float32, like commands, and return them as float64."""
+    """Round numbers to float32, as commands are, and convert back to float64."""
     with np.errstate(over="ignore"):
         return numbers.astype(np.float32).astype(np.float64)
 
 
 def _braking(distance: np.ndarray, push: np.ndarray) -> np.ndarray:
-    """Return the largest first step of a sequence of steps that each shrink by ``push`` and end within ``distance``.
+    """Compute the largest step from which the robot can still brake within a distance.
 
-    Steps u, u - push, ... add up to at most (u + push / 2)^2 / (2 push).
+    When it brakes, its steps are u, u - push, u - 2 push and so on. They add up to at most (u + push / 2)^2 / (2 push).
+
+    Args:
+        distance: Distance to the end of the range, [D].
+        push: Largest change from one step to the next: acceleration * period^2, [D].
+
+    Returns:
+        The largest step u, float64 [D].
     """
     with np.errstate(invalid="ignore"):
         step = np.sqrt(2.0 * push * np.maximum(distance, 0.0)) - push / 2

@@ -1,4 +1,4 @@
-"""Connections to one of several servers, for a requester that opens a new connection after a failure."""
+"""Connect a control loop to one of several servers, with a new connection after each failure."""
 
 from __future__ import annotations
 
@@ -16,16 +16,26 @@ from sinew_client.protocol import MAX_ROWS
 
 
 class Servers:
-    """Opens connections. It tries the server that answered last first, so a lost server costs its time limit only once.
+    """Opens connections to one of several servers, for a :class:`~sinew_client.control.requester.Requester`.
+
+    A new connection first tries the server that answered last. So a lost server costs its time limit only once.
 
     Args:
         addresses: Addresses of the servers, as for :class:`Client`.
+        api_key: Key of the servers.
         without: Fields of an observation that are not sent, such as ``time`` if the server has another clock.
         max_rows: Largest number of actions in an answer, as for :class:`Client`.
         frames: Encoding of the frames.
         policy: Description of the policy. None takes the description of the first server that answers. Chunks of
             another policy are rejected.
-        parts: Parts of the description that must be equal.
+        parts: Names of the parts of the description that must be equal (:func:`sinew_client.form.form`).
+
+    Attributes:
+        present: Address of the server that answered last; at the start, the first address.
+
+    Example:
+        >>> servers = Servers(["tcp://gpu1:5555", "tcp://gpu2:5555"])
+        >>> loop = Loop(robot, servers, Settings(hz=30), dim=7)
     """
 
     def __init__(
@@ -49,19 +59,21 @@ class Servers:
         return Call(self)
 
     def client(self) -> Client:
+        """Create a client for these servers."""
         return Client(self.addresses, api_key=self._key, max_rows=self._max_rows)
 
     def left_at(self, place: int) -> None:
-        """Try the address with index ``place`` first from now on, and the addresses before it last."""
+        """Move the address with index ``place`` to the front, so that the next connection tries it first."""
         self.addresses = self.addresses[place:] + self.addresses[:place]
         self.present = self.addresses[0]
 
     def sent(self, observation: Mapping[str, Any]) -> dict:
+        """Return an observation without the fields that are not sent."""
         return {name: value for name, value in observation.items() if name not in self._without}
 
 
 class PolicyCall:
-    """One connection to any policy: ``call(observation, seconds)`` returns actions float32 [H, action_dim]."""
+    """A connection to any open policy. Calling it with (observation, seconds) returns actions, float32 [H, D]."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
@@ -74,7 +86,7 @@ class PolicyCall:
 
 
 class Call(PolicyCall):
-    """One connection to the first server that answers."""
+    """A connection to the first of several servers that answers."""
 
     policy: Client
 

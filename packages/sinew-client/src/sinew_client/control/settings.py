@@ -1,4 +1,4 @@
-"""All settings of a controller as plain values, for a command line, a decision log, and a replay."""
+"""All settings of a controller as plain values, for the command line, the decision log, and a replay."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OF_CHUNKS = (
 
 
 class SettingsError(ClientError, ValueError):
-    """A setting of the controller is not valid; the message names it."""
+    """A setting of the controller is not valid. The message names the setting."""
 
 
 @dataclass(frozen=True)
@@ -50,44 +50,49 @@ class Settings:
         handover: How chunks are merged (:func:`~sinew_client.control.handover.parse_handover`). ``auto`` chooses by
             the motion (:func:`~sinew_client.control.defaults.choose`).
         replan: When the next chunk is requested (:func:`~sinew_client.control.replan.parse_rule`).
-        motion: Reference of the actions: {"kind": "as is"}, {"kind": "absolute"} (with columns if the state has other
-            numbers too), {"kind": "relative", "action": [...], "state": [...]}, or {"kind": "offsets", "action":
-            [...], "state": [...], "scale": 1, "low": ..., "high": ...}. None is "as is".
+        motion: What actions are relative to. {"kind": "as is"} sends them unchanged, as None does. {"kind": "absolute"}
+            is for targets; add "action" and "state" (lists of indices) if the state has other values too. {"kind":
+            "relative", "action": [...], "state": [...]} is for actions relative to the state at the chunk's
+            observation. {"kind": "offsets", "action": [...], "state": [...], "scale": 1, "low": ..., "high": ...} is
+            for delta actions.
         limits: Limits of the commands (:meth:`~sinew_client.control.safety.Limits.parse`); None sets no limits.
-        max_age: Largest age of an executed action, in seconds since the chunk's frame. None sets no limit.
+        max_age: Largest age of an executed action, in seconds since the chunk's observation. None sets no limit.
         deadline: Seconds to wait for an answer.
         stale: Largest age of a frame for a request, in seconds.
-        finish: True executes the remaining actions after a request has failed. False holds at once.
-        future: True sends the policy the state that the robot will have when the answer arrives.
+        finish: True executes the remaining actions after a failed request. False holds the robot at once.
+        future: True sends the policy the predicted state at the time when the answer arrives.
         substeps: Commands per control step, for actuators that need a higher rate.
-        committed_rows: Longest action prefix that the policy was trained to continue, from its metadata; 0 if there is
-            none, or if it is unknown. Trained real-time chunking never commits to a longer prefix, and the robot
-            stands still for the rest of the delay.
-        refine: Number of control steps after a chunk's frame in which an edge adapter refines the chunk; 0 without an
-            adapter.
-        chunk_size: Actions in a chunk, from the policy's metadata. Longer chunks are rejected. 0 if unknown, which
-            allows :data:`~sinew_client.protocol.MAX_ROWS`.
+        committed_rows: Longest action prefix that the policy was trained to continue, from its metadata. 0 if the
+            policy was not trained so, or if the number is unknown. Trained real-time chunking never sends a longer
+            prefix, and the robot stands still for the rest of the delay.
+        refine: Largest age of a chunk, in control steps, at which an edge adapter refines it; 0 without an adapter.
+        chunk_size: Number of actions in a chunk, from the policy's metadata. Longer chunks are rejected. 0 if unknown,
+            which allows :data:`~sinew_client.protocol.MAX_ROWS` actions.
         watchdog: True holds the robot from another thread while its loop is late, for example because ``observe``
             blocks.
-        fusion: How the windows of a stream are fused (:func:`~sinew_client.control.blend.parse_fusion`); "" requests
-            chunks. For a stream, ``hz`` is the rate of its waypoints, ``stale`` is the largest age of the frame from
-            which a waypoint was computed, and ``chunk_size`` is the largest number of waypoints in a window.
-            ``motion`` then gives only the position before the first command, because waypoints are sent unchanged.
+        fusion: How the windows of a stream are mixed with the old waypoints
+            (:func:`~sinew_client.control.blend.parse_fusion`); "" requests chunks. For a stream, ``hz`` is the rate of
+            its waypoints, ``stale`` is the largest age of the frame from which a waypoint was computed, and
+            ``chunk_size`` is the largest number of waypoints in a window. ``motion`` then gives only the position
+            before the first command, because waypoints are sent unchanged.
         filter: Filter of the actions before they are sent (:func:`~sinew_client.control.smoothing.parse_filter`); ""
             applies no filter.
         speed: Speed at which chunks are played, above 0 and at most 1.
-        stale_of: Camera or "state" -> its largest age in seconds, if it differs from ``stale``.
-        camera_delay: Seconds from the exposure of a frame to the observation that brings it, for a robot that states
-            neither ``time``, ``age`` nor ``times`` (`sinew doctor POLICY --observe ROBOT --delays` measures it). Frames
-            are then as much older for ``stale`` and for the merging of chunks.
+        stale_of: For a camera or "state", its largest age in seconds, if it differs from ``stale``.
+        camera_delay: Seconds from the exposure of a frame to its observation. Set it for a robot that states neither
+            ``time``, ``age`` nor ``times``. `sinew doctor POLICY --observe ROBOT --delays` measures it. It is added to
+            the age of each frame, for ``stale`` and for chunk merging.
         skew: Largest time between the newest frames of two cameras, seconds; None allows any. ``stale_of`` and
-            ``skew`` apply if the robot states when each frame was exposed (``times`` of its observations).
+            ``skew`` need the exposure time of each frame (``times`` of the robot's observations).
         rest: Pose to which the robot returns at the end of a run (:mod:`~sinew_client.control.rest`): "first", the
-            numbers of a pose, or the name of one of the robot's poses. "hold" holds the robot where it is. None lets
+            values of a pose, or the name of one of the robot's poses. "hold" holds the robot where it is. None lets
             :class:`~sinew_client.control.run.RunPlan` choose.
 
     Raises:
-        SettingsError: A value is out of its range.
+        SettingsError: A value is out of its range, or two settings contradict each other.
+
+    Example:
+        >>> settings = Settings(hz=30, motion={"kind": "absolute"}, limits={"velocity": 1.5})
     """
 
     hz: float
@@ -167,10 +172,10 @@ class Settings:
         """Create a controller with these settings.
 
         Args:
-            dim: D, numbers of a command.
+            dim: Number of values in a command (D).
 
         Returns:
-            The controller of a stream or of chunks, as ``fusion`` states.
+            A controller for a stream if ``fusion`` is set, else a controller for requested chunks.
 
         Raises:
             ClientError: A setting does not fit. The message names it.
@@ -178,7 +183,7 @@ class Settings:
         return self.of_stream(dim) if self.fusion else self.of_chunks(dim)
 
     def of_stream(self, dim: int) -> StreamController:
-        """Create a controller for a stream's windows. Raises ClientError."""
+        """Create a controller for a stream. ``dim`` is D. Raises ClientError if a setting does not fit."""
         try:
             fusion = parse_fusion(self.fusion)
         except ValueError as error:
@@ -193,7 +198,7 @@ class Settings:
         return StreamController(fusion, self.hz, self.stale, motion, guard, dim, self.chunk_size or MAX_ROWS)
 
     def of_chunks(self, dim: int) -> Controller:
-        """Create a controller for requested chunks. Raises ClientError."""
+        """Create a controller for requested chunks. ``dim`` is D. Raises ClientError if a setting does not fit."""
         try:
             player = Player(
                 parse_handover(self.choice.handover),
@@ -238,7 +243,7 @@ class Settings:
         )
 
     def _check_speed(self, player: Player) -> None:
-        """Raise :class:`SettingsError` if chunks cannot be played slower."""
+        """Raise :class:`SettingsError` if the speed is below 1 and chunks cannot be played slower."""
         if self.speed == 1.0:
             return
         if type(player.motion) is Motion:
@@ -256,8 +261,8 @@ class Settings:
         """Check that the position before the first command is known if limits of velocity or acceleration need it.
 
         Args:
-            dim: D, numbers of a command.
-            state_dim: Count of the state's numbers, if it is known before the robot is observed.
+            dim: Number of values in a command (D).
+            state_dim: Number of values in the state, if it is known before the robot is observed.
 
         Raises:
             SettingsError: The position is unknown.
@@ -269,9 +274,9 @@ class Settings:
         return Limits.parse(self.limits, dim) if self.limits is not None else None
 
     def parse_motion(self) -> Motion:
-        """Return the motion.
+        """Create the motion of these settings. Raises SettingsError if it is not valid.
 
-        For a stream, it gives only the position before the first command, because waypoints are sent unchanged.
+        For a stream, the motion gives only the position before the first command, because waypoints are sent unchanged.
         """
         try:
             motion = parse_motion(self.motion)
@@ -290,7 +295,7 @@ def _above_zero(name: str, value: Any) -> None:
 
 
 def check_workspace(limits: Limits, motion: Motion) -> None:
-    """Raise :class:`SettingsError` if a number has a workspace, but the motion does not tell the pose of a command."""
+    """Raise :class:`SettingsError` if a value has a workspace, but the motion does not determine its position."""
     lost = [limits.name(int(at)) for at in np.flatnonzero(limits.boxed & ~motion.posed(limits.dim))]
     if lost:
         raise SettingsError(
@@ -302,12 +307,12 @@ def check_workspace(limits: Limits, motion: Motion) -> None:
 def check_start(limits: Limits, motion: Motion, state_dim: int | None = None) -> None:
     """Check that limits of velocity and acceleration have a known position to start from.
 
-    Without a position, the first command would not be limited, or would never be sent.
+    Without this position, the first command would not be limited, or would never be sent.
 
     Args:
         limits: The limits.
-        motion: The reference of the actions.
-        state_dim: Count of the state's numbers, if known.
+        motion: The motion, which states what actions are relative to.
+        state_dim: Number of values in the state, if known.
 
     Raises:
         SettingsError: The position is unknown.

@@ -1,8 +1,8 @@
-"""Low-pass filters of actions, with their lag compensated by looking ahead.
+"""Low-pass filters of actions, whose lag is compensated with the later actions of a chunk.
 
-A filter that lags by L control steps gets the action that is due L steps later, interpolated between two actions.
-Chunks contain the later actions. So a motion at constant speed passes unchanged. At the end of a chunk, the last action
-is repeated. The robot then arrives later by the missing steps, which are counted.
+If a filter lags by L control steps, its input is the action that is due L steps later. So a motion at constant speed
+passes unchanged. If a chunk has no later actions, the last action is repeated. The robot then lags behind in these
+steps, which are counted.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ MAX_LAG = 64.0  # largest lag that a filter may have, in control steps
 
 @dataclass(frozen=True)
 class Filter:
-    """A cascade of ``stages`` equal exponential averages, y + share * (x - y).
+    """A low-pass filter: one or several exponential averages in series, each y <- y + share * (x - y).
 
-    It does not overshoot: each output lies between the inputs.
+    The filter does not overshoot: each output is between the smallest and the largest input.
 
     Attributes:
         share: Weight of the newest input, above 0 and at most 1.
-        stages: Number of averages.
-        columns: Numbers of an action that are filtered. () filters the numbers that are positions
-            (:meth:`~sinew_client.control.motion.Motion.posed`), or all numbers if the motion is unknown.
-        text: The text form of the filter.
+        stages: Number of averages in series.
+        columns: Indices of the values in an action that are filtered. () filters the values that are positions
+            (:meth:`~sinew_client.control.motion.Motion.posed`), or all values if the motion is unknown.
+        text: The text form of the filter, for the report.
+
+    Raises:
+        ValueError: A value is out of its range, or the lag is above 64 control steps.
     """
 
     share: float
@@ -53,18 +56,22 @@ class Filter:
 
 
 def parse_filter(text: str, hz: float) -> Filter | None:
-    """Read a filter.
+    """Parse a filter.
 
     Args:
-        text: ``ema:SHARE`` (an exponential average) or ``lowpass:HZ`` (two exponential averages, with amplitude
-            1 / sqrt(2) at HZ). ``:COLUMNS`` may follow, separated by commas. "" is no filter.
+        text: ``ema:SHARE`` for one exponential average, or ``lowpass:HZ`` for two exponential averages with the gain
+            1 / sqrt(2) at HZ. ``:COLUMNS`` may follow: indices of values, separated by commas. "" means no filter.
         hz: Control steps per second.
 
     Returns:
         The filter; None for "".
 
     Raises:
-        ValueError: A part is not valid. The message names it.
+        ValueError: A part of the text is not valid. The message names the part.
+
+    Example:
+        >>> parse_filter("ema:0.5", hz=30).lag
+        1.0
     """
     if not text:
         return None
@@ -85,9 +92,13 @@ def parse_filter(text: str, hz: float) -> Filter | None:
 
 
 def _share(angle: float) -> float:
-    """Return the share for which two averages together have the gain 1 / sqrt(2) at ``angle`` per step.
+    """Compute the share with which two averages in series have the gain 1 / sqrt(2) at a frequency.
 
-    One average has the squared gain (1 - b)^2 / (1 + b^2 - 2 b cos(angle)) with b = 1 - share. It must be 1 / sqrt(2).
+    One average has the squared gain (1 - b)^2 / (1 + b^2 - 2 b cos(angle)) with b = 1 - share. This must be
+    1 / sqrt(2), because the gains of both averages are multiplied.
+
+    Args:
+        angle: The frequency in radians per control step.
     """
     gain = math.sqrt(0.5)
     half = (1.0 - gain * math.cos(angle)) / (1.0 - gain)
@@ -99,10 +110,13 @@ class Smoothing:
 
     Args:
         design: The filter.
-        posed: bool [D], True for the numbers that are positions.
+        posed: Which values of a target are positions, bool [D].
 
     Attributes:
-        missing: Number of control steps without the later actions that the filter needs.
+        missing: Number of control steps in which the later actions were missing that compensate the lag.
+
+    Raises:
+        ValueError: A column of the filter is not a value of the target.
     """
 
     def __init__(self, design: Filter, posed: np.ndarray):
@@ -116,16 +130,22 @@ class Smoothing:
         self._stages = np.full((design.stages, len(posed)), np.nan)
 
     def rest(self, target: np.ndarray | None = None) -> None:
-        """Restart at the target, float [D], at which the robot stands. NaN or None restarts at the first action."""
+        """Restart the filter at the target where the robot stands, float [D].
+
+        NaN or None restarts at the next action.
+        """
         at = np.full(self._stages.shape[1], np.nan) if target is None else np.asarray(target, np.float64)
         self._stages = np.tile(at, (self.design.stages, 1))
 
     def next(self, node: Node, trajectory: Trajectory) -> np.ndarray:
-        """Return the filtered target of a control step, float32 [D].
+        """Filter the target of a control step.
 
         Args:
             node: The action of this step.
-            trajectory: The actions after it.
+            trajectory: The buffer with the later actions.
+
+        Returns:
+            The filtered target, float32 [D].
         """
         value = self._ahead(node, trajectory)
         stages = np.where(np.isnan(self._stages), node.row, self._stages)
@@ -136,7 +156,7 @@ class Smoothing:
         return np.where(self.mask, value, node.row).astype(np.float32)
 
     def _ahead(self, node: Node, trajectory: Trajectory) -> np.ndarray:
-        """Return the input of the filter whose output is due in this step, float64 [D]."""
+        """Return the input of the filter for this step: the target that is due after the filter's lag, float64 [D]."""
         first, part = divmod(self.design.lag, 1.0)
         rows = [node.row]
         for ahead in range(1, int(first) + 2):

@@ -1,7 +1,7 @@
-"""A stream as a source of actions for the robot's loop.
+"""A stream as the source of actions for a control loop.
 
-The client sends a sample in every tick, and frames when there are new ones. Windows of waypoints arrive without
-requests.
+In every tick the client sends the robot's state (a sample), and new frames if there are any. The server sends windows
+of waypoints without requests.
 """
 
 from __future__ import annotations
@@ -51,18 +51,22 @@ class LinkProtocol(Protocol):
     def windows(self) -> list[StreamWindow]: ...
 
     def restart(self) -> None:
-        """Begin a new stream with the next sample, without any earlier context."""
+        """Begin a new stream with the next sample, so that the server forgets all earlier samples and frames."""
 
     def close(self) -> None: ...
 
 
 class Stream:
-    """A :class:`~sinew_client.control.interfaces.Source` of windows. ``Settings.fusion`` states how they are fused.
+    """A source of actions for a control loop (:class:`~sinew_client.control.interfaces.Source`): windows of a stream.
 
-    Observations without ``images`` have no newer frame.
+    ``Settings.fusion`` states how a window is mixed with the old waypoints. An observation without ``images`` means
+    that there is no newer frame.
+
+    Args:
+        link: The connection to the server.
 
     Attributes:
-        frames: Number of frames that were sent.
+        frames: Number of observations with frames that were sent.
     """
 
     continuous = True
@@ -108,9 +112,10 @@ class Stream:
         self.link.close()
 
     def _errors(self) -> Iterator[Outcome]:
-        """Yield the errors since the last call. The link stores only the texts of the first fault and the last error.
+        """Yield the errors since the last call as failed outcomes.
 
-        Another thread may add an error at the same time.
+        The link counts errors, but stores only the texts of the first fault and of the last error. So most outcomes
+        have the text of the last error. Another thread may add an error at the same time.
         """
         link = self.link
         fresh, self._told = link.errors - self._told, link.errors
@@ -126,9 +131,14 @@ class Stream:
 
 
 class Watching:
-    """A robot that is observed with frames ``camera_hz`` times a second, and with only its state in between.
+    """A wrapper around a robot for a stream: it returns frames at the rate of the cameras, and only the state between.
 
-    If the robot has a method ``sense``, this method returns only the state, float [S].
+    If the robot has a method ``sense``, which returns only the state, float [S], the wrapper uses it between frames.
+
+    Args:
+        robot: The robot.
+        camera_hz: Frames per second.
+        now: The clock: a function that returns seconds.
     """
 
     def __init__(self, robot: Any, camera_hz: float, now: Callable[[], float] = time.monotonic):
@@ -142,9 +152,9 @@ class Watching:
         return self._facts
 
     def observe(self) -> Mapping[str, Any]:
-        """Return the robot's observation, or only the state between frames.
+        """Observe the robot: with frames if a frame is due, else only its state.
 
-        If a due frame is missing, the field ``blind`` is the reason.
+        If a frame is due but the robot has none, the field ``blind`` has the reason.
         """
         if self._facts.sense is not None:
             seen, state = None, self._facts.sense()
@@ -169,20 +179,32 @@ class Watching:
 
 @dataclass(frozen=True)
 class StreamReport:
-    """The report of a stream. Rates are per second. Times are in ms, as dicts with p50, p95, p99 and max.
+    """The report of a run with a stream. Distributions are dicts with p50, p95, p99 and max.
 
     Attributes:
-        misses: Ticks without a waypoint after the first window.
-        held: Reason -> ticks in which the robot held.
-        frames: Frames that were sent.
-        frames_used: Frames from which a window was computed. Newer frames replaced the other frames.
-        delay: Waypoints from a sample to the first waypoint that its window can change.
-        executed: Ticks with a waypoint.
-        errors: Number of error messages in place of windows, and of invalid windows. ``faults`` has the errors that
-            are not part of normal operation (:class:`~sinew_client.faults.Faults`).
+        rate: Planned rate of the waypoints, Hz.
+        seconds: Time from the first tick to the last tick, seconds.
+        ticks: Number of ticks.
+        tick_hz: Achieved rate of the ticks, Hz.
+        late: Number of ticks that began more than half a period late.
+        skipped: Number of periods without a tick.
+        windows: Number of valid windows.
+        window_hz: Rate of the windows, Hz.
+        frames: Number of frames that were sent.
+        frames_used: Number of frames from which a window was computed. Newer frames replaced the other frames.
+        misses: Number of ticks without a waypoint after the first window.
+        delay: Number of waypoints from a sample to the first waypoint that its window can change.
+        label: The server's method to compute windows.
+        held: Number of ticks with a hold, by reason.
+        clipped: Number of commands that a limit changed.
+        measured: Reaction times, ages and lateness, ms.
+        executed: Number of ticks with a waypoint.
+        errors: Number of error messages in place of windows, plus the number of invalid windows.
+        error: Text of the last error.
+        faults: Errors that are not part of normal operation (:class:`~sinew_client.faults.Faults`).
         watchdog: True if a watchdog watched the loop.
-        watchdog_holds: Holds of the watchdog.
-        longest_gap_ms: Longest gap between two commands or holds.
+        watchdog_holds: Number of holds by the watchdog.
+        longest_gap_ms: Longest gap between two commands or holds, ms.
     """
 
     rate: float
@@ -211,7 +233,7 @@ class StreamReport:
 
     @classmethod
     def of(cls, loop: Loop) -> StreamReport:
-        """Return the report so far of a loop with a :class:`Stream`."""
+        """Collect the report so far of a loop whose source is a :class:`Stream`."""
         run, source, player = loop.report(), loop.source, loop.controller
         assert isinstance(source, Stream)
         assert isinstance(player, StreamController)

@@ -1,7 +1,7 @@
-"""Actions with timestamps: which action belongs to which control step, and which actions can still change.
+"""A buffer of actions by control step. It distinguishes committed actions from actions that can still change.
 
-Step k is due k periods after the clock's start. The steps of a controller are control steps. The steps of a stream are
-its waypoints, which have a higher rate (docs/stream.md).
+Step k is due k periods after the first tick. For requested chunks, a step is a control step. For a stream, a step is a
+waypoint, and waypoints have a higher rate than the policy's actions (docs/stream.md).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ HISTORY = 64
 
 
 class Node(NamedTuple):
-    """One action of the trajectory (a waypoint).
+    """One action in the buffer, with its control step.
 
     Attributes:
         step: Control step of the action.
-        row: float32 [D].
-        frame: Control step of the newest frame of its chunk.
-        chunk: Number of that chunk, from 0.
+        row: The target, float32 [D].
+        frame: Control step in which the newest frame of the action's chunk was exposed.
+        chunk: Number of the chunk, from 0.
         index: Index of the action in the chunk.
     """
 
@@ -35,11 +35,14 @@ class Node(NamedTuple):
 
 
 class Trajectory:
-    """A buffer of actions by control step. Taking an action commits it. Only uncommitted actions can change.
+    """A buffer of actions by control step. :meth:`take` commits an action. Only uncommitted actions can change.
 
-    One thread may read (``take``, ``at``, ``left``, ``rows_from``, ``commanded``) while another one writes (``put``,
-    ``clear``, ``cut``). Neither waits: entries are immutable, and each call reads or writes one reference at a time.
-    An action that is committed between a writer's look and its write keeps its committed value.
+    One thread may read (``take``, ``at``, ``left``, ``rows_from``, ``commanded``) while another thread writes (``put``,
+    ``clear``, ``cut``). No lock is necessary, because entries are immutable, and each call reads or writes one entry at
+    a time. If an action is committed while a writer replaces it, its committed value stays.
+
+    Args:
+        history: Number of past commands that stay readable.
     """
 
     def __init__(self, history: int = HISTORY) -> None:
@@ -49,7 +52,7 @@ class Trajectory:
         self._next = 0  # the first control step whose action is not committed
 
     def put(self, nodes: Iterable[Node]) -> None:
-        """Write actions, except those whose step is already committed."""
+        """Store actions. Actions whose step is already committed are ignored."""
         for node in nodes:
             if node.step >= self._next:
                 self._nodes[node.step] = node
@@ -59,7 +62,10 @@ class Trajectory:
                     self._nodes.pop(node.step, None)
 
     def fused(self, nodes: Sequence[Node], fusion: Fusion) -> list[Node]:
-        """Fuse new actions with the stored actions for the same steps, and return the results."""
+        """Mix new actions with the stored actions for the same steps (``fusion``).
+
+        Return the results; store nothing.
+        """
         if not nodes:
             return []
         first = max(self._next, nodes[0].step)
@@ -72,25 +78,25 @@ class Trajectory:
 
     @property
     def next(self) -> int:
-        """The first step that is not committed."""
+        """The first control step whose action is not committed."""
         return self._next
 
     def clear(self) -> None:
-        """Drop all uncommitted actions."""
+        """Remove all uncommitted actions."""
         self._nodes.clear()
 
     def cut(self, step: int) -> None:
-        """Drop the actions of ``step`` and of all later steps."""
+        """Remove the actions of ``step`` and of all later steps."""
         for at in list(self._nodes):
             if at >= step:
                 self._nodes.pop(at, None)
 
     def at(self, step: int) -> Node | None:
-        """Return the action of ``step`` without committing it; None without an action."""
+        """Return the action of ``step`` without committing it; None if there is no action."""
         return self._nodes.get(step)
 
     def take(self, step: int) -> Node | None:
-        """Commit ``step`` and all steps before it. Return the action of ``step``; None without an action.
+        """Commit ``step`` and all earlier steps. Return the action of ``step``; None if there is no action.
 
         Raises:
             ValueError: The step is already committed. An action is never executed twice.
@@ -106,14 +112,14 @@ class Trajectory:
         return node
 
     def commanded(self, step: int, row: np.ndarray) -> None:
-        """Record the command that was sent in ``step``: the action after the limits, or the hold."""
+        """Store the command that was sent in ``step``, float32 [D], after the limits were applied."""
         self._commanded[step] = row
         # Delete the commands that are too old: usually one, or several if control steps were skipped.
         while (oldest := next(iter(self._commanded))) <= step - self._history:
             del self._commanded[oldest]
 
     def left(self, step: int) -> int:
-        """Return the number of actions from ``step`` on without a gap."""
+        """Return the number of successive actions from ``step`` on, until the first step without an action."""
         count = 0
         while step + count in self._nodes:
             count += 1
@@ -124,9 +130,10 @@ class Trajectory:
         return len(self._nodes)
 
     def rows_from(self, step: int) -> np.ndarray:
-        """Return the commands since ``step`` and the actions after them, float32 [R, D].
+        """Return the past commands since ``step``, followed by the coming actions, float32 [R, D].
 
-        The result ends at the first step that has neither. A committed step has its command, not its planned action.
+        For a committed step, the result has the command that was sent, and not the planned action. The result ends at
+        the first step without a command and without an action.
         """
         rows = []
         while True:

@@ -1,4 +1,4 @@
-"""Hold the robot if its loop is late, from a thread that no camera and no bus can block."""
+"""Hold the robot if its control loop is late, from a separate thread that a slow camera or bus cannot block."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ LEAST_S = 0.01  # shortest time limit in seconds, because a thread cannot measur
 
 
 class Watchdog:
-    """Calls ``hold`` if the loop sent neither a command nor a hold for two periods, and then once per period.
+    """Holds the robot if the loop sends neither a command nor a hold for two periods, and then once per period.
 
-    The loop calls :meth:`claim` before each command or hold, and :meth:`sent` after it. ``claim`` waits for a hold in
-    progress, and no hold begins for the next two periods. So a hold follows a newer command only if sending that
-    command takes longer. Use the object in a ``with`` block to watch the robot. Without it, gaps are counted and
-    nothing is held.
+    The loop calls :meth:`claim` before each command or hold, and :meth:`sent` after it. ``claim`` waits until a hold in
+    progress has ended, and reserves the robot for two periods. So the watchdog overrides a newer command only if
+    sending this command takes longer than that.
 
-    A long call that keeps the interpreter's lock, and SIGSTOP, block this thread as well.
+    Use the object in a ``with`` block. Outside the block it never holds the robot, and only measures gaps.
+
+    The watchdog's thread is blocked too if a call does not release Python's interpreter lock (GIL), or by SIGSTOP.
 
     Args:
-        hold: Holds the robot; called from the watchdog's thread.
+        hold: Function that holds the robot. The watchdog calls it from its own thread.
         period: Seconds between two commands.
-        active: False never holds.
+        active: False never holds the robot.
+        now: The clock: a function that returns seconds.
 
     Attributes:
-        holds: Number of holds.
+        holds: Number of holds by the watchdog.
+        failures: Number of calls of ``hold`` that raised an exception.
         longest: Longest gap between commands or holds, seconds.
     """
 
@@ -69,7 +72,7 @@ class Watchdog:
             self._thread.join(1.0)  # wait at most 1 s, because a robot's `hold` may never return
 
     def claim(self) -> bool:
-        """Reserve the robot for a command or a hold. Return True if the watchdog held it since the last claim."""
+        """Reserve the robot for a command of the loop. Return True if the watchdog held it since the last call."""
         with self._lock:
             held, self._held = self._held, False
             self._note()
@@ -77,7 +80,7 @@ class Watchdog:
         return held
 
     def sent(self) -> None:
-        """Record that the command or hold has been sent."""
+        """Record that the loop has sent its command or hold."""
         with self._lock:
             self._due = self._now() + self.limit
 
@@ -98,7 +101,7 @@ class Watchdog:
                 return
 
     def _watched(self) -> None:
-        """Hold the robot. The caller has the lock."""
+        """Hold the robot. The caller must have locked ``_lock``."""
         if not self._held:
             logger.warning("no command for %.3g s: the watchdog holds the robot", self.limit)
         self._held = True
@@ -114,12 +117,15 @@ class Watchdog:
 
 
 def watchdog_of(robot: Any, period: float, wanted: bool, real: bool) -> Watchdog:
-    """Create the watchdog of a robot. It is active if the robot allows it (``concurrent_hold``).
+    """Create the watchdog of a robot.
 
     Args:
-        robot: The robot.
+        robot: The robot. If its ``concurrent_hold`` is False, the watchdog never holds it.
         period: Seconds between two commands.
-        wanted: The setting ``watchdog``.
-        real: True if the loop runs on the machine's clock.
+        wanted: The setting ``watchdog``; False never holds the robot.
+        real: True if the loop runs on the machine's clock. With simulated time, the watchdog never holds the robot.
+
+    Returns:
+        The watchdog.
     """
     return Watchdog(robot.hold, period, wanted and real and facts_of(robot).concurrent_hold)

@@ -1,4 +1,4 @@
-"""The controller of a stream: windows of waypoints arrive without requests and replace waypoints of the future."""
+"""The controller for a stream: windows of waypoints arrive without requests, and replace coming waypoints."""
 
 from __future__ import annotations
 
@@ -40,22 +40,29 @@ NO_WINDOW, OUT_OF_NODES, OLD_FRAME, BLIND = (
 class StreamController(BaseController):
     """Executes one waypoint of the stream per control step. Times are seconds since the first tick.
 
-    A missing observation holds the robot in that step and drops no waypoint. A window counts as failed in these
+    If an observation is missing, the robot holds in that step, but the waypoints stay. A window is invalid in these
     cases:
 
-    * It has more than ``max_rows`` rows, or rows that are not ``dim`` finite numbers.
-    * It begins further ahead than the longest delay allows.
-    * It refers to a sample or frame that does not exist yet.
+    * It has more than ``max_rows`` waypoints, or a waypoint is not ``dim`` finite numbers.
+    * It begins too far in the future.
+    * It states a time of its sample or frame that is in the future.
 
     Args:
+        fusion: How new waypoints are mixed with old ones.
         hz: Waypoints per second.
-        stale: Seconds after which a waypoint's frame is too old to act on. The robot then holds.
-        motion: Gives the robot's position before its first command.
+        stale: Largest age of the frame of an executed waypoint, seconds. With an older frame, the robot holds.
+        motion: The motion, which gives the robot's position before its first command.
+        guard: The check of each command against the limits.
+        dim: Number of values in a command (D).
+        max_rows: Largest number of waypoints in a window.
 
     Attributes:
         windows: Number of valid windows.
         bad: Number of invalid windows.
-        misses: Steps without a waypoint after the first window.
+        misses: Number of steps without a waypoint after the first window.
+        frames_used: Number of frames from which a window was computed.
+        newest: The newest window; None before the first.
+        reactions: The times of the executed waypoints, for the report.
     """
 
     continuous = True
@@ -107,7 +114,7 @@ class StreamController(BaseController):
         time: float = 0.0,
         frame_time: float = 0.0,
     ) -> ChunkRequest:
-        """Record a sample, and return its fields."""
+        """Record that a sample is sent, and compute its fields: its times, and the expected delay in waypoints."""
         self._tell("ask", {"step": step, "frame": frame, "state": state, "time": time})
         self._asked, self._time = step, time
         delay = max(1, self.delay.steps)
@@ -116,7 +123,7 @@ class StreamController(BaseController):
         )
 
     def arrived(self, step: int, answer: StreamWindow) -> bool:
-        """Take a window. Return True if it is valid."""
+        """Process a window of the stream. Return True if the window is valid."""
         try:
             rows = self._checked(answer, step)
         except RowsError as error:
@@ -143,7 +150,7 @@ class StreamController(BaseController):
         return True
 
     def failed(self, step: int, reason: str, kind: str = "") -> None:
-        """Record an error in place of a window. The plan is executed to its end, then the robot holds."""
+        """Record an error message of the server. The robot executes the remaining waypoints, and then holds."""
         super().failed(step, reason, kind)
         self._fails(reason)
 
@@ -153,7 +160,7 @@ class StreamController(BaseController):
         self._fails(reason)
 
     def fault(self, step: int, reason: str, moved: bool = False) -> None:
-        """Hold in this step.
+        """Hold the robot in this control step.
 
         Args:
             step: The control step.
@@ -185,7 +192,7 @@ class StreamController(BaseController):
         self._failing = reason[:LONGEST_REASON]
 
     def _checked(self, window: StreamWindow, step: int) -> np.ndarray:
-        """Return the rows of a window, float32 [K, D]. Raises :class:`RowsError`."""
+        """Check a window, and return its waypoints, float32 [K, D]. Raises :class:`RowsError` for an invalid window."""
         rows = checked_rows(window.rows, self.dim, self.max_rows, least=0, what="a window")
         now, reach = max(0.0, self._time) + AHEAD_S, step + self.hz * AHEAD_S + MAX_DELAY
         if not (0.0 <= window.sample_time <= now and -math.inf < window.frame_time <= now):
@@ -198,7 +205,7 @@ class StreamController(BaseController):
         return rows
 
     def _put(self, window: StreamWindow, rows: np.ndarray) -> None:
-        """Merge a window's waypoints into the trajectory."""
+        """Mix the waypoints of a window, float32 [K, D], with the stored waypoints."""
         if self.newest is None or window.frame_time > self.newest.frame_time:
             self._failing = ""
             self.frames_used += 1
