@@ -9,13 +9,13 @@ from torch import Tensor
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Masked scaled dot-product attention, with scores and softmax in float32.
 
-    A row that may attend to nothing (padding) averages all values, as the reference does, so no NaN arises.
+    A query without any allowed key (padding) averages all values, as the reference does, so the result has no NaN.
 
     Args:
         q: [B, Lq, H, D].
         k: [B, Lk, Hkv, D], with H a multiple of Hkv.
         v: [B, Lk, Hkv, D].
-        mask: bool [B, Lq, Lk], True if the row may attend to the column.
+        mask: bool [B, Lq, Lk], True if the query may attend to the key.
 
     Returns:
         [B, Lq, H * D] in v's dtype.
@@ -23,7 +23,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     B, Lq, H, D = q.shape
     Lk, Hkv = k.shape[1:3]
     G = H // Hkv
-    # Queries of one group share their key head: fold the group into the rows instead of repeating keys.
+    # Queries of one group share one key head. Moving the group into the query axis avoids a copy of the keys for each
+    # query.
     q = q.float().view(B, Lq, Hkv, G, D).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Lq, D]
     q = q.reshape(B, Hkv, G * Lq, D)
     scores = q @ k.float().permute(0, 2, 3, 1) * D**-0.5  # [B, Hkv, G * Lq, Lk]
@@ -35,20 +36,34 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def key_mask(valid: Tensor, queries: int) -> Tensor:
-    """Return a mask with which every query attends to every valid key: one row of memory, expanded.
+    """Return a mask with which every query attends to every valid key.
 
-    valid: bool [B, L], False for padding -> bool [B, queries, L]. Over a sequence's own keys it equals
-    :func:`block_mask` with one block, except in rows of padding, which are never read.
+    The mask is one row of memory that is expanded to all queries. For self-attention the mask equals :func:`block_mask`
+    with a single block, except for padded queries, whose results are never read.
+
+    Args:
+        valid: bool [B, L], False for padding.
+        queries: Number of queries.
+
+    Returns:
+        bool [B, queries, L].
     """
     return valid[:, None].expand(-1, queries, -1)
 
 
 def block_mask(valid: Tensor, opens_block: Tensor) -> Tensor:
-    """Block-causal mask: a token sees every valid token of its own block and of the blocks before it.
+    """Return a block-causal mask, with which a token attends to the valid tokens of its own block and of earlier
+    blocks.
 
-    valid: bool [B, L], False for padding; opens_block: bool [B, L], True where a new block starts (all True
-    is causal, all False is bidirectional). Returns bool [B, L, L] indexed [query, key].
     Source: big_vision's ``make_attn_mask``, as used by openpi and LeRobot.
+
+    Args:
+        valid: bool [B, L], False for padding.
+        opens_block: bool [B, L], True where a new block starts. All True gives a causal mask, and all False gives a
+            bidirectional mask.
+
+    Returns:
+        bool [B, L, L], indexed [query, key].
     """
     block = opens_block.long().cumsum(dim=1)  # [B, L]
     may_see = block[:, None, :] <= block[:, :, None]

@@ -1,4 +1,6 @@
-"""CLIP's text encoder (Radford et al. 2021, arXiv 2103.00020): a causal transformer, one row of which is the text."""
+"""CLIP's text encoder (Radford et al. 2021, arXiv 2103.00020): a causal transformer whose output at one token is the
+text feature.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ from sinew.layers.linear import Embedding, Linear
 from sinew.layers.norm import LayerNorm
 from sinew.layers.vit import BlockConfig, MaskedLayer, ViTConfig, ViTMLP
 
-NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
+NORM_EPS = 1e-5  # default of torch, which the reference does not change
 
 
 class QuickMLP(ViTMLP):
-    """With ``x * sigmoid(1.702 x)`` in the place of GELU (Hendrycks and Gimpel 2016), as OpenAI's weights want it."""
+    """An MLP with ``x * sigmoid(1.702 x)`` in place of GELU (Hendrycks and Gimpel 2016), as in OpenAI's CLIP
+    weights.
+    """
 
     def inputs(self) -> tuple[nn.Module, ...]:
         return (self.fc1,)
@@ -39,14 +43,15 @@ class ClipLayer(MaskedLayer):
 
 @dataclass(frozen=True)
 class ClipTextConfig(BlockConfig):
-    """Sizes of the encoder.
+    """Sizes of the text encoder.
 
     Attributes:
-        positions: of the longest text.
-        vocab_size: rows of the table of tokens.
-        out_size: width of a text.
-        out_bias: the last projection has a bias.
-        end_token: the text is the row of the first token of this id; 0: the last row that is no padding.
+        positions: Tokens of the longest text.
+        vocab_size: Rows of the token table.
+        out_size: Width of the text feature.
+        out_bias: True if the last projection has a bias.
+        end_token: Id of the end token, at whose first occurrence the text feature is read. 0 reads the feature at the
+            last token before the padding.
     """
 
     positions: int
@@ -57,6 +62,8 @@ class ClipTextConfig(BlockConfig):
 
 
 class ClipText(nn.Module):
+    """CLIP's text encoder."""
+
     layers: Sequence[ClipLayer]
 
     def __init__(self, config: ClipTextConfig):
@@ -70,7 +77,15 @@ class ClipText(nn.Module):
         self.end_token = config.end_token
 
     def encode(self, tokens: Tensor, token_mask: Tensor) -> Tensor:
-        """tokens: int64 [B, L]; token_mask: bool [B, L], padding behind -> the row that is the text, normed, [B, C]."""
+        """Encode a text without the last projection.
+
+        Args:
+            tokens: int64 [B, L], with padding at the end.
+            token_mask: bool [B, L], False for padding.
+
+        Returns:
+            The normalised hidden state of the token that represents the text, [B, C].
+        """
         positions = (token_mask.long().cumsum(dim=1) - 1).clamp(min=0)
         x = self.embed_tokens(tokens) + self.places(positions)
         mask = block_mask(token_mask, torch.ones_like(token_mask))
@@ -83,5 +98,13 @@ class ClipText(nn.Module):
         return self.norm(x.gather(1, row[:, None, None].expand(-1, 1, x.shape[2]))[:, 0])
 
     def forward(self, tokens: Tensor, token_mask: Tensor) -> Tensor:
-        """tokens: int64 [B, L]; token_mask: bool [B, L], padding behind -> the text, [B, out_size]."""
+        """Encode a text.
+
+        Args:
+            tokens: int64 [B, L], with padding at the end.
+            token_mask: bool [B, L], False for padding.
+
+        Returns:
+            The text feature, [B, out_size].
+        """
         return self.project(self.encode(tokens, token_mask))

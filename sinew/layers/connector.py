@@ -1,4 +1,4 @@
-"""Between vision tower and language model."""
+"""Connectors, which convert features of a vision tower to input tokens of a language model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ from sinew.layers.norm import LayerNorm
 
 
 def pixel_shuffle(x: Tensor, rows: int, cols: int, scale: int) -> Tensor:
-    """Fold each ``scale * scale`` square of patches into one token.
+    """Fold each ``scale * scale`` square of patches into one token, in SmolVLM's order.
 
-    x: [B, rows * cols, C] -> [B, rows * cols / scale^2, scale^2 * C]; inside a token the square's rows run
-    slowest and channels fastest (SmolVLM's order).
+    Inside a token the rows of the square are the slowest axis and the channels are the fastest axis.
+
+    Args:
+        x: [B, rows * cols, C].
+        rows: Rows of patches.
+        cols: Columns of patches.
+        scale: Patches along a side of a square.
+
+    Returns:
+        [B, rows * cols / scale^2, scale^2 * C].
     """
     B, _, C = x.shape
     x = x.view(B, rows // scale, scale, cols // scale, scale, C)
@@ -22,6 +30,8 @@ def pixel_shuffle(x: Tensor, rows: int, cols: int, scale: int) -> Tensor:
 
 
 class PixelShuffleConnector(nn.Module):
+    """SmolVLM's connector: squares of patches are folded into tokens, which one linear layer projects."""
+
     def __init__(self, vision_size: int, language_size: int, scale: int):
         super().__init__()
         self.scale = scale
@@ -35,9 +45,9 @@ class PixelShuffleConnector(nn.Module):
 
 
 class UnshuffleConnector(nn.Module):
-    """Eagle 2's connector: squares of patches folded into tokens, a norm, and two layers with a GELU between.
+    """Eagle 2's connector: squares of patches are folded into tokens, followed by a norm and two layers with a GELU.
 
-    Inside a token channels run slowest (``torch.nn.functional.pixel_unshuffle``'s order).
+    Inside a token the channels are the slowest axis (order of ``torch.nn.functional.pixel_unshuffle``).
     """
 
     def __init__(self, vision_size: int, language_size: int, scale: int):

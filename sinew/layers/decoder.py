@@ -1,8 +1,9 @@
-"""Llama- and Gemma-style decoder layers, in the pieces that prefix and expert need.
+"""Llama- and Gemma-style decoder layers, split into the parts that prefix and action expert need.
 
-A VLA runs these layers in two ways: over a prefix, keeping each layer's keys and values, and over a short
-suffix of action tokens that reads them. The layer therefore offers its halves (``project`` before the
-attention, ``finish`` after it) and leaves the attention between them to the model.
+A VLA runs these layers in two ways. The first way is over a prefix, and keeps the keys and values of each layer. The
+second way is over a short suffix of action tokens, which attend to the prefix. A layer therefore has two halves,
+``project`` before the attention and ``finish`` after the attention, and the model computes the attention between the
+halves.
 """
 
 from __future__ import annotations
@@ -23,14 +24,30 @@ from sinew.layers.norm import AdaRMSNorm, GemmaRMSNorm, Modulation, RMSNorm
 from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 
-KeyValue = tuple[Tensor, Tensor]  # each [B, L, Hkv, D], keys already rotated
+KeyValue = tuple[Tensor, Tensor]  # [B, L, Hkv, D] each; keys are already rotated
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """norm: "rms" (Llama, Qwen) or "gemma_rms", whose stored weight is an offset from one. qk_norm: queries and keys
-    are normalised per head before they are rotated (Qwen3). sub_norms: what the attention and the gated product give
-    is normalised before it is projected back (BitNet)."""
+    """Sizes and options of a decoder.
+
+    Attributes:
+        hidden_size: Width of the hidden states.
+        intermediate_size: Inner width of the MLP.
+        num_layers: Number of layers.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key/value heads, which divides ``num_heads``.
+        head_dim: Width of a head.
+        norm_eps: Epsilon of the norms.
+        rope_theta: Base of the rotary frequencies.
+        norm: "rms" (Llama, Qwen), or "gemma_rms", whose stored weight is an offset from one.
+        activation: Activation of the gated MLP.
+        qkv_bias: True if the projections to queries, keys and values have biases.
+        qk_norm: True if queries and keys are normalised per head before the rotation (Qwen3).
+        sub_norms: True if the attention's result and the gated product are normalised before the last projection
+            (BitNet).
+        ternary: True if the linear layers have ternary weights.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -50,14 +67,20 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         check_sizes(self)
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} heads do not divide into {self.num_kv_heads} key/value heads")
+            raise ValueError(
+                f"num_heads: expected a multiple of num_kv_heads {self.num_kv_heads}, got {self.num_heads}"
+            )
 
 
 class DecoderAttention(nn.Module):
-    """Projections of one attention. ``kv_input_size`` differs from the stream's in cross-attention.
+    """Projections of one attention.
 
-    Engines may replace :meth:`heads`, the projections, and :meth:`attend`. The steps between them,
-    :meth:`rotate_query` and :meth:`rotate_key`, stay the model's.
+    An engine may replace :meth:`heads`, the projections, and :meth:`attend`. The steps between them,
+    :meth:`rotate_query` and :meth:`rotate_key`, always belong to the model.
+
+    Args:
+        config: Sizes of the decoder.
+        kv_input_size: Width of the input of keys and values in cross-attention. None means self-attention.
     """
 
     def __init__(self, config: DecoderConfig, kv_input_size: int | None = None):
@@ -89,7 +112,7 @@ class DecoderAttention(nn.Module):
         return self.k_proj(keys).unflatten(-1, shape), self.v_proj(values).unflatten(-1, shape)
 
     def heads(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """h: [B, L, C] -> projected q [B, L, H, D], k and v [B, L, Hkv, D], before norms and rotation."""
+        """Project hidden states h [B, L, C] to q [B, L, H, D], k and v [B, L, Hkv, D], before norms and rotation."""
         k, v = self.key_value(h, h)
         return self.query(h), k, v
 
@@ -107,10 +130,17 @@ class DecoderAttention(nn.Module):
         return self.o_proj(attended if self.o_norm is None else self.o_norm(attended))
 
     def attend(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
-        """Attend from q [B, L, H, D] to ``kv``, and after it to ``own`` -> [B, L, H * D]. mask: As for
-        :func:`.attend`.
+        """Attend from the queries to ``kv`` and, if it is given, to ``own``. An engine may override this method, to
+        read the two without joining them.
 
-        It is a method, so that an engine may read the two without joining them.
+        Args:
+            q: [B, L, H, D].
+            kv: Keys and values, [B, P, Hkv, D] each.
+            mask: bool [B, L, keys], as for :func:`.attend`.
+            own: More keys and values after ``kv``, for example of the action tokens.
+
+        Returns:
+            [B, L, H * D].
         """
         if own is not None:
             kv = torch.cat([kv[0], own[0]], dim=1), torch.cat([kv[1], own[1]], dim=1)
@@ -118,7 +148,7 @@ class DecoderAttention(nn.Module):
 
 
 def relu2(x: Tensor) -> Tensor:
-    """Return max(x, 0)^2  (So et al. 2021; BitNet)."""
+    """Return max(x, 0)^2 (So et al. 2021; BitNet)."""
     return F.relu(x).square()
 
 
@@ -130,7 +160,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x))  (Shazeer 2020; SiLU in Llama, tanh-GELU in Gemma).
+    """The gated MLP down(activation(gate(x)) * up(x)) (Shazeer 2020), with SiLU in Llama and tanh-GELU in Gemma.
 
     Attributes:
         kind: Name of the activation, independent of the function that computes it.
@@ -165,6 +195,8 @@ def decoder_norm(config: DecoderConfig) -> RMSNorm:
 
 
 class DecoderLayer(nn.Module):
+    """A decoder layer: attention and gated MLP, each after a norm."""
+
     def __init__(self, config: DecoderConfig, kv_input_size: int | None = None):
         super().__init__()
         self.input_norm = decoder_norm(config)
@@ -176,20 +208,33 @@ class DecoderLayer(nn.Module):
         return [FoldSite(self, "input_norm", (self.attn,)), FoldSite(self, "post_norm", (self.mlp,))]
 
     def project(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [B, L, C] -> rotated q [B, L, H, D] and k, plain v [B, L, Hkv, D]."""
+        """Compute rotated queries [B, L, H, D], rotated keys and plain values [B, L, Hkv, D] of hidden states x [B, L,
+        C].
+        """
         return self.attn.project(self.input_norm(x), rotate)
 
     def query(self, x: Tensor, rotate: Rotation) -> Tensor:
-        """x: [B, L, C] -> rotated q [B, L, H, D]: all that cross-attention projects in a step."""
+        """Compute rotated queries [B, L, H, D] of x [B, L, C]. Cross-attention projects only queries in a solver
+        step.
+        """
         return self.attn.rotate_query(self.attn.query(self.input_norm(x)), rotate)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """x: [B, L, C], attended: [B, L, H * D] -> the layer's output [B, L, C]."""
+        """Compute the layer's output [B, L, C] from its input x [B, L, C] and the attention's result [B, L, H * D]."""
         x = x + self.attn.output(attended)
         return x + self.mlp(self.post_norm(x))
 
     def forward(self, x: Tensor, rotate: Rotation, mask: Tensor) -> tuple[Tensor, KeyValue]:
-        """x: [B, L, C], a whole sequence; mask: bool [B, L, L] -> the layer's output and its K/V."""
+        """Run the layer over a whole sequence.
+
+        Args:
+            x: [B, L, C].
+            rotate: Rotary positions.
+            mask: bool [B, L, L], True if the query may attend to the key.
+
+        Returns:
+            The output [B, L, C], and the layer's keys and values.
+        """
         q, k, v = self.project(x, rotate)
         return self.finish(x, self.attn.attend(q, (k, v), mask)), (k, v)
 
@@ -205,7 +250,9 @@ class AdaptiveDecoderLayer(nn.Module):
         self.mlp = GatedMLP(config)
 
     def project(self, x: Tensor, rotate: Rotation, before: Modulation, after: Modulation):
-        """As :meth:`DecoderLayer.project`; ``before`` and ``after`` are this layer's modulations."""
+        """Project as :meth:`DecoderLayer.project` does. ``before`` and ``after`` are the modulations of this layer's
+        two norms.
+        """
         return self.attn.project(self.input_norm(x, before), rotate)
 
     def finish(self, x: Tensor, attended: Tensor, before: Modulation, after: Modulation) -> Tensor:
@@ -214,7 +261,7 @@ class AdaptiveDecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token table, layers and final norm of a language model, run once over a prefix."""
+    """Token table, layers and final norm of a language model that runs once over a prefix."""
 
     layers: Sequence[nn.Module]
 
@@ -228,9 +275,15 @@ class Decoder(nn.Module):
         self.norm = decoder_norm(config)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, list[KeyValue]]:
-        """x: [B, L, C]; positions: int [B, L]; mask: bool [B, L, L].
+        """Run the layers over a whole sequence.
 
-        Returns the hidden states [B, L, C] before the final norm and each layer's keys and values.
+        Args:
+            x: [B, L, C].
+            positions: int [B, L].
+            mask: bool [B, L, L], True if the query may attend to the key.
+
+        Returns:
+            The hidden states [B, L, C] before the final norm, and the keys and values of each layer.
         """
         x = x.to(self.embed_tokens.dtype)
         rotate = Rotation.at(positions, self.config.head_dim, self.config.rope_theta)
@@ -243,16 +296,16 @@ class Decoder(nn.Module):
     def extend(
         self, x: Tensor, positions: Tensor, mask: Tensor, cache: Sequence[KeyValue]
     ) -> tuple[Tensor, tuple[KeyValue, ...]]:
-        """Run rows that follow rows with known keys and values.
+        """Run new tokens after tokens whose keys and values are already computed.
 
         Args:
-            x: [B, N, C].
+            x: [B, N, C], the new tokens.
             positions: int [B, N].
             mask: bool [B, N, P + N].
-            cache: For each layer, [B, P, Hkv, D]. It is not changed.
+            cache: Keys and values of each layer, [B, P, Hkv, D]. The cache is unchanged.
 
         Returns:
-            As :meth:`forward`: the hidden states of the N rows, and the cache of P + N.
+            The hidden states of the N new tokens before the final norm, and a new cache of P + N tokens.
         """
         x = x.to(self.embed_tokens.dtype)
         rotate = Rotation.at(positions, self.config.head_dim, self.config.rope_theta)

@@ -1,9 +1,9 @@
-"""Transformer blocks of a diffusion action head, as diffusers builds them and GR00T uses them.
+"""Transformer blocks of a diffusion action head, as diffusers defines them and GR00T uses them.
 
-A block is attention and a GELU MLP around pre-norms, with biases everywhere. In the diffusion transformer the
-first norm has no weights of its own: its scale and shift come from the embedded time, and attention alternates
+A block consists of attention and a GELU MLP, each after a norm, with biases in all linear layers. In the diffusion
+transformer the first norm has no weights: its scale and shift come from the embedded time. Its attention alternates
 between the head's own tokens and the features of the vision-language model (Peebles and Xie 2023; diffusers
-``BasicTransformerBlock`` with ``ada_norm``). With a plain norm the same block refines those features.
+``BasicTransformerBlock`` with ``ada_norm``). With a plain norm the same block refines the vision-language features.
 """
 
 from __future__ import annotations
@@ -31,21 +31,30 @@ TIME_CHANNELS = 256  # channels of the sinusoids at the start of the time embedd
 
 @dataclass(frozen=True)
 class DiTConfig:
-    """Sizes of a stack of blocks. ``context_size`` is the width of what cross-attention reads."""
+    """Sizes of a stack of blocks.
+
+    Attributes:
+        num_layers: Number of blocks.
+        num_heads: Number of attention heads.
+        head_dim: Width of a head.
+        output_size: Width of the output.
+        context_size: Width of the features that cross-attention reads.
+        is_cross: For each block, True if its attention reads the context, and False if it reads the block's own tokens.
+    """
 
     num_layers: int
     num_heads: int
     head_dim: int
     output_size: int
     context_size: int
-    is_cross: tuple[
-        bool, ...
-    ]  # for each block, True if its attention reads the context and not its own stream
+    is_cross: tuple[bool, ...]
 
     def __post_init__(self) -> None:
         check_sizes(self)
         if len(self.is_cross) != self.num_layers:
-            raise ValueError(f"is_cross has {len(self.is_cross)} entries for {self.num_layers} blocks")
+            raise ValueError(
+                f"is_cross: expected {self.num_layers} entries, one per block, got {len(self.is_cross)}"
+            )
 
     @property
     def hidden_size(self) -> int:
@@ -53,18 +62,32 @@ class DiTConfig:
 
 
 def plain_layer_norm(x: Tensor, eps: float) -> Tensor:
-    """Normalise the last axis of x without weights, statistics and result in float32."""
+    """Normalise the last axis of x without weights. Statistics and result are float32."""
     return F.layer_norm(x.float(), x.shape[-1:], eps=eps)
 
 
 def modulated(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """Return LN(x) * (1 + scale) + shift in x's dtype. x: [B, L, C]; scale, shift: [B, C]."""
+    """Return LN(x) * (1 + scale) + shift in x's dtype.
+
+    Args:
+        x: [B, L, C].
+        scale: [B, C].
+        shift: [B, C].
+        eps: Epsilon of the norm.
+    """
     normal = plain_layer_norm(x, eps)
     return (normal * (1.0 + scale.float()[:, None]) + shift.float()[:, None]).to(x.dtype)
 
 
 class BiasedAttention(nn.Module):
-    """Multi-head attention with biases. ``context_size``: the width of what keys and values are made of."""
+    """Multi-head attention whose projections have biases.
+
+    Args:
+        size: Width of the queries' input and of the output.
+        num_heads: Number of heads.
+        head_dim: Width of a head.
+        context_size: Width of the input of keys and values.
+    """
 
     def __init__(self, size: int, num_heads: int, head_dim: int, context_size: int):
         super().__init__()
@@ -86,12 +109,26 @@ class BiasedAttention(nn.Module):
         return self.k_proj(context).unflatten(-1, shape), self.v_proj(context).unflatten(-1, shape)
 
     def forward(self, x: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """x: [B, L, C]; kv: [B, K, H, D] each; mask: bool [B, L, K], True = may see -> [B, L, C]."""
+        """Attend from tokens to keys and values.
+
+        Args:
+            x: [B, L, C].
+            kv: Keys and values, [B, K, H, D] each.
+            mask: bool [B, L, K], True if the token may attend to the key.
+
+        Returns:
+            [B, L, C].
+        """
         return self.o_proj(attend(self.query(x), *kv, mask))
 
 
 class GeluMLP(nn.Module):
-    """fc2(gelu(fc1(x))), four times as wide inside; ``approximate`` as PyTorch's GELU has it."""
+    """The MLP fc2(gelu(fc1(x))), whose inner width is four times ``size``.
+
+    Args:
+        size: Width of input and output.
+        approximate: Form of GELU, as in ``torch.nn.functional.gelu``.
+    """
 
     def __init__(self, size: int, approximate: Literal["tanh", "none"] = "tanh"):
         super().__init__()
@@ -107,7 +144,7 @@ class GeluMLP(nn.Module):
 
 
 class SelfAttentionLayer(nn.Module):
-    """A block with plain norms over one sequence."""
+    """A block with plain norms and self-attention over one sequence."""
 
     def __init__(self, size: int, num_heads: int, head_dim: int):
         super().__init__()
@@ -120,14 +157,22 @@ class SelfAttentionLayer(nn.Module):
         return [FoldSite(self, "norm1", (self.attn,)), FoldSite(self, "norm2", (self.mlp,))]
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x: [B, L, C]; mask: bool [B, L, L], True = may see -> [B, L, C]."""
+        """Run the block.
+
+        Args:
+            x: [B, L, C].
+            mask: bool [B, L, L], True if the token may attend to the key.
+
+        Returns:
+            [B, L, C].
+        """
         h = self.norm1(x)
         x = x + self.attn(h, self.attn.key_value(h), mask)
         return x + self.mlp(self.norm2(x))
 
 
 class DiTLayer(nn.Module):
-    """A block whose first norm is modulated by the time: ``dense(silu(time))`` is [scale, shift]."""
+    """A block whose first norm is modulated by the time. ``dense(silu(time))`` is [scale, shift]."""
 
     def __init__(self, config: DiTConfig, is_cross: bool):
         super().__init__()
@@ -142,9 +187,16 @@ class DiTLayer(nn.Module):
     def forward(
         self, x: Tensor, modulation: Tensor, kv: tuple[Tensor, Tensor] | None, mask: Tensor
     ) -> Tensor:
-        """x: [B, L, C]; modulation: [B, 2C], scale before shift; kv: the context's in a cross block, else None.
+        """Run the block.
 
-        mask: bool [B, L, keys], True = may see. Returns [B, L, C].
+        Args:
+            x: [B, L, C].
+            modulation: [B, 2C], scale before shift.
+            kv: Keys and values of the context in a cross-attention block. None in a self-attention block.
+            mask: bool [B, L, keys], True if the token may attend to the key.
+
+        Returns:
+            [B, L, C].
         """
         scale, shift = modulation.chunk(2, dim=-1)
         h = modulated(x, scale, shift, NORM_EPS)
@@ -171,13 +223,18 @@ class DiT(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the stream of hidden states."""
+        """Return the dtype of the hidden states."""
         return self.proj.dtype
 
     def modulations(self, bucket: Tensor) -> Tensor:
-        """Return the modulation of every norm by the time: bucket int64 [B] -> [B, layers + 1, 2C].
+        """Compute the time's modulation of every norm.
 
-        A block's row has its scale, then its shift. The last row has the shift first, as in the training project.
+        Args:
+            bucket: int64 [B], the time bucket.
+
+        Returns:
+            [B, layers + 1, 2C]. The entry of a block has the scale before the shift. The last entry has the shift
+            first, as in GR00T's training code.
         """
         time = self.time_out(F.silu(self.time_in(bucket_sinusoids(bucket))))
         condition = F.silu(time)
@@ -185,7 +242,7 @@ class DiT(nn.Module):
         return torch.stack([dense(condition) for dense in denses], dim=1)
 
     def context(self, features: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return keys and values of every cross block, [B, K, H, D] each. features: [B, K, C']."""
+        """Return keys and values of every cross-attention block, [B, K, H, D] each, from features [B, K, C']."""
         return tuple(layer.attn.key_value(features) for layer in self.layers if layer.is_cross)
 
     def forward(
@@ -196,10 +253,17 @@ class DiT(nn.Module):
         masks: tuple[Tensor, ...],
         own: Tensor,
     ) -> Tensor:
-        """Return the head's features [B, L, output_size] of its tokens x [B, L, C].
+        """Run all blocks.
 
-        modulations: :meth:`modulations`'s; kv and masks (bool [B, L, K]): one for each cross block, in order;
-        own: bool [B, L, L], what the tokens see of each other.
+        Args:
+            x: [B, L, C], the head's tokens.
+            modulations: Result of :meth:`modulations`.
+            kv: Keys and values for each cross-attention block, in order.
+            masks: bool [B, L, K] for each cross-attention block, in order.
+            own: bool [B, L, L], the mask of the tokens among each other.
+
+        Returns:
+            The head's features, [B, L, output_size].
         """
         crosses = iter(zip(kv, masks, strict=True))
         *rows, last = modulations.unbind(dim=1)
@@ -210,9 +274,9 @@ class DiT(nn.Module):
 
 
 def bucket_sinusoids(bucket: Tensor) -> Tensor:
-    """Return [cos, sin] of bucket * 10000^(-j / 127), float32 [B, 256], for int64 [B] time buckets.
+    """Return [cos, sin] of bucket * 10000^(-j / 127), float32 [B, 256], for time buckets, int64 [B].
 
-    Source: diffusers ``get_timestep_embedding`` with ``flip_sin_to_cos`` and ``downscale_freq_shift`` of one.
+    Source: diffusers ``get_timestep_embedding`` with ``flip_sin_to_cos=True`` and ``downscale_freq_shift=1``.
     """
     half = TIME_CHANNELS // 2
     exponent = torch.arange(half, dtype=torch.float32, device=bucket.device) * -math.log(MAX_PERIOD)
@@ -221,11 +285,10 @@ def bucket_sinusoids(bucket: Tensor) -> Tensor:
 
 
 def action_sinusoids(bucket: Tensor, size: int) -> Tensor:
-    """Return [sin, cos] of bucket * 10000^(-2j / size), float32 [B, size], for int64 [B] time buckets.
+    """Return [sin, cos] of bucket * 10000^(-2j / size), float32 [B, size], for time buckets, int64 [B].
 
-    The division comes before the product, in float32, as the reference rounds: buckets reach a thousand, where
-    one unit in the last place of a frequency moves a sine by 5e-5.
-    Source: Isaac-GR00T ``SinusoidalPositionalEncoding``.
+    The division comes before the product, in float32, as in the reference. Buckets go up to 1000, where a change of one
+    unit in the last place of a frequency changes a sine by 5e-5. Source: Isaac-GR00T ``SinusoidalPositionalEncoding``.
     """
     half = size // 2
     step = rounded(rounded(math.log(MAX_PERIOD), torch.float32) / half, torch.float32)

@@ -1,4 +1,4 @@
-"""Declare, for engines that rewrite blocks, which norms feed which linear layers."""
+"""A declaration for engines that rewrite blocks: the linear layers that read the output of a norm."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from torch import nn
 
 
 class FoldSite(NamedTuple):
-    """A norm (``getattr(owner, norm)``) and all that reads its output.
+    """A norm and all modules that read its output. An engine may fold the norm's weight into these modules.
 
-    A block that owns such a norm returns them from a method ``fold_sites()``. A reader is a linear layer, or a
-    block with a method ``inputs()`` that returns the linear layers which are alone in reading what the block is
-    given. Both methods count only for the very class that defines them: a subclass may read its input elsewhere.
+    A block that owns such a norm returns its sites from a method ``fold_sites()``. Both ``fold_sites()`` and
+    ``inputs()`` count only for the class that defines them, because a subclass may read its input in another layer too.
+
+    Attributes:
+        owner: The block with the norm.
+        norm: Attribute name of the norm in ``owner``.
+        readers: Linear layers, or blocks with a method ``inputs()``. ``inputs()`` returns the linear layers of the
+            block that read the block's input, and no other layer reads this input.
     """
 
     owner: nn.Module

@@ -1,6 +1,6 @@
-"""Keypoints of a view (Finn et al. 2016): the places of some features in the last map of a residual network.
+"""Image features of Diffusion Policy and VQ-BeT: positions of keypoints in the last feature map of a ResNet.
 
-Diffusion Policy and VQ-BeT see each frame so. The features of a view are the keypoints, mixed by one linear layer.
+The encoder computes the keypoints by spatial softmax (Finn et al. 2016) and mixes them with one linear layer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from sinew.layers.resnet import ResNet, ResNetConfig
 
 
 class Keypoints(nn.Module):
-    """Spatial softmax (Finn et al. 2016): the places of so many features in a map.
+    """Spatial softmax (Finn et al. 2016): the expected position of each of ``count`` features in a feature map.
 
-    ``places``: [rows * cols, 2], x and y of each position of a map, from -1 to 1.
+    Attributes:
+        places: [rows * cols, 2], x and y of each position of the map, from -1 to 1.
     """
 
     def __init__(self, channels: int, count: int, rows: int, cols: int):
@@ -30,7 +31,14 @@ class Keypoints(nn.Module):
 
 
 class KeypointEncoder(nn.Module):
-    """Keypoints of a view, mixed. rows, cols: of the network's last map."""
+    """A ResNet, its keypoints, and a linear layer that mixes the keypoints of a view.
+
+    Args:
+        vision: Sizes of the ResNet.
+        keypoints: Number of keypoints.
+        rows: Rows of the ResNet's last feature map.
+        cols: Columns of the ResNet's last feature map.
+    """
 
     def __init__(self, vision: ResNetConfig, keypoints: int, rows: int, cols: int):
         super().__init__()

@@ -1,7 +1,8 @@
-"""A linear layer and a table of rows. Their store (``store.py``) defines how the weight is in memory.
+"""A linear layer and a table of rows. Their store (``stores/store.py``) defines how the weight is in memory.
 
-Published checkpoints mix precisions (bfloat16 language model, float32 projections), so a layer's input may have
-another dtype. Casting in a store, and only there, keeps models free of dtype bookkeeping.
+Published checkpoints mix precisions, for example a bfloat16 language model with float32 projections. The input of a
+layer may therefore have another dtype than its weight. Only a store casts between dtypes, so that models contain no
+casts.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from sinew.layers.stores.store import Store
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """``value`` as ``dtype`` holds it, to nearest, ties to even.
+    """Round ``value`` to the nearest number of ``dtype``, ties to even.
 
-    A number, not a tensor: a tensor of a Python constant on a GPU is a copy from the host in every pass, which
-    no CUDA graph can record.
+    The result is a Python number. A tensor made from a Python constant on a GPU would be a copy from the host in every
+    pass, and a CUDA graph cannot record such a copy.
     """
     step = torch.finfo(dtype).eps * 2.0 ** (math.frexp(value)[1] - 1)
     return round(value / step) * step
 
 
 def not_linear(layer: nn.Module) -> str | None:
-    """Return why ``layer`` does not compute ``x W^T + b`` of its stored ``weight``, so that rewrites must not scale
-    or join it; None if it does.
+    """Return the reason why rewrites must not scale or join the stored ``weight`` of a layer. None if they may.
 
-    A class declares it (``linear_in_weight = True`` in its own body). A subclass does not inherit it: one that
-    quantises its weight on the fly (ternary layers) has another result for a scaled or joined weight.
+    A rewrite is correct only for a layer that computes ``x W^T + b`` with its stored weight. A class declares this with
+    ``linear_in_weight = True`` in its own body. A subclass does not inherit the declaration, because a subclass that
+    quantises its weight during the product has another result for a scaled or joined weight.
     """
     if not vars(type(layer)).get("linear_in_weight", False):
         return f"{type(layer).__name__} is not linear in its weight"
@@ -43,7 +44,15 @@ def not_linear(layer: nn.Module) -> str | None:
 
 
 class _Stored(nn.Module):
-    """A module with a matrix in the form of its store. Tensors that the store lacks are None."""
+    """A module with a matrix in the form of its store. The tensors that the store does not use are None.
+
+    Attributes:
+        weight: The matrix.
+        scale: Scales of low-bit weights.
+        lora_a: First factor of a LoRA adapter.
+        lora_b: Second factor of a LoRA adapter.
+        store: The store that interprets these tensors.
+    """
 
     weight: Any
     scale: Tensor | None
@@ -59,13 +68,13 @@ class _Stored(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of products and rows."""
+        """Return the dtype of the products and of the returned rows."""
         return self.store.dtype(self)
 
     def reset_parameters(self) -> None:
-        # Weights of a bundle are assigned. On meta tensors torch fills memory that is not there in its Python
-        # decompositions: a sixth of the time that opening a small policy takes. The normal distribution of a table
-        # imports all of torch._dynamo for it (seconds, 130 MB).
+        # A bundle's weights are assigned later, so random values are not needed. For a meta tensor torch would run its
+        # Python decompositions of the fill, which takes a sixth of the time of opening a small policy. The normal
+        # distribution of a table would also import all of torch._dynamo (seconds, 130 MB).
         if not self.weight.is_meta:
             super().reset_parameters()  # type: ignore[misc]
 
@@ -74,7 +83,10 @@ class _Stored(nn.Module):
 
 
 class Linear(_Stored, nn.Linear):
-    linear_in_weight = True  # as far as its store's is
+    """A linear layer whose store computes the product."""
+
+    # The layer is linear in its weight if its store is too (see not_linear).
+    linear_in_weight = True
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any):
         super().__init__(in_features, out_features, bias=bias, **options)
@@ -84,26 +96,30 @@ class Linear(_Stored, nn.Linear):
 
 
 class Embedding(_Stored, nn.Embedding):
-    """A table of rows. The indices are integers of the caller's making: never computed in low precision."""
+    """A table of rows. The indices are integers from the caller, and are never computed in low precision."""
 
     def rows(self, ids: tuple[int, ...]) -> Tensor:
-        """Return rows [len(ids), C] of constant indices: no tensor of ids, which would be a copy from the host."""
+        """Return rows [len(ids), C] of constant indices, without an index tensor, which would be a copy from the
+        host.
+        """
         return self.store.take(self, ids)
 
     def logits(self, h: Tensor) -> Tensor:  # [..., C] -> [..., rows]
-        """Return h W^T: a language head that is tied to its table."""
+        """Return h W^T, for a language head that is tied to the token table."""
         return self.store.product(self, h)
 
     def forward(self, ids: Tensor) -> Tensor:
         if ids.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"row indices must be int64 or int32, got {ids.dtype}")
+            raise TypeError(
+                f"row indices must be int64 or int32, got {ids.dtype}; convert them with ids.long()"
+            )
         return self.store.take(self, ids)
 
 
 def width_of(layer: nn.Module) -> int | None:
-    """Return the length of a row of the layer's weight; None for a class without a store.
+    """Return the length of a row of the layer's weight. None for any other class than ``Linear`` and ``Embedding``.
 
-    A subclass may compute with its weight in any way, so its weight stays as it was made.
+    A subclass may compute with its weight in any way, so the weight of a subclass must not be converted.
     """
     if type(layer) is Linear:
         return layer.in_features
@@ -111,15 +127,17 @@ def width_of(layer: nn.Module) -> int | None:
 
 
 def hold(layer: Linear | Embedding, store: Store) -> None:
-    """Set the store of ``layer``. Tensors of another form have no values until they are assigned."""
+    """Set the store of ``layer`` and create the tensors that the store needs. The new tensors have no values yet."""
     layer.store = store
     for name, tensor in store.form(len(layer.weight), layer.weight.device).items():
         setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
 
 
 def linear_layer(ternary: bool) -> Any:
-    """Return a function that makes a linear layer of (in, out, bias): BitNet's, with one scale, or one with plain
-    weights.
+    """Return a function that creates a linear layer from (in, out, bias).
+
+    Args:
+        ternary: True for BitNet's layer, with ternary weights and one scale. False for a layer with plain weights.
     """
     return _ternary if ternary else Linear
 

@@ -1,4 +1,4 @@
-"""A plain multi-layer perceptron: projectors between modalities."""
+"""Plain multi-layer perceptrons, which project features of one modality to the width of another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sinew.layers.linear import Linear
 
 
 class MLP(nn.Module):
-    """Linear layers from each size to the next, with an exact GELU between them."""
+    """Linear layers from each size to the next, with an exact GELU between the layers."""
 
     def __init__(self, *sizes: int):
         super().__init__()
@@ -24,7 +24,7 @@ class MLP(nn.Module):
 
 
 class Projector(nn.Module):
-    """fc2(relu(fc1(x))): the state's encoder and the actions' decoder of GR00T and Evo-1."""
+    """The MLP fc2(relu(fc1(x))), the state encoder and the action decoder of GR00T and Evo-1."""
 
     def __init__(self, in_size: int, hidden_size: int, out_size: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Normalisation layers. Statistics are float32 for every dtype of the stream."""
+"""Normalisation layers. They compute their statistics in float32 for every dtype of the input."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sinew.layers.linear import Linear
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis, in float32  (Zhang and Sennrich 2019)."""
+    """Return x / sqrt(mean(x^2) + eps) over the last axis, in float32 (Zhang and Sennrich 2019)."""
     wide = x.float()
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
 
 
 class RMSNorm(nn.Module):
-    """Llama's form: the normalised value is rounded to the stream's dtype, then the weight multiplies it."""
+    """Llama's RMS norm: the normalised value is rounded to the input's dtype and then multiplied by the weight."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -33,14 +33,14 @@ class RMSNorm(nn.Module):
 
 
 class GemmaRMSNorm(RMSNorm):
-    """Gemma's form: the stored weight is an offset from one, and rounding comes last."""
+    """Gemma's RMS norm: the stored weight is an offset from one, and the result is rounded last."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (rms_normalize(x, self.eps) * (1.0 + self.weight.float())).to(x.dtype)
 
 
 class Modulation(NamedTuple):
-    """Scale, shift and gate of an adaptive norm, each [B, 1, C]; [B, H, C] where rows have own times."""
+    """Scale, shift and gate of an adaptive norm, each [B, 1, C]. With one time per action each is [B, H, C]."""
 
     scale: Tensor
     shift: Tensor
@@ -52,10 +52,10 @@ class Modulation(NamedTuple):
 
 
 class AdaRMSNorm(nn.Module):
-    """RMSNorm whose affine part comes from a condition (pi0.5: the solver's time) instead of a weight.
+    """An RMS norm whose scale and shift come from a condition (in pi0.5 the solver's time) instead of a weight.
 
-    The condition also yields a gate for the residual branch that follows. The modulation depends on the
-    condition alone, so it is computed apart from the stream it modulates: ``dense(condition)``, [B, 3C].
+    The condition also gives a gate for the residual branch after the norm. The modulation depends only on the
+    condition, so ``dense(condition)``, [B, 3C], is computed separately from the hidden states.
     """
 
     def __init__(self, size: int, eps: float):
@@ -68,12 +68,14 @@ class AdaRMSNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
+    """A layer norm that casts its input to the dtype of its weight."""
+
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
 
 
 class GroupNorm(nn.GroupNorm):
-    """Of [B, C, ...], over each group of channels and all places (Wu and He 2018)."""
+    """A group norm of [B, C, ...], over each group of channels and all positions (Wu and He 2018)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))

@@ -1,4 +1,4 @@
-"""Views of different sizes in one array: each picture is in the top left corner of its pixels."""
+"""Encode views of different sizes that are stored in one array, each picture in the top left corner of its pixels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def embed_own_sizes(embed: Callable[[Tensor], Tensor], pixels: Tensor, frames: S
     """Encode each view at its own size.
 
     Args:
-        embed: Pixels of one view, [B, channels, height, width], to its tokens, [B, N, C].
-        pixels: [B, V, channels, H, W]. What is outside of a view's picture is not read.
-        frames: Height and width of each view's picture in pixels, V of them.
+        embed: Function from the pixels of one view, [B, channels, height, width], to its tokens, [B, N, C].
+        pixels: [B, V, channels, H, W]. Pixels outside a view's picture are ignored.
+        frames: Height and width in pixels of each view's picture, V entries.
 
     Returns:
-        Tokens of all views, [B, V, most tokens of a view, C], with zeros behind those of a smaller view.
+        Tokens of all views, [B, V, most tokens of a view, C]. The tokens of a smaller view are followed by zeros.
     """
     views = [embed(pixels[:, view, :, :height, :width]) for view, (height, width) in enumerate(frames)]
     most = max(tokens.shape[1] for tokens in views)
@@ -28,10 +28,13 @@ def embed_own_sizes(embed: Callable[[Tensor], Tensor], pixels: Tensor, frames: S
 
 
 def without_padding(image_tokens: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return the tokens of all views, one view after the other, [B, sum of counts, C].
+    """Return the tokens of all views, one view after the other, without padding.
 
     Args:
         image_tokens: Result of :func:`embed_own_sizes`, [B, V, most, C].
         counts: Number of tokens of each view.
+
+    Returns:
+        [B, sum of counts, C].
     """
     return torch.cat([image_tokens[:, view, :count] for view, count in enumerate(counts)], dim=1)

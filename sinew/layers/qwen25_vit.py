@@ -1,8 +1,8 @@
-"""Qwen2.5-VL's vision tower: rotary positions, gated MLPs, and attention inside of windows in most blocks.
+"""Qwen2.5-VL's vision tower: rotary positions, gated MLPs, and windowed attention in most blocks.
 
-Patches run in block order from the start: the four patches of a merged token are neighbours, merged tokens in row-major
-order. A window is a square of merged tokens, cut at the right and bottom edges of the picture. Here a mask keeps
-attention inside of windows, where the reference sorts patches by window.
+Patches are in block order from the start: the four patches of a merged token are neighbours, and merged tokens are in
+row-major order. A window is a square of merged tokens, cut at the right and bottom edges of the picture. The reference
+sorts patches by window. This implementation uses a mask with the same result.
 Source: transformers ``modeling_qwen2_5_vl.py`` (``Qwen2_5_VisionTransformerPretrainedModel``).
 """
 
@@ -23,7 +23,7 @@ from sinew.layers.qwen_vit import block_order, embed_patches, grid_positions, gr
 from sinew.layers.rope import Rotation
 from sinew.layers.vit import BlockConfig, ViTAttention
 
-NORM_EPS = 1e-6  # fixed in Qwen2.5-VL's code
+NORM_EPS = 1e-6  # a constant in Qwen2.5-VL's code
 ROPE_THETA = 10_000.0
 
 
@@ -32,12 +32,12 @@ class Qwen25ViTConfig(BlockConfig):
     """Sizes of the tower.
 
     Attributes:
-        patch_size: side of a patch in pixels.
-        merge: patches along a side of one token.
-        temporal_patch: how often a still picture is repeated in a patch.
-        window: tokens along a side of a window.
-        whole: blocks whose patches see the whole picture.
-        output_size: width of a token.
+        patch_size: Side of a patch in pixels.
+        merge: Patches along a side of one token.
+        temporal_patch: Number of copies of a still picture in a patch.
+        window: Tokens along a side of a window.
+        whole: Indices of the blocks whose patches attend to the whole picture.
+        output_size: Width of a token.
     """
 
     patch_size: int
@@ -50,22 +50,27 @@ class Qwen25ViTConfig(BlockConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hidden_size % (4 * self.num_heads):
-            raise ValueError("vision: the width must be a multiple of four times the number of heads")
+            raise ValueError(
+                f"vision: hidden_size: expected a multiple of {4 * self.num_heads}, four times the number of heads, got"
+                f" {self.hidden_size}"
+            )
         if any(not 0 <= block < self.num_layers for block in self.whole):
-            raise ValueError(f"vision: whole: expected blocks below {self.num_layers}, got {self.whole}")
+            raise ValueError(
+                f"vision: whole: expected block indices below {self.num_layers}, got {self.whole}"
+            )
 
     @property
     def unit(self) -> int:
-        """Return the side of a token in pixels."""
+        """Return the side of a merged token in pixels."""
         return self.patch_size * self.merge
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of the patches of a picture of so many pixels."""
+        """Return rows and columns of the patches of a picture. Height and width are in pixels."""
         return height // self.patch_size, width // self.patch_size
 
 
 class GatedViTMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), with biases."""
+    """The gated MLP down(silu(gate(x)) * up(x)), with biases."""
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -81,6 +86,8 @@ class GatedViTMLP(nn.Module):
 
 
 class Qwen25Layer(nn.Module):
+    """A block of the tower: attention and gated MLP, each after a norm."""
+
     def __init__(self, config: Qwen25ViTConfig):
         super().__init__()
         self.norm1 = RMSNorm(config.hidden_size, NORM_EPS)
@@ -92,19 +99,28 @@ class Qwen25Layer(nn.Module):
         return [FoldSite(self, "norm1", (self.attn,)), FoldSite(self, "norm2", (self.mlp,))]
 
     def inside(self, x: Tensor, rotate: Rotation, mask: Tensor) -> Tensor:
-        """x: [B, L, C]; mask: bool [B, L, L], True inside of a window -> the attention, [B, L, C]."""
+        """Compute the attention inside windows.
+
+        Args:
+            x: [B, L, C].
+            rotate: Rotary positions.
+            mask: bool [B, L, L], True for two patches of one window.
+
+        Returns:
+            [B, L, C].
+        """
         q, k, v = (part.unflatten(-1, (-1, self.attn.head_dim)) for part in self.attn.project(x))
         return self.attn.o_proj(attend(rotate(q), rotate(k), v, mask))
 
     def forward(self, x: Tensor, rotate: Rotation, mask: Tensor | None) -> Tensor:
-        """mask: of the windows, None where patches see the whole picture."""
+        """Run the block. ``mask`` is the mask of the windows, or None if patches attend to the whole picture."""
         h = self.norm1(x)
         x = x + (self.attn(h, rotate) if mask is None else self.inside(h, rotate, mask))
         return x + self.mlp(self.norm2(x))
 
 
 class Qwen25Merger(nn.Module):
-    """Four neighbouring patches -> one token."""
+    """Merge four neighbouring patches into one token."""
 
     def __init__(self, config: Qwen25ViTConfig):
         super().__init__()
@@ -120,6 +136,8 @@ class Qwen25Merger(nn.Module):
 
 
 class Qwen25ViT(nn.Module):
+    """Qwen2.5-VL's vision tower."""
+
     layers: Sequence[Qwen25Layer]
 
     def __init__(self, config: Qwen25ViTConfig):
@@ -131,7 +149,7 @@ class Qwen25ViT(nn.Module):
         self.merger = Qwen25Merger(config)
 
     def forward(self, pixels: Tensor) -> Tensor:  # [B, 3, height, width] -> [B, tokens, output_size]
-        # The weight's order: colour, frame
+        # The weight's input channels are ordered by colour, then by frame.
         frames = pixels.to(self.patch_embedding.weight.dtype).repeat_interleave(
             self.config.temporal_patch, dim=1
         )
@@ -146,7 +164,7 @@ class Qwen25ViT(nn.Module):
         return self.merger(x)
 
     def windows(self, rows: int, cols: int, device: torch.device) -> Tensor:
-        """Return which patches in block order share a window, bool [1, L, L]."""
+        """Return the mask of patches, in block order, that share a window, bool [1, L, L]."""
         where = grid_positions(rows, cols, self.config.merge, device) // (
             self.config.window * self.config.merge
         )

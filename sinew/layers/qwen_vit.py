@@ -1,8 +1,8 @@
 """Qwen3-VL's vision tower: rotary positions, 2 x 2 merging of patches, and features for the language model.
 
-Patches run in block order from the start: the four patches of a merged token are adjacent, merged tokens in row-major
-order. Every patch attends to every patch of its own view. Besides the tower's output, the features after some layers
-("deepstack") are merged as well. They are added to the image rows of the language model's first layers.
+Patches are in block order from the start: the four patches of a merged token are adjacent, and merged tokens are in
+row-major order. Every patch attends to every patch of its own view. The features after some layers ("deepstack") are
+merged as well, and are added to the image tokens in the first layers of the language model.
 Source: transformers ``modeling_qwen3_vl.py`` (``Qwen3VLVisionModel``).
 """
 
@@ -24,9 +24,15 @@ from sinew.layers.vit import ViTConfig, ViTLayer
 
 @dataclass(frozen=True)
 class QwenViTConfig:
-    """Sizes of the tower. ``blocks``: those of a plain tower. taps: layers after which features are merged for the
-    language model; merge: patches along a side of one token; temporal_patch: how often a still image is repeated in
-    a patch; output_size: width of a token.
+    """Sizes of the tower.
+
+    Attributes:
+        blocks: Sizes of the transformer blocks.
+        output_size: Width of a merged token.
+        merge: Patches along a side of one token.
+        temporal_patch: Number of copies of a still image in a patch.
+        taps: Indices of the layers whose features are merged for the language model ("deepstack").
+        rope_theta: Base of the rotary frequencies.
     """
 
     blocks: ViTConfig
@@ -39,9 +45,14 @@ class QwenViTConfig:
     def __post_init__(self) -> None:
         check_sizes(self)
         if self.blocks.hidden_size % (4 * self.blocks.num_heads):
-            raise ValueError("vision: the width must be a multiple of four times the number of heads")
+            raise ValueError(
+                f"vision: hidden_size: expected a multiple of {4 * self.blocks.num_heads}, four times the number of"
+                f" heads, got {self.blocks.hidden_size}"
+            )
         if any(not 0 <= tap < self.blocks.num_layers for tap in self.taps):
-            raise ValueError(f"vision: taps {self.taps} are not layers of {self.blocks.num_layers}")
+            raise ValueError(
+                f"vision: taps: expected indices below {self.blocks.num_layers}, the number of layers, got {self.taps}"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -53,12 +64,15 @@ class QwenViTConfig:
         return self.blocks.patch_size
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of the patches of a picture of this size, in pixels."""
+        """Return rows and columns of the patches of a picture. Height and width are in pixels."""
         return self.blocks.grid(height, width)
 
 
 def block_order(x: Tensor, rows: int, cols: int, merge: int) -> Tensor:
-    """Reorder [..., rows * cols, C] from row-major to blocks of merge x merge patches in row-major order."""
+    """Reorder patches [..., rows * cols, C] from row-major order to blocks of merge x merge patches.
+
+    The blocks and the patches inside a block are in row-major order.
+    """
     shape = x.shape
     x = x.reshape(*shape[:-2], rows // merge, merge, cols // merge, merge, shape[-1])
     return x.transpose(-4, -3).reshape(shape)
@@ -74,8 +88,11 @@ def grid_positions(rows: int, cols: int, merge: int, device: torch.device) -> Te
 def grid_rotation(
     rows: int, cols: int, merge: int, head_dim: int, theta: float, device: torch.device
 ) -> Rotation:
-    """Return the rotation of patches in block order: a quarter of the head turns with the row, a quarter with the
-    column, and the halves pair up. Tables are [1, rows * cols, 1, head_dim / 2]."""
+    """Return the rotation of patches in block order.
+
+    A quarter of a head's dimensions turns with the row and a quarter with the column. The two halves of a head form the
+    pairs. Tables are [1, rows * cols, 1, head_dim / 2].
+    """
     exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
     frequency = 1.0 / theta**exponent  # [head_dim / 4]
     where = grid_positions(rows, cols, merge, device)
@@ -84,7 +101,12 @@ def grid_rotation(
 
 
 class PatchMerger(nn.Module):
-    """Four neighbouring patches -> one token. ``joined``: the norm sees the four side by side, not each alone."""
+    """Merge four neighbouring patches into one token.
+
+    Args:
+        config: Sizes of the tower.
+        joined: True if the norm is over the four patches together, False if it is over each patch.
+    """
 
     def __init__(self, config: QwenViTConfig, joined: bool):
         super().__init__()
@@ -106,6 +128,8 @@ class PatchMerger(nn.Module):
 
 
 class QwenViT(nn.Module):
+    """Qwen3-VL's vision tower."""
+
     def __init__(self, config: QwenViTConfig):
         super().__init__()
         self.config = config
@@ -118,19 +142,22 @@ class QwenViT(nn.Module):
         self.tap_mergers = nn.ModuleList(PatchMerger(config, joined=True) for _ in config.taps)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return merged tokens of pixels [B, 3, height, width]: [B, tokens, (1 + taps) * output_size].
+        """Encode pixels [B, 3, height, width].
 
-        The tower's output comes first, then the taps in order.
+        Returns:
+            Merged tokens [B, tokens, (1 + taps) * output_size]. The tower's output comes first, then the taps in order.
         """
         pixels = pixels.to(self.patch_embedding.weight.dtype)
-        # The weight's order: colour, frame
+        # The weight's input channels are ordered by colour, then by frame.
         frames = pixels.repeat_interleave(self.config.temporal_patch, dim=1)
         patches = embed_patches(self.patch_embedding, frames)  # [B, rows, cols, C]
         rows, cols = patches.shape[1:3]
         return self.encode(patches.flatten(1, 2), rows, cols)
 
     def encode(self, x: Tensor, rows: int, cols: int) -> Tensor:
-        """x: [B, rows * cols, C], embedded patches in row-major order without positions -> as :meth:`forward`."""
+        """Encode embedded patches x [B, rows * cols, C] in row-major order, without positions. The result is that of
+        :meth:`forward`.
+        """
         config = self.config
         x = block_order(x, rows, cols, config.merge) + self.positions(rows, cols)
         rotate = self.rotation(rows, cols)
@@ -147,7 +174,7 @@ class QwenViT(nn.Module):
         return grid_rotation(rows, cols, config.merge, config.head_dim, config.rope_theta, device)
 
     def positions(self, rows: int, cols: int) -> Tensor:  # [rows * cols, C] in block order
-        """Return the position table, sampled bilinearly with its corners on the corners of the grid."""
+        """Return the position table resized bilinearly to the grid of patches, with aligned corners."""
         config, table = self.config, self.position_embedding.weight
         ids, weights = bilinear_rows(rows, cols, config.blocks.side)
         ids, weights = (
@@ -159,10 +186,10 @@ class QwenViT(nn.Module):
 def embed_patches(
     layer: nn.Conv2d, x: Tensor
 ) -> Tensor:  # [B, channels, height, width] -> [B, rows, cols, C]
-    """Compute a convolution of patches that do not overlap as the product that it is.
+    """Compute the convolution of non-overlapping patches as a matrix product.
 
-    oneDNN 3.12 (torch 2.13) convolves bfloat16 wrongly on CPUs with AMX where channels times patch side are 64 or more:
-    the result is unrelated to the exact one. Here they are 96.
+    oneDNN 3.12 (torch 2.13) computes a wrong bfloat16 convolution on CPUs with AMX if channels times patch side is 64
+    or more: the result is unrelated to the exact one. In this tower the product is 96.
     """
     patch = layer.kernel_size[0]
     cut = x.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, channels, rows, patch, cols, patch]
@@ -170,9 +197,12 @@ def embed_patches(
 
 
 def bilinear_rows(rows: int, cols: int, side: int) -> tuple[Tensor, Tensor]:
-    """Return the four rows of a side x side table that each patch reads, int64 [rows * cols, 4], and their weights.
+    """Compute the bilinear interpolation of a side x side position table.
 
-    Coordinates are float32 ``linspace``, as in the reference: the index is their truncation.
+    Coordinates are float32 ``linspace``, as in the reference. The index is the truncated coordinate.
+
+    Returns:
+        The four table rows that each patch reads, int64 [rows * cols, 4], and their weights.
     """
     lows, highs, parts = [], [], []
     for count in (rows, cols):

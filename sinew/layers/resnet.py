@@ -1,7 +1,7 @@
-"""Residual networks of two convolutions a block (He et al. 2016), up to their last feature map.
+"""ResNets with two convolutions per block (He et al. 2016), up to their last feature map.
 
-Batch norms are affine once they are trained, so a converter folds each into the convolution before it
-(:func:`folded`). Norms over groups of channels are computed.
+A trained batch norm is affine, so a converter folds each batch norm into the convolution before it (:func:`folded`).
+Group norms are computed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ from torch import Tensor, nn
 from sinew.layers.norm import GroupNorm
 from sinew.layers.sizes import check_sizes
 
-STRIDE = 32  # pixels of a frame along each side of a feature
-NORM_EPS = 1e-5  # torchvision's
-LAYERS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}  # blocks of each stage, by torchvision's name
+STRIDE = 32  # pixels of a frame along each side of one feature
+NORM_EPS = 1e-5  # default of torchvision
+# Number of blocks per stage, by torchvision's name.
+LAYERS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 MAX_BLOCKS = 64
 
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """``width``: channels of the first stage; each stage is twice as wide as the one before. ``blocks``: of each.
-    ``group``: channels of each group of the norms; 0: norms are folded.
+    """Sizes of a ResNet.
+
+    Attributes:
+        blocks: Number of blocks of each of the four stages.
+        width: Channels of the first stage. Each stage has twice the channels of the stage before.
+        group: Channels in each group of the group norms. 0 means that batch norms are folded into the convolutions.
     """
 
     blocks: tuple[int, ...]
@@ -37,7 +42,7 @@ class ResNetConfig:
         if len(self.blocks) != 4 or not all(1 <= count <= MAX_BLOCKS for count in self.blocks):
             raise ValueError(f"blocks: expected four numbers from 1 to {MAX_BLOCKS}, got {list(self.blocks)}")
         if self.group and self.width % self.group:
-            raise ValueError(f"width {self.width}: expected a multiple of the groups' {self.group} channels")
+            raise ValueError(f"width {self.width}: expected a multiple of group {self.group}")
 
     @property
     def out_channels(self) -> int:
@@ -46,13 +51,22 @@ class ResNetConfig:
 
     @staticmethod
     def grid(height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of the last feature map of a picture of this size."""
+        """Return rows and columns of the last feature map of a picture. Height and width are in pixels."""
         return -(-height // STRIDE), -(-width // STRIDE)
 
 
 class Conv(nn.Conv2d):
-    """A convolution in the precision of its weight, which keeps the size but for its stride. groups: of channels that
-    see each other alone."""
+    """A convolution with "same" padding in the precision of its weight. Its output size is the input size divided by
+    the stride.
+
+    Args:
+        in_channels: Input channels.
+        out_channels: Output channels.
+        kernel: Side of the kernel.
+        stride: Stride.
+        bias: True adds a bias.
+        groups: Groups of channels. An output channel reads only the input channels of its own group.
+    """
 
     def __init__(
         self,
@@ -72,11 +86,15 @@ class Conv(nn.Conv2d):
 
 
 def norm(channels: int, group: int) -> nn.Module:
-    """Return the norm behind a convolution; where it is folded into that, nothing."""
+    """Return the group norm after a convolution, or an identity if the norm is folded into the convolution (group
+    0).
+    """
     return GroupNorm(channels // group, channels, eps=NORM_EPS) if group else nn.Identity()
 
 
 class BasicBlock(nn.Module):
+    """A residual block of two convolutions."""
+
     def __init__(self, in_channels: int, out_channels: int, stride: int, group: int):
         super().__init__()
         bias, same = not group, stride == 1 and in_channels == out_channels
@@ -93,6 +111,8 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
+    """A ResNet up to its last feature map."""
+
     stages: Sequence[nn.Sequential]
 
     def __init__(self, config: ResNetConfig):
@@ -127,6 +147,18 @@ def folded(
     variance: np.ndarray,
     eps: float = NORM_EPS,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return weight and bias, float64, of a convolution [C', C, k, k] and the frozen batch norm behind it as one."""
+    """Fold a frozen batch norm into the convolution before it.
+
+    Args:
+        weight: Weight of the convolution, [C', C, k, k].
+        scale: Weight of the batch norm.
+        shift: Bias of the batch norm.
+        mean: Running mean of the batch norm.
+        variance: Running variance of the batch norm.
+        eps: Epsilon of the batch norm.
+
+    Returns:
+        Weight and bias of one equivalent convolution, float64.
+    """
     gain = scale.astype(np.float64) / np.sqrt(variance.astype(np.float64) + eps)
     return weight * gain[:, None, None, None], shift - mean * gain

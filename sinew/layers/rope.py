@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split form (Su et al. 2021; the pairing that openpi and LeRobot use)."""
+"""Rotary position embedding in the half-split form (Su et al. 2021), which openpi and LeRobot use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 class Rotation(NamedTuple):
     """cos and sin of ``positions / theta^(2i/D)``, computed once per sequence in float32.
 
-    Tables are [B, L, 1, D/2], ready to broadcast over heads; [1, L, 1, D/2] where a batch has the same positions.
+    Tables are [B, L, 1, D/2] and broadcast over heads. A table is [1, L, 1, D/2] if all sequences of a batch have the
+    same positions.
     """
 
     cos: Tensor
@@ -25,13 +26,20 @@ class Rotation(NamedTuple):
         return cls(radians.cos()[..., None, :], radians.sin()[..., None, :])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [B, L, H, D] -> the same, rotated; float32 inside, x's dtype outside."""
+        """Rotate x [B, L, H, D]. The rotation is computed in float32, and the result has x's dtype."""
         a, b = x.float().chunk(2, dim=-1)
         return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], dim=-1).to(x.dtype)
 
 
 def rotate_axes(positions: Tensor, head_dim: int, theta: float, axes: tuple[int, ...]) -> Rotation:
-    """Return the rotation in which frequency f turns with positions[..., axes[f]]. positions: int [B, L, axes]."""
+    """Return a rotation whose frequency f turns with positions[..., axes[f]].
+
+    Args:
+        positions: int [B, L, axes].
+        head_dim: Width of a head.
+        theta: Base of the frequencies.
+        axes: For each of the head_dim / 2 frequencies, the axis of ``positions``.
+    """
     exponents = (2.0 / head_dim) * torch.arange(head_dim // 2, dtype=torch.float32, device=positions.device)
     columns = positions.float().unbind(-1)
     picked = torch.stack([columns[axis] for axis in axes], dim=-1)  # [B, L, head_dim / 2]

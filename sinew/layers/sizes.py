@@ -1,4 +1,4 @@
-"""Believable hyper-parameters: a configuration may come from a stranger's file."""
+"""Limits for model sizes, because a configuration may come from an untrusted file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ MAX_LENGTH = 8192  # tokens or actions
 
 
 def check_sizes(config: Any) -> None:
-    """Every integer field of a frozen config is of a size that a model can have: positive, unless its
-    default is zero.
+    """Check that every integer field of a configuration is in the range of a real model, before memory is allocated.
 
-    Raises ValueError that names the field, before anything is allocated for it.
+    A field must be positive, or at least zero if its default is zero.
+
+    Raises:
+        ValueError: A field is outside its range. The message names the field.
     """
     for field in fields(config):
         value = getattr(config, field.name)
@@ -23,4 +25,4 @@ def check_sizes(config: Any) -> None:
             limit = MAX_LENGTH if field.name in ("chunk_size", "prefix_length") else limit
             low = 0 if field.default == 0 else 1
             if not low <= value <= limit:
-                raise ValueError(f"{field.name} is {value}, expected {low} to {limit}")
+                raise ValueError(f"{field.name}: expected {low} to {limit}, got {value}")

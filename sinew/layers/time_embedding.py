@@ -9,11 +9,19 @@ from torch import Tensor
 
 
 def sinusoidal_embedding(t: Tensor, size: int, min_period: float, max_period: float) -> Tensor:
-    """Return sines, then cosines, float32 [..., size], of t [...] in [0, 1], rounded to float32 first as upstream's is.
+    """Return sines, then cosines, of a time t, as in openpi (``create_sinusoidal_pos_embedding``).
 
-    Periods run geometrically from ``min_period`` to ``max_period``. The angles reach 2 pi / 0.004, where a
-    float32 product has lost three digits: float64 until the end, as openpi does
-    (``create_sinusoidal_pos_embedding``).
+    The angles go up to 2 pi / 0.004, where a float32 product loses three digits. The computation is therefore in
+    float64, as in openpi.
+
+    Args:
+        t: [...], from 0 to 1. It is first rounded to float32, as in openpi.
+        size: Width of the embedding.
+        min_period: Shortest period.
+        max_period: Longest period. The periods between are geometric.
+
+    Returns:
+        float32 [..., size].
     """
     fraction = torch.linspace(0.0, 1.0, size // 2, dtype=torch.float64, device=t.device)
     period = min_period * (max_period / min_period) ** fraction
@@ -22,8 +30,14 @@ def sinusoidal_embedding(t: Tensor, size: int, min_period: float, max_period: fl
 
 
 def cosines_then_sines(t: Tensor, size: int, longest: float) -> Tensor:
-    """Return cosines, then sines, float32 [..., size], of t * longest^(-j / (size / 2)), for a time or a noise level t
-    [...]. In float32, as the references compute it (GLIDE's ``timestep_embedding``, Nichol et al. 2021).
+    """Return cosines, then sines, of t * longest^(-j / (size / 2)), float32 [..., size].
+
+    The computation is in float32, as in GLIDE's ``timestep_embedding`` (Nichol et al. 2021).
+
+    Args:
+        t: [...], a time or a noise level.
+        size: Width of the embedding.
+        longest: Longest period, divided by 2 pi.
     """
     half = size // 2
     exponent = torch.arange(half, dtype=torch.float32, device=t.device) * (-math.log(longest) / half)
@@ -32,9 +46,13 @@ def cosines_then_sines(t: Tensor, size: int, longest: float) -> Tensor:
 
 
 def level_sinusoids(level: Tensor, size: int) -> Tensor:
-    """Return sines, then cosines, float32 [..., size], of level * 10000^(-j / (size / 2 - 1)), for a noise level [...]
-    of diffusion, a whole number, or a time. In float32, as the reference computes it (LeRobot
-    ``DiffusionSinusoidalPosEmb``).
+    """Return sines, then cosines, of level * 10000^(-j / (size / 2 - 1)), float32 [..., size].
+
+    The computation is in float32, as in LeRobot's ``DiffusionSinusoidalPosEmb``.
+
+    Args:
+        level: [...], the noise level of diffusion (a whole number), or a time.
+        size: Width of the embedding.
     """
     half = size // 2
     exponent = torch.arange(half, dtype=torch.float32, device=level.device) * (-math.log(10_000) / (half - 1))

@@ -1,5 +1,4 @@
-"""Vision transformers by their fields (SigLIP: Zhai et al. 2023; DINOv2: Oquab et al. 2023): patches in, one feature
-per patch out."""
+"""Vision transformers (SigLIP: Zhai et al. 2023; DINOv2: Oquab et al. 2023), which compute one feature per patch."""
 
 from __future__ import annotations
 
@@ -20,17 +19,29 @@ from sinew.layers.sizes import check_sizes
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """``prefix_tokens``: learned tokens before the patches, without positions (DINOv2: class token and registers);
-    they are not among the features. ``layer_scale``: a learned factor per channel on each branch. ``final_norm``:
-    False where features are taken from a block in the middle; ``num_layers`` counts the blocks that run.
-    ``ternary``: of the blocks' linear layers (BitVLA).
+    """Sizes and options of a vision transformer.
+
+    Attributes:
+        hidden_size: Width of the hidden states.
+        intermediate_size: Inner width of the MLP.
+        num_layers: Number of blocks that run.
+        num_heads: Number of attention heads.
+        image_size: Side in pixels of the square that the position table covers.
+        patch_size: Side of a patch in pixels.
+        norm_eps: Epsilon of the norms.
+        activation: Activation of the MLP.
+        prefix_tokens: Number of learned tokens before the patches, without positions (DINOv2's class token and
+            registers). They are not part of the output.
+        layer_scale: True if each branch has a learned factor per channel.
+        final_norm: False if the output is taken from a block in the middle, without the final norm.
+        ternary: True if the linear layers of the blocks have ternary weights (BitVLA).
     """
 
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
-    image_size: int  # side of the square that the position table covers, pixels
+    image_size: int
     patch_size: int
     norm_eps: float
     activation: Literal["gelu", "gelu_tanh"] = "gelu_tanh"
@@ -42,7 +53,10 @@ class ViTConfig:
     def __post_init__(self) -> None:
         check_sizes(self)
         if self.hidden_size % self.num_heads or self.image_size < self.patch_size:
-            raise ValueError("vision: heads must divide the width, and a patch must fit the image")
+            raise ValueError(
+                f"vision: expected a hidden_size that is a multiple of {self.num_heads} heads, and an image_size of at"
+                f" least patch_size {self.patch_size}, got {self.hidden_size} and {self.image_size}"
+            )
 
     @property
     def side(self) -> int:
@@ -50,13 +64,13 @@ class ViTConfig:
         return self.image_size // self.patch_size
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of the patches of a picture of this size, in pixels."""
+        """Return rows and columns of the patches of a picture. Height and width are in pixels."""
         return height // self.patch_size, width // self.patch_size
 
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """A stack of a tower's blocks over rows that are no patches."""
+    """Sizes of a stack of transformer blocks over tokens that are not patches."""
 
     hidden_size: int
     intermediate_size: int
@@ -69,7 +83,9 @@ class BlockConfig:
             raise ValueError(f"hidden_size {self.hidden_size}: expected a multiple of {self.num_heads} heads")
 
     def block(self, norm_eps: float, activation: Literal["gelu", "gelu_tanh"]) -> ViTConfig:
-        """Return one as that of a vision transformer: the same attention and the same MLP."""
+        """Return the sizes of one block as a vision transformer's configuration, which has the same attention and
+        MLP.
+        """
         return ViTConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -85,10 +101,10 @@ class BlockConfig:
 def position_rows(rows: int, cols: int, side: int, device: torch.device | None = None) -> Tensor:
     """Return the row of a ``side * side`` position table that each patch of a ``rows * cols`` grid reads, int64.
 
-    The reference (SmolVLM) bucketises the fractional coordinate r / rows against boundaries k / side. In
-    exact arithmetic that is floor(r * side / rows), which integers give exactly. In floating point the
-    coordinates fall a rounding error short of the boundaries and nearly every patch reads its
-    neighbour's row, in some precisions and not in others; hence no float comes near this function.
+    The reference (SmolVLM) compares the fractional coordinate r / rows with the boundaries k / side. In exact
+    arithmetic the result is floor(r * side / rows), which integers compute exactly. In floating point a coordinate can
+    be a rounding error below its boundary, so that nearly every patch reads the row of its neighbour in some
+    precisions. This function therefore uses only integers.
     """
     row = torch.arange(rows, device=device) * side // rows
     col = torch.arange(cols, device=device) * side // cols
@@ -96,6 +112,8 @@ def position_rows(rows: int, cols: int, side: int, device: torch.device | None =
 
 
 class ViTAttention(nn.Module):
+    """Self-attention of a vision transformer."""
+
     def __init__(self, config: ViTConfig):
         super().__init__()
         self.head_dim = config.hidden_size // config.num_heads
@@ -112,8 +130,16 @@ class ViTAttention(nn.Module):
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention of q, k, v, each [B, L, C] as projected (and rotated, where a tower does that), as
-        [B, L, C]. Every patch sees every patch. The one method that engines replace by an operator of theirs."""
+        """Attend from every patch to every patch. This is the only method that engines replace by their own operator.
+
+        Args:
+            q: [B, L, C], projected, and rotated in towers with rotary positions.
+            k: [B, L, C], like q.
+            v: [B, L, C], projected.
+
+        Returns:
+            [B, L, C].
+        """
         q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v)  # [B, H, L, D]
         return out.transpose(1, 2).flatten(2)
@@ -127,6 +153,8 @@ class ViTAttention(nn.Module):
 
 
 class ViTMLP(nn.Module):
+    """The MLP fc2(gelu(fc1(x))) of a vision transformer."""
+
     def __init__(self, config: ViTConfig):
         super().__init__()
         linear = linear_layer(config.ternary)
@@ -153,6 +181,8 @@ class LayerScale(nn.Module):
 
 
 class ViTLayer(nn.Module):
+    """A block of a vision transformer: attention and MLP, each after a norm."""
+
     def __init__(self, config: ViTConfig):
         super().__init__()
         self.norm1 = LayerNorm(config.hidden_size, eps=config.norm_eps)
@@ -166,13 +196,14 @@ class ViTLayer(nn.Module):
         return [FoldSite(self, "norm1", (self.attn,)), FoldSite(self, "norm2", (self.mlp,))]
 
     def forward(self, x: Tensor, rotate: Rotation | None = None) -> Tensor:  # [B, L, C]
-        turn = () if rotate is None else (rotate,)  # an attention of another kind need not take it
+        # Pass ``rotate`` only if it is given, because an engine's own attention need not accept it.
+        turn = () if rotate is None else (rotate,)
         x = x + self.scale1(self.attn(self.norm1(x), *turn))
         return x + self.scale2(self.mlp(self.norm2(x)))
 
 
 class MaskedLayer(ViTLayer):
-    """A tower's block whose rows see what a mask lets them see."""
+    """A block whose tokens attend only to the tokens that a mask allows."""
 
     def fold_sites(self) -> list[FoldSite]:
         return super().fold_sites()
@@ -187,6 +218,8 @@ class MaskedLayer(ViTLayer):
 
 
 class VisionTransformer(nn.Module):
+    """A vision transformer that returns one feature per patch."""
+
     def __init__(self, config: ViTConfig):
         super().__init__()
         self.config = config
@@ -200,15 +233,19 @@ class VisionTransformer(nn.Module):
         )
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """pixels: [B, 3, height, width], multiples of the patch size -> [B, patches, C] in row-major order."""
+        """Encode pixels [B, 3, height, width] to features [B, patches, C] in row-major order.
+
+        Height and width are multiples of the patch size.
+        """
         grid, pixels = self.config.grid(*pixels.shape[-2:]), pixels.to(self.patch_embedding.weight.dtype)
-        # No name here holds the patches: :meth:`encode` frees them before its first layer.
+        # Keep no local name for the patches, so that :meth:`encode` can free them before its first layer.
         return self.encode(self.patch_embedding(pixels).flatten(2).transpose(1, 2), *grid)
 
     def encode(self, x: Tensor, rows: int, cols: int) -> Tensor:
-        """x: [B, rows * cols, C], embedded patches without their positions -> features [B, rows * cols, C]."""
-        # Positions first: the sum is laid out as the first term is. Embedded patches come with the channels of a token
-        # far apart, and every norm and sum of the residual stream would read and write them so.
+        """Encode embedded patches x [B, rows * cols, C], without positions, to features [B, rows * cols, C]."""
+        # The positions must be the first term, because the sum has the memory layout of its first term. In embedded
+        # patches the channels of a token are far apart, and every norm and residual sum would then access memory with
+        # large strides.
         x = self.positions(rows, cols) + x
         skip = self.config.prefix_tokens
         if skip:
@@ -223,7 +260,10 @@ class VisionTransformer(nn.Module):
 
 
 class ResizedPositions(VisionTransformer):
-    """A tower whose square position table is resized to the patches' grid, bilinearly and antialiased (SigLIP 2)."""
+    """A vision transformer whose square position table is resized to the grid of patches (SigLIP 2).
+
+    The resize is bilinear and antialiased.
+    """
 
     def positions(self, rows: int, cols: int) -> Tensor:  # [rows * cols, C]
         side = self.config.side

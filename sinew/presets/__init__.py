@@ -1,1 +1,3 @@
-"""Random checkpoints in the upstream layouts, of published or tiny sizes, and a golden policy with its answers."""
+"""Random checkpoints in the original layouts, of published or tiny sizes, and a golden policy with its expected
+results.
+"""

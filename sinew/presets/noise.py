@@ -1,4 +1,4 @@
-"""Stream a safetensors file of noise, tensor by tensor, in constant memory."""
+"""Write a safetensors file of noise, tensor by tensor, with constant memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 from sinew.presets.plan import TensorPlan
 
-# One block of noise serves every tensor, each from another offset. A prime length shares no factor with any
-# matrix width, so no two rows of a tensor are the same slice.
+# One block of noise serves every tensor, and each tensor starts at another offset. A prime length has no common factor
+# with the width of a matrix, so two rows of a tensor are never the same slice.
 NOISE_LENGTH = 4_194_301
 
-Progress = Callable[[int, int], None]  # bytes written so far, bytes in total
+Progress = Callable[[int, int], None]  # arguments: bytes written so far, bytes in total
 
 
 def write_tensors(
@@ -25,9 +25,17 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Stream a safetensors file; returns its size in bytes. Memory stays at a few noise blocks.
+    """Write a safetensors file of noise, with constant memory.
 
-    fixed: float32 arrays written as they are, besides the planned noise.
+    Args:
+        path: The file to write.
+        plans: The tensors to fill with noise.
+        fixed: float32 arrays that are written in addition to the noise, by name.
+        metadata: Metadata of the file.
+        progress: Called after each tensor with the bytes written so far and the total.
+
+    Returns:
+        The size of the file in bytes.
     """
     planned = [*plans, *(TensorPlan(name, values.shape, "bias") for name, values in fixed.items())]
     planned.sort(key=lambda plan: (plan.storage != "F32", plan.name))
@@ -55,17 +63,18 @@ def write_tensors(
             written += plan.nbytes
             if progress is not None:
                 progress(written, offset)
-    partial.replace(path)  # an interrupted run leaves no file that looks complete
+    # Rename at the end, so that an interrupted run leaves no file that looks complete.
+    partial.replace(path)
     return 8 + len(text) + offset
 
 
 def _write_noise(file: BinaryIO, noise: np.ndarray, plan: TensorPlan, start: int) -> None:
     scale, shift = _scale_and_shift(plan)
-    left = plan.elements
-    while left:
-        piece = noise[start : start + left] * np.float32(scale) + np.float32(shift)
+    remaining = plan.elements
+    while remaining:
+        piece = noise[start : start + remaining] * np.float32(scale) + np.float32(shift)
         file.write((piece if plan.storage == "F32" else _to_bfloat16(piece)).data)
-        left -= piece.size
+        remaining -= piece.size
         start = 0
 
 
@@ -80,7 +89,7 @@ def _scale_and_shift(plan: TensorPlan) -> tuple[float, float]:
 
 
 def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Round finite float32 to the nearest bfloat16, ties to even; returns the bits as uint16."""
+    """Round finite float32 numbers to the nearest bfloat16, ties to even. Returns the bits as uint16."""
     bits = values.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(
         "<u2"

@@ -1,4 +1,4 @@
-"""What a random checkpoint consists of."""
+"""The list of tensors that a random checkpoint consists of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ Init = Literal["matrix", "embedding", "norm", "bias"]
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One tensor to write. ``storage`` is a safetensors type name."""
+    """One tensor to write.
+
+    Attributes:
+        name: Name of the tensor.
+        shape: Shape of the tensor.
+        init: Kind of the tensor, which sets the scale of its noise.
+        storage: Type name in the safetensors format.
+    """
 
     name: str
     shape: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""A byte-level BPE stand-in for SmolVLM2's tokenizer.
+"""A byte-level BPE tokenizer for random checkpoints, in place of SmolVLM2's tokenizer.
 
-It has the vocabulary size and the special-token ids of the real one (49280 entries, ``<image>`` at 49190),
-and merges enough words of robot instructions that a prompt has about as many tokens as it has words.
-Its other token ids mean nothing.
+It has the vocabulary size and the special-token ids of SmolVLM2's tokenizer (49280 entries, ``<image>`` at 49190). It
+merges common words of robot instructions, so that a prompt has about as many tokens as words. The other token ids have
+no meaning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sinew_client.untrusted import parse_json
 MAX_LENGTH = 8192
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 
-# Written for this file: enough to merge the words that demos and benchmarks use.
+# This text was written for this file. The trained tokenizer merges the words of demos and benchmarks.
 CORPUS = """
 pick up the red cube and place it in the bowl
 put the coffee cup on the saucer next to the spoon
@@ -29,7 +29,11 @@ reach the target with the tip of the gripper and hold still
 
 
 def tokenizer_json(vocab_size: int) -> str:
-    """The text of a ``tokenizer.json``; ``vocab_size`` of at least 512 leaves room for all special tokens."""
+    """Return the text of a ``tokenizer.json``.
+
+    Args:
+        vocab_size: Number of tokens, at least 512, so that all special tokens fit.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from tokenizers import decoders as _decoders
 
@@ -66,7 +70,7 @@ def _added(token_id: int, content: str) -> dict[str, object]:
 
 
 def tokenizer_config(tokenizer_class: str) -> dict[str, object]:
-    """``tokenizer_config.json`` beside it."""
+    """Return the content of ``tokenizer_config.json``, the file next to ``tokenizer.json``."""
     return {
         "tokenizer_class": tokenizer_class,
         "model_max_length": MAX_LENGTH,

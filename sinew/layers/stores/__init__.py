@@ -1,1 +1,1 @@
-"""The ways to store a matrix of weights, one class each (``sinew/layers/stores/store.py``)."""
+"""The ways to store a weight matrix. Each way is one class (``sinew/layers/stores/store.py``)."""

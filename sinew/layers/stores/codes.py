@@ -1,4 +1,6 @@
-"""Weights in few bits (``sinew/bundle/quant.py``), which are computed on as they are stored (``lowbit.py``)."""
+"""Stores of low-bit weights (``sinew/bundle/quant.py``), which take part in the product as they are stored
+(``lowbit.py``).
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,16 @@ from sinew.layers.stores.store import Held, Store, Tensors
 
 @dataclass(frozen=True)
 class Codes(Store):
-    """Products of codes: activations are rounded to int8 row by row and multiplied as integers. The result is
+    """Low-bit weights whose products are integer products: each row of activations is rounded to int8. Results are
     float32.
 
-    Scaled or joined weights would have other codes, so rewrites do not apply.
+    Rewrites do not apply, because scaled or joined weights would have other codes.
 
     Attributes:
         name: Name of the format.
-        scales: Number of float32 scales beside the rows; 0 if the rows contain them.
-        smallest: Rows of smaller activations count as this large.
+        width: Length of a row in weights.
+        scales: Number of float32 scales in a separate tensor. 0 if the rows contain their scales.
+        smallest: Lower bound of the largest activation of a row, which avoids a division by zero.
     """
 
     name: str
@@ -46,7 +49,7 @@ class Codes(Store):
 
     @property
     def order(self) -> str:
-        """The operator's name for the layout of the codes."""
+        """The name of the layout of the codes, as the operator expects it."""
         return self.name
 
     def size(self, held: Held) -> tuple[int, int]:
@@ -66,19 +69,20 @@ class Codes(Store):
         return dequantize(held.weight, held.scale, self.name, self.width)
 
     def form(self, rows: int, device: torch.device) -> dict[str, Tensor]:
-        from sinew.bundle.quant import FORMATS  # needs gguf, which a machine with a GPU alone may lack
+        # sinew.bundle.quant requires gguf, which may be missing on a machine that uses only a GPU.
+        from sinew.bundle.quant import FORMATS
 
         row_bytes = FORMATS[self.name].row_bytes(self.width)
-        made = {"weight": torch.empty(rows, row_bytes, dtype=torch.uint8, device=device)}
-        return made | ({"scale": torch.empty(self.scales, device=device)} if self.scales else {})
+        tensors = {"weight": torch.empty(rows, row_bytes, dtype=torch.uint8, device=device)}
+        return tensors | ({"scale": torch.empty(self.scales, device=device)} if self.scales else {})
 
-    def precision(self, part: str, word: str) -> str:
-        return self.name if part == "weight" else word
+    def precision(self, part: str, dtype: str) -> str:
+        return self.name if part == "weight" else dtype
 
 
 @dataclass(frozen=True)
 class Panels(Codes):
-    """Codes of int8 that were laid out once as kernels read them, in place of at every product."""
+    """int8 codes that are stored in the layout of the kernels, so that no product has to convert the layout."""
 
     @property
     def order(self) -> str:
@@ -93,10 +97,11 @@ class Panels(Codes):
 
 @dataclass(frozen=True)
 class Bf16Panels(Panels):
-    """Weights in bfloat16, laid out likewise: activations are rounded to it, and products added in float32.
+    """bfloat16 weights in the layout of the kernels. Activations are rounded to bfloat16, and products are added in
+    float32.
 
     Attributes:
-        sums: The order of the sums, of :data:`lowbit.HALVES`.
+        sums: The order of the sums, one of :data:`lowbit.HALVES`.
     """
 
     sums: str = BF16_PANELS
@@ -114,24 +119,32 @@ class Bf16Panels(Panels):
 
 @dataclass(frozen=True)
 class Ternary(Codes):
-    """BitNet's: the products are the architecture's own arithmetic, not a rounding of another."""
+    """BitNet's ternary weights, for which the low-bit product is the architecture's own arithmetic and not an
+    approximation.
+    """
 
     smallest: ClassVar[float] = 1e-5
 
 
 def codes(kind: str, width: int, scales: int = 0) -> Codes:
-    """Return the store of weights in format ``kind``."""
+    """Return the store of weights in the format ``kind``.
+
+    Args:
+        kind: Name of the format.
+        width: Length of a row in weights.
+        scales: Number of float32 scales in a separate tensor.
+    """
     return (Ternary if kind == "ternary" else Codes)(kind, width, scales)
 
 
 def codes_of(layer: nn.Module | None) -> Codes | None:
-    """Return the store of a layer that multiplies codes; None for any other layer."""
+    """Return the store of a layer with low-bit weights. None for any other layer."""
     store = getattr(layer, "store", None)
     return store if isinstance(store, Codes) else None
 
 
 def apart(layers: Sequence[nn.Module]) -> str | None:
-    """Return why layers that read the same input cannot share its rounding; None if they can."""
+    """Return the reason why layers with the same input cannot share the rounded input. None if they can share it."""
     stores = [codes_of(layer) for layer in layers]
     if None in stores:
         return "weights in floats"
@@ -139,7 +152,10 @@ def apart(layers: Sequence[nn.Module]) -> str | None:
 
 
 def together(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
-    """Return the product of each layer with x [..., K]. The layers are not :func:`apart`, so x is rounded once."""
+    """Return the product of each layer with x [..., K], which is rounded once.
+
+    The layers must be able to share the rounded input, that is, :func:`apart` must return None.
+    """
     biases = [None if layer.bias is None else layer.bias.float() for layer in layers]
     weights, scales, store = (
         [layer.weight for layer in layers],

@@ -1,8 +1,8 @@
 """Weights that stay in half precision while the arithmetic is float32.
 
-For CPUs without half-precision products, where float32 is several times faster, and for policies whose float32 weights
-do not fit the memory. A block of rows becomes float32, which rounds nothing, just before it is multiplied: no more
-than one block of copies exists, and the weights stay in the file's memory map.
+This store is for CPUs without half-precision products, where float32 is several times faster, and for policies whose
+float32 weights do not fit in memory. A block of rows is converted to float32 just before its product, which is exact.
+So only one converted block exists at a time, and the weights stay in the memory map of the file.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from sinew.layers.stores.plain import Plain
 from sinew.layers.stores.store import Held
 
 DTYPES = (torch.bfloat16, torch.float16)
-BLOCK = 1 << 20  # weights, 4 MiB in float32: they stay in the last cache between the copy and the product
-ROWS = 256  # smallest number of rows in a block, because each product packs all of x
+# Number of weights in a block: 4 MiB in float32, which stay in the last cache between conversion and product.
+BLOCK = 1 << 20
+# Smallest number of rows in a block, because each product packs all of x again.
+ROWS = 256
 _scratch = threading.local()
 
 
@@ -36,7 +38,7 @@ class Half(Plain):
 
     def product(self, held: Held, x: Tensor, bias: Tensor | None = None) -> Tensor:
         bias = None if bias is None else bias.float()
-        if x.device.type != "cpu":  # shapes alone, on the meta device
+        if x.device.type != "cpu":  # the meta device computes only shapes
             return F.linear(x.float(), held.weight.float(), bias)
         rows = x.float().reshape(-1, x.shape[-1])
         if torch.is_grad_enabled() and rows.requires_grad:
@@ -50,15 +52,17 @@ class Half(Plain):
     def take(self, held: Held, ids: Tensor | tuple[int, ...]) -> Tensor:
         return super().take(held, ids).float()
 
-    def precision(self, part: str, word: str) -> str:
-        return word if word == "fp32" else upcast_text(word)
+    def precision(self, part: str, dtype: str) -> str:
+        return dtype if dtype == "fp32" else upcast_text(dtype)
 
 
 HALF = Half()
 
 
 class _Product(torch.autograd.Function):
-    """:func:`product` with a gradient for ``x``, so that guidance keeps no float32 weights for its way back."""
+    """:func:`product` with a gradient for ``x``, so that guidance does not store float32 weights for the backward
+    pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -72,7 +76,7 @@ class _Product(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return ``x W^T`` as float32 [M, N], for x float32 [M, K] and W [N, K] in half precision."""
+    """Return ``x W^T``, float32 [M, N], for x float32 [M, K] and W [N, K] in half precision."""
     count, width = weight.shape
     rows = max(ROWS, BLOCK // width)
     out = x.new_empty(len(x), count)
@@ -85,9 +89,10 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _buffer(size: int) -> Tensor:
-    """Return float32 memory of at least ``size`` numbers, this thread's own."""
-    found = getattr(_scratch, "tensor", None)
-    if found is None or found.numel() < size:
-        with torch.inference_mode(False):  # or only inference mode could write to it later
-            found = _scratch.tensor = torch.empty(size)
-    return found
+    """Return float32 memory of at least ``size`` numbers that belongs to the current thread."""
+    buffer = getattr(_scratch, "tensor", None)
+    if buffer is None or buffer.numel() < size:
+        # Leave inference mode, because a tensor from inference mode could not be written outside of it later.
+        with torch.inference_mode(False):
+            buffer = _scratch.tensor = torch.empty(size)
+    return buffer

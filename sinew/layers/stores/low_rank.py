@@ -1,9 +1,9 @@
-"""A weight with an adapter: the base's product, without a copy of the base, and one of low rank.
+"""A weight with a LoRA adapter (Hu et al. 2021): the product of the base weight plus a product of low rank.
 
-    y = x W^T + (x A^T) B^T        A float32 [r, width], B float32 [rows, r], with the adapter's scale in it
+    y = x W^T + (x A^T) B^T        A float32 [r, width], B float32 [rows, r] including the adapter's scale
 
-Hu et al. 2021, "LoRA". The second product and the sum are float32, and the result has the dtype of the first, as in
-PEFT (``tuners/lora/layer.py``: in the adapter's precision, then cast back).
+The base weight is not copied. The second product and the sum are float32, and the result has the dtype of the first
+product. PEFT computes in the same way (``tuners/lora/layer.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sinew.layers.stores.store import Held, Store
 
 
 class Factored(NamedTuple):
-    """The tensors of such a matrix that is in no module."""
+    """The tensors of a matrix with an adapter, outside of a module."""
 
     weight: Tensor
     scale: Tensor | None
@@ -29,9 +29,14 @@ class Factored(NamedTuple):
 
 @dataclass(frozen=True)
 class LowRank(Store):
-    """The product of a weight [rows, width] in ``stored`` and of an adapter's factors.
+    """A weight [rows, width] in another store, plus the factors of a LoRA adapter.
 
-    A scaled or joined weight would have other factors, so rewrites do not apply.
+    Rewrites do not apply, because a scaled or joined weight would need other factors.
+
+    Attributes:
+        stored: The store of the base weight.
+        rank: Rank of the adapter.
+        width: Length of a row.
     """
 
     stored: Store
@@ -73,10 +78,10 @@ class LowRank(Store):
             "lora_b": torch.empty(rows, self.rank, device=device),
         }
 
-    def precision(self, part: str, word: str) -> str | None:
-        return word if part.startswith("lora_") else self.stored.precision(part, word)
+    def precision(self, part: str, dtype: str) -> str | None:
+        return dtype if part.startswith("lora_") else self.stored.precision(part, dtype)
 
 
 def _factors(held: Held) -> tuple[Tensor, Tensor]:
-    given = cast(Factored, held)
-    return given.lora_a, given.lora_b
+    tensors = cast(Factored, held)
+    return tensors.lora_a, tensors.lora_b

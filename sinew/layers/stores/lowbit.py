@@ -1,22 +1,24 @@
-"""Low-bit weights: their storage, their meaning, and the product that uses them.
+"""Low-bit weights: their storage, their values, and the product that uses them.
 
-Every format stores a matrix [channels, k] row by row as bytes, so that a bundle's tensor is used in place. A weight
-is ``scale * (code - offset)``. The product rounds each row of activations to int8 and adds integers:
+Every format stores a matrix [channels, k] row by row as bytes, so that a bundle's tensor is used without a copy. A
+weight is ``scale * (code - offset)``. The product rounds each row of activations to int8 and adds integers:
 
     s = 127 / max(max|x|, smallest),  q = round(x * s)                      half to even, float32
     y = (sum over groups of scale * sum(q * (code - offset))) / s + bias    inner sums exact, outer float32 in order
 
-``sinew/bundle/quant.py`` describes the formats. The product is BitNet's for ternary weights (Wang et al. 2023,
-section 2; ``smallest`` is 1e-5 there). Everything after the exact sums is rounded in one fixed order, so a compiled
-kernel equals the reference here in every bit.
+``sinew/bundle/quant.py`` describes the formats. For ternary weights the product is that of BitNet (Wang et al. 2023,
+section 2, with ``smallest`` = 1e-5). All operations after the exact sums are rounded in one fixed order, so a compiled
+kernel gives the same bits as the reference in this file.
 
-Weights in bfloat16 (:data:`BF16_PANELS`) round activations to bfloat16 instead, to nearest even. They add products in
-float32, to nearest even after each, in the order 1, 0, 3, 2, ... of k. Numbers below 2^-126 count as zeros.
-``vdpbf16ps`` adds in this way (Intel 64 and IA-32 manual, volume 2; AMD's Zen 4 gives the same bits).
+Weights in bfloat16 (:data:`BF16_PANELS`) use activations that are rounded to bfloat16, to nearest even. The products
+are added in float32, and rounded to nearest even after each addition, in the order 1, 0, 3, 2, ... of k. Numbers below
+2^-126 count as zeros. The instruction ``vdpbf16ps`` adds in this way (Intel 64 and IA-32 manual, volume 2; AMD's Zen 4
+gives the same bits).
 
-:data:`BF16_TILES` are the same weights in the same layout, added in the order of AMX's ``tdpbf16ps``. Of each 32 values
-of k, the even ones and the odd ones are two sums that begin at zero, in the order of k, each step a fused multiply-add.
-Then ``y = y + (even + odd)``. Each step rounds to nearest even, and numbers below 2^-126 count as zeros.
+:data:`BF16_TILES` are the same weights in the same layout, added in the order of the AMX instruction ``tdpbf16ps``. In
+each group of 32 values of k, the even values form one sum and the odd values form another. Each sum starts at zero and
+adds in the order of k, each step a fused multiply-add. Then ``y = y + (even + odd)``. Each step rounds to nearest even,
+and numbers below 2^-126 count as zeros.
 """
 
 from __future__ import annotations
@@ -27,26 +29,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PANELS = "int8-panels"  # int8 as :func:`lay_out` orders it, for kernels that multiply it so
-BF16_PANELS = "bf16-panels"  # bfloat16 likewise
-BF16_TILES = "bf16-tiles"  # the layout of BF16_PANELS, added in another order
-HALVES = (BF16_TILES, BF16_PANELS)  # orders of bfloat16, the faster one first
-CHANNELS, TOGETHER = 16, 4  # channels of a panel; values of k that are adjacent in it
-TILE = 32  # values of k that a tile of bfloat16 adds before it adds their sum
+PANELS = "int8-panels"  # int8 in the order of lay_out, for kernels that read this order
+BF16_PANELS = "bf16-panels"  # bfloat16 in the order of lay_out
+BF16_TILES = "bf16-tiles"  # layout of BF16_PANELS, added in another order
+HALVES = (BF16_TILES, BF16_PANELS)  # summation orders of bfloat16, the faster one first
+# Number of channels in a panel, and number of values of k that are adjacent in a panel.
+CHANNELS, TOGETHER = 16, 4
+TILE = 32  # values of k in one tile of bfloat16
 LARGEST = 127  # largest int8 activation
-TINY = 1e-30  # rows smaller than this count as this large
+TINY = 1e-30  # lower bound of the largest activation of a row
 
 
 def codes(weight: Tensor, name: str, k: int) -> Tensor:
-    """Return the codes less their offset, int8 [N, k], of stored rows, uint8 [N, bytes]."""
+    """Unpack the codes of stored rows.
+
+    Args:
+        weight: uint8 [N, bytes].
+        name: Name of the format.
+        k: Length of a row in weights.
+
+    Returns:
+        The codes minus the format's offset, int8 [N, k].
+    """
     if name == "int8":
         return weight.view(torch.int8)
     if name == PANELS:
         return laid_back(weight).view(torch.int8)
-    from sinew.bundle.quant import FORMATS  # its gguf may be missing beside a GPU
+    # sinew.bundle.quant requires gguf, which may be missing on a machine that uses only a GPU.
+    from sinew.bundle.quant import FORMATS
 
     offset, rows = FORMATS[name].offset, weight.shape[0]
-    if name == "ternary":  # byte j of 16 holds the weights j, 16 + j, 32 + j and 48 + j of 64
+    if name == "ternary":  # Byte j of 16 contains the weights j, 16 + j, 32 + j and 48 + j of 64.
         packed = weight.view(rows, -1, 1, 16)
         shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=weight.device)
         spread = (packed >> shifts[:, None]) & 3  # [N, K / 64, 4, 16]
@@ -59,33 +72,38 @@ def codes(weight: Tensor, name: str, k: int) -> Tensor:
 
 
 def lies_in_panels(rows: int, k: int) -> bool:
-    """Return True where int8 weights [rows, k] divide into panels."""
+    """Return True if int8 weights [rows, k] can be divided into panels."""
     return rows % CHANNELS == 0 and k % 8 == 0
 
 
 def lay_out(weight: Tensor) -> Tensor:
-    """Return stored rows of int8, uint8 [N, k], in the order of :data:`PANELS`, of the same size; or bfloat16 [N, k] in
-    that of :data:`BF16_PANELS`, uint8 [N, 2 k].
+    """Reorder a weight for the kernels.
 
-    A panel of 16 channels is [k / 4][16][4], as kernels read it; codes are 128 larger and so unsigned, which is what
-    ``vpdpbusd`` multiplies. Of bfloat16 it is [k / 2][16][2].
+    A panel has 16 channels. An int8 panel is [k / 4][16][4], and its codes are stored with an offset of 128, as
+    unsigned numbers, because ``vpdpbusd`` multiplies unsigned numbers. A bfloat16 panel is [k / 2][16][2].
+
+    Args:
+        weight: int8 codes as uint8 [N, k], or bfloat16 [N, k].
+
+    Returns:
+        uint8 [N, k] in the order of :data:`PANELS`, or uint8 [N, 2 k] in the order of :data:`BF16_PANELS`.
     """
     laid = _turned(weight.view(torch.int32), CHANNELS).view(torch.uint8)
     return laid if weight.dtype == torch.bfloat16 else laid ^ 0x80
 
 
-def _turned(words: Tensor, height: int) -> Tensor:
-    """Return words [N, M] with ``height`` rows at a time turned into columns; or back again, for a height of M / 16."""
-    return words.view(len(words) // CHANNELS, height, -1).transpose(1, 2).contiguous().view(words.shape)
+def _turned(units: Tensor, height: int) -> Tensor:
+    """Transpose blocks of ``height`` rows of 32-bit units [N, M]. A height of M / 16 reverses the operation."""
+    return units.view(len(units) // CHANNELS, height, -1).transpose(1, 2).contiguous().view(units.shape)
 
 
 def lay_out_into(weight: Tensor, panels: Tensor) -> None:
-    """Write :func:`lay_out` of ``weight`` to ``panels``, of the same shape."""
+    """Write the result of :func:`lay_out` for ``weight`` to ``panels``, which has the same shape."""
     panels.copy_(lay_out(weight))
 
 
 def laid_back(weight: Tensor) -> Tensor:
-    """Return the stored rows of int8 weights that :func:`lay_out` ordered."""
+    """Return the stored rows of int8 weights from the result of :func:`lay_out`."""
     return _laid_back(weight ^ 0x80)
 
 
@@ -94,20 +112,33 @@ def _laid_back(panels: Tensor) -> Tensor:
 
 
 def group_scales(weight: Tensor, k: int) -> Tensor:
-    """Return the scales that stored rows hold themselves, float32 [N, k / 32]."""
+    """Return the scales that stored rows contain, float32 [N, k / 32]."""
     halves = weight.view(weight.shape[0], k // 32, -1)[..., :2].contiguous()
     return halves.view(torch.float16)[..., 0].float()
 
 
 def scales_of(weight: Tensor, scale: Tensor | None, k: int) -> Tensor:
-    """Return float32 [N, groups]: from the rows, or ``scale``, float32 [N] or [1]."""
+    """Return the scales as float32 [N, groups].
+
+    Args:
+        weight: Stored rows, uint8 [N, bytes].
+        scale: float32 [N] or [1]. None reads the scales from the rows.
+        k: Length of a row in weights.
+    """
     if scale is None:
         return group_scales(weight, k)
     return scale.expand(weight.shape[0])[:, None]
 
 
 def dequantize(weight: Tensor, scale: Tensor | None, name: str, k: int) -> Tensor:
-    """Return the weights as float32 [N, k], as the ``gguf`` package does where it has the format."""
+    """Return the weights as float32 [N, k]. The values equal those of the ``gguf`` package for its formats.
+
+    Args:
+        weight: Stored rows, uint8 [N, bytes].
+        scale: float32 [N] or [1]. None if the rows contain their scales.
+        name: Name of the format.
+        k: Length of a row in weights.
+    """
     if name in HALVES:
         return _laid_back(weight).view(torch.bfloat16).float()
     scales = scales_of(weight, scale, k)  # [N, G]
@@ -116,11 +147,19 @@ def dequantize(weight: Tensor, scale: Tensor | None, name: str, k: int) -> Tenso
 
 
 def quantize_rows(x: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
-    """x: float32 [M, K] -> whole numbers in float32 [M, K] and their scales [M, 1], NaN where a row is not finite."""
+    """Round each row of activations to int8.
+
+    Args:
+        x: float32 [M, K].
+        smallest: Lower bound of the largest activation of a row.
+
+    Returns:
+        Whole numbers as float32 [M, K], and the scale of each row, [M, 1]. The scale is NaN if the row is not finite.
+    """
     largest = x.abs().amax(-1, keepdim=True)
     finite = torch.isfinite(largest)
     largest = torch.where(finite, largest, 1.0).clamp(min=smallest)
-    # Torch computes number / tensor as a product: other bits
+    # Do not divide a number by a tensor: torch computes that as a product with the reciprocal, which has other bits.
     scale = torch.full_like(largest, LARGEST) / largest
     whole = torch.where(finite, torch.round(x * scale), 0.0)
     return whole, torch.where(finite, scale, torch.nan)
@@ -129,7 +168,19 @@ def quantize_rows(x: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
 def reference(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, name: str, smallest: float
 ) -> Tensor:
-    """Compute the product in plain PyTorch: x float32 [M, K] -> float32 [M, N]. It defines what kernels compute."""
+    """Compute the product in plain PyTorch. This function defines the bits that the kernels must compute.
+
+    Args:
+        x: float32 [M, K].
+        weight: uint8 [N, bytes] in format ``name``.
+        scale: float32 [N] or [1]. None if the rows contain their scales.
+        bias: float32 [N].
+        name: Name of the format.
+        smallest: Lower bound of the largest activation of a row.
+
+    Returns:
+        float32 [M, N].
+    """
     K = x.shape[1]
     if name in HALVES:
         y = (_in_pairs if name == BF16_PANELS else _in_tiles)(x, dequantize(weight, None, name, K))
@@ -138,7 +189,8 @@ def reference(
     weights = codes(weight, name, K)
     scales = scales_of(weight, scale, K)  # [N, G]
     size = K // scales.shape[1]
-    # Sums of 32 products, as of rows with scales, stay below 2^24, where float32 is exact; longer ones need float64.
+    # A sum of 32 products (formats with scales in their rows) stays below 2^24, where float32 is exact. A longer sum
+    # needs float64.
     wide = torch.float32 if scale is None else torch.float64
     y = x.new_zeros(x.shape[0], weight.shape[0])
     for g, each in enumerate(scales.unbind(1)):
@@ -149,8 +201,17 @@ def reference(
 
 
 def _in_pairs(x: Tensor, weights: Tensor) -> Tensor:
-    """x float32 [M, K], weights float32 [N, K] of bfloat16 numbers -> float32 [M, N]. A sum in float64 has all bits
-    that its rounding to float32 asks for."""
+    """Add products in the order of :data:`BF16_PANELS`.
+
+    Each sum is computed in float64, which has enough bits for a correct rounding to float32.
+
+    Args:
+        x: float32 [M, K].
+        weights: float32 [N, K] with bfloat16 values.
+
+    Returns:
+        float32 [M, N].
+    """
     x, weights = _normal(_normal(x).bfloat16().double()), _normal(weights).double()
     y = torch.zeros(len(x), len(weights))
     for i in range(x.shape[1]):
@@ -160,7 +221,7 @@ def _in_pairs(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def _in_tiles(x: Tensor, weights: Tensor) -> Tensor:
-    """As :func:`_in_pairs`, in the order of :data:`BF16_TILES`."""
+    """Add products as :func:`_in_pairs` does, in the order of :data:`BF16_TILES`."""
     x, weights = _normal(_normal(x).bfloat16().double()), _normal(weights).double()
     y = torch.zeros(len(x), len(weights))
     for first in range(0, x.shape[1], TILE):
@@ -172,7 +233,7 @@ def _in_tiles(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def _normal(t: Tensor) -> Tensor:
-    """Return ``t`` with zeros for numbers below 2^-126."""
+    """Return ``t`` with zeros in place of numbers below 2^-126."""
     return torch.where(t.abs() < torch.finfo(torch.float32).tiny, 0.0, t)
 
 
@@ -184,7 +245,7 @@ def reference_all(
     name: str,
     smallest: float,
 ) -> list[Tensor]:
-    """Compute :func:`reference` for each of several layers that read the same x."""
+    """Compute :func:`reference` for each of several layers with the same input x."""
     layers = zip(weights, scales, biases, strict=True)
     return [reference(x, weight, scale, bias, name, smallest) for weight, scale, bias in layers]
 
@@ -193,16 +254,16 @@ LayOut = Callable[[Tensor, Tensor], None]
 MultiplyAll = Callable[
     [Tensor, Sequence[Tensor], "Sequence[Tensor | None]", "Sequence[Tensor | None]", str, float], list[Tensor]
 ]
-_on_cpu: list[MultiplyAll] = [reference_all]  # the one in use
+_on_cpu: list[MultiplyAll] = [reference_all]  # the implementation that the operators use on CPUs
 
 
 def installed() -> MultiplyAll:
-    """Return the product that operators use on CPUs."""
+    """Return the implementation that the operators use on CPUs."""
     return _on_cpu[0]
 
 
 def install(multiply_all: MultiplyAll) -> None:
-    """Let the operators compute with ``multiply_all`` on CPUs; it has to equal :func:`reference_all` in every bit."""
+    """Make the operators use ``multiply_all`` on CPUs. It must equal :func:`reference_all` in every bit."""
     _on_cpu[:] = [multiply_all]
 
 
@@ -241,11 +302,24 @@ torch.library.register_fake("sinew::lowbit_linears", _shapes, lib=_LIBRARY)
 def lowbit_linear(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, name: str, smallest: float = TINY
 ) -> Tensor:
-    """x: float32 [..., K] -> float32 [..., N]. weight: uint8 [N, bytes] in format ``name``; scale: float32 [N] or [1]
-    where the rows hold none; bias: float32 [N]. An operator, so that exporters and tracers see one node."""
+    """Compute a low-bit product with one PyTorch operator, so that exporters and tracers see one node.
+
+    The gradient for x is that of the product with the stored weights, as if x had not been rounded.
+
+    Args:
+        x: float32 [..., K].
+        weight: uint8 [N, bytes] in format ``name``.
+        scale: float32 [N] or [1]. None if the rows contain their scales.
+        bias: float32 [N].
+        name: Name of the format.
+        smallest: Lower bound of the largest activation of a row.
+
+    Returns:
+        float32 [..., N].
+    """
     flat = x.reshape(-1, x.shape[-1])
     y = torch.ops.sinew.lowbit_linear(flat, weight, scale, bias, name, smallest)
-    if x.requires_grad:  # the derivative of the weights that are stored, as if x had not been rounded
+    if x.requires_grad:  # the gradient of the stored weights, as if x had not been rounded
         wide = flat @ dequantize(weight, scale, name, x.shape[-1]).T
         y = wide + (y - wide).detach()
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -259,10 +333,10 @@ def lowbit_linears(
     name: str,
     smallest: float = TINY,
 ) -> list[Tensor]:
-    """Return :func:`lowbit_linear` of several layers that read the same x; its rows are rounded once for all."""
+    """Compute :func:`lowbit_linear` for several layers with the same input x, whose rows are rounded once."""
     if x.requires_grad:
         layers = zip(weights, scales, biases, strict=True)
         return [lowbit_linear(x, *layer, name, smallest) for layer in layers]
     flat = x.reshape(-1, x.shape[-1])
-    made = torch.ops.sinew.lowbit_linears(flat, weights, scales, biases, name, smallest)
-    return [y.view(*x.shape[:-1], y.shape[-1]) for y in made]
+    products = torch.ops.sinew.lowbit_linears(flat, weights, scales, biases, name, smallest)
+    return [y.view(*x.shape[:-1], y.shape[-1]) for y in products]

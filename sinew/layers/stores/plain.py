@@ -1,4 +1,4 @@
-"""Weights in floats, which are computed on as they are."""
+"""Floating-point weights, whose products use the weights as they are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Plain(Store):
 
     def product(self, held: Held, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight = held.weight
-        bias = None if bias is None else bias.to(weight.dtype)  # some files keep biases wide
+        bias = None if bias is None else bias.to(weight.dtype)  # Some files store biases in a wider dtype.
         return F.linear(x.to(weight.dtype), weight, bias)
 
     def take(self, held: Held, ids: Tensor | tuple[int, ...]) -> Tensor:

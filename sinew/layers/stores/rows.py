@@ -1,7 +1,7 @@
-"""Tables that stay as a bundle stores them, in the file's memory map: only rows that are read are converted.
+"""Tables that stay in the memory map of the bundle's file, so that only the rows that a request reads are converted.
 
-A table of 128,264 rows of 2,560 numbers is 1.3 GB in float32, and a prompt reads some fifty of its rows. A row that is
-converted alone has the same bits as in a table that is converted whole.
+A table of 128,264 rows of 2,560 numbers takes 1.3 GB in float32, and a prompt reads about fifty of its rows. A row that
+is converted alone has the same bits as a row of a table that is converted completely.
 """
 
 from __future__ import annotations
@@ -14,12 +14,19 @@ from torch import Tensor
 
 from sinew.layers.stores.store import Held, Store
 
-BLOCK = 1024  # rows that are converted at once where all of them are read
+# Number of rows that are converted together if a product reads all rows.
+BLOCK = 1024
 
 
 @dataclass(frozen=True)
 class Rows(Store):
-    """Rows of a table in ``stored``, given in one dtype on one device."""
+    """Rows of a table in another store, converted to one dtype on one device.
+
+    Attributes:
+        stored: The store of the table.
+        of: dtype of the converted rows.
+        device: Device of the converted rows.
+    """
 
     stored: Store
     of: torch.dtype
@@ -40,11 +47,11 @@ class Rows(Store):
         return self.of
 
     def product(self, held: Held, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the product with the rows as they are given, a block of them at a time."""
+        """Return the product with the converted rows, computed in blocks of rows."""
         count, x = self.size(held)[0], x.to(self.of)
         blocks = (torch.arange(i, min(i + BLOCK, count), device=x.device) for i in range(0, count, BLOCK))
-        made = torch.cat([F.linear(x, self.take(held, block)) for block in blocks], dim=-1)
-        return made if bias is None else made + bias.to(self.of)
+        product = torch.cat([F.linear(x, self.take(held, block)) for block in blocks], dim=-1)
+        return product if bias is None else product + bias.to(self.of)
 
     def take(self, held: Held, ids: Tensor | tuple[int, ...]) -> Tensor:
         return self._given(
@@ -57,9 +64,9 @@ class Rows(Store):
     def form(self, rows: int, device: torch.device) -> dict[str, Tensor]:
         return self.stored.form(rows, device)
 
-    def precision(self, part: str, word: str) -> None:
+    def precision(self, part: str, dtype: str) -> None:
         return None
 
     def _given(self, rows: Tensor) -> Tensor:
-        """Return stored rows as a model computes on them; without memory they stay on the meta device."""
+        """Convert stored rows to the dtype and device of the model. Rows on the meta device stay there."""
         return rows.to(device=rows.device if rows.is_meta else self.device, dtype=self.of)

@@ -1,22 +1,22 @@
-"""The storage of a weight matrix, and the two operations of a model on it: a product, and rows.
+"""The storage of a weight matrix, and the two operations that a model needs: a product, and the selection of rows.
 
-A module (``linear.py``: ``Linear``, ``Embedding``) has the tensors, with the bundle's names, and one :class:`Store`
-that interprets them. A store has no tensors: it is a small record that gets the module. So modules may be copied,
-joined, folded and assigned. Only ``layer.store`` changes, never a class. Each way of storing has one class in
-``stores/``:
+A module (``Linear`` or ``Embedding`` in ``linear.py``) owns the tensors, with the bundle's names, and has one
+:class:`Store` that interprets the tensors. A store has no tensors. It is a small record whose methods take the module.
+So modules may be copied, joined, folded and assigned, and only ``layer.store`` changes, never the class of a module.
+Each way of storing has one class in ``stores/``:
 
 | class | ``kind`` | tensors | arithmetic |
 |---|---|---|---|
 | ``plain.Plain`` | ``plain`` | ``weight``, floats | in the weight's own precision |
 | ``half.Half`` | ``half`` | ``weight``, bfloat16 or float16 | float32 |
 | ``codes.Codes`` | ``int8``, ``q8_0``, ``q4_0`` | ``weight``, uint8, and ``scale`` | integers (``lowbit.py``) |
-| ``codes.Ternary`` | ``ternary`` | the same | integers, BitNet's |
+| ``codes.Ternary`` | ``ternary`` | as ``Codes`` | integers, as in BitNet |
 | ``codes.Bf16Panels`` | ``bf16`` | ``weight``, uint8 | products of bfloat16, sums in float32 (``lowbit.py``) |
-| ``rows.Rows`` | of the wrapped store | of the wrapped store, perhaps on another device | of the returned rows |
-| ``low_rank.LowRank`` | of the wrapped store | the same, and ``lora_a``, ``lora_b`` | the same, and float32 |
+| ``rows.Rows`` | of the wrapped store | of the wrapped store, maybe on another device | of the rows' dtype |
+| ``low_rank.LowRank`` | of the wrapped store | as wrapped, and ``lora_a``, ``lora_b`` | as wrapped, and float32 |
 
-``sinew/engine/loading.py`` decides the store of each weight. An architecture with the arithmetic of a store (BitNet)
-names it when it makes the layer.
+``sinew/engine/loading.py`` chooses the store of each weight. An architecture that requires the arithmetic of one store
+(BitNet) sets this store when it creates the layer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 
 
 class Held(Protocol):
-    """What has the tensors of a matrix: a module, or :class:`Tensors`."""
+    """The owner of the tensors of a matrix: a module or :class:`Tensors`."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -38,7 +38,7 @@ class Held(Protocol):
 
 
 class Tensors(NamedTuple):
-    """The tensors of a matrix that is in no module."""
+    """The tensors of a matrix outside of a module."""
 
     weight: Tensor
     scale: Tensor | None = None
@@ -59,7 +59,7 @@ class Store:
     @property
     @abstractmethod
     def kind(self) -> str:
-        """Name of this way, for reports."""
+        """Name of the store for reports."""
 
     def size(self, held: Held) -> tuple[int, int]:
         """Return rows and width of W."""
@@ -67,7 +67,7 @@ class Store:
         return rows, width
 
     def dtype(self, held: Held) -> torch.dtype:
-        """Return the dtype of products and rows."""
+        """Return the dtype of the products and of the returned rows."""
         return torch.float32
 
     @abstractmethod
@@ -76,19 +76,29 @@ class Store:
 
     @abstractmethod
     def take(self, held: Held, ids: Tensor | tuple[int, ...]) -> Tensor:
-        """Return rows [..., width] of W. A tuple of ids makes no copy from the host, which no CUDA graph can record,
-        where rows are stored as they are given."""
+        """Return rows [..., width] of W.
+
+        Args:
+            held: The owner of the tensors.
+            ids: Indices of rows. Pass a tuple for constant indices: an index tensor would be a copy from the host,
+                which a CUDA graph cannot record.
+        """
 
     @abstractmethod
     def widened(self, held: Held) -> Tensor:
         """Return W as float32 [rows, width]."""
 
     def form(self, rows: int, device: torch.device) -> dict[str, Tensor]:
-        """Return tensors without values, by name, if W is not a single ``weight`` of floats [rows, width]."""
+        """Return the tensors of the store by name, without values. Empty if the only tensor is ``weight``, floats
+        [rows, width].
+        """
         return {}
 
-    def precision(self, part: str, word: str) -> str | None:
-        """Return the precision of the tensor ``part`` for reports, given its dtype ``word``; None if nothing is
-        computed in it.
+    def precision(self, part: str, dtype: str) -> str | None:
+        """Return the precision of a tensor for reports. None if no computation uses this precision.
+
+        Args:
+            part: Name of the tensor.
+            dtype: Name of its dtype.
         """
-        return word
+        return dtype
