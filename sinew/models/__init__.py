@@ -1,4 +1,4 @@
-"""Models by the name that a bundle gives: made without memory, and compared with the tensors that are found."""
+"""Create a model by the architecture name in a bundle, and compare the model with the bundle's tensors and spec."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 
 
 def build_on_meta(architecture: str, config: Any) -> Model:
-    """Return :func:`on_meta` of the class that the registry has for an architecture."""
+    """Create the model of a registered architecture without memory for its weights (:func:`on_meta`)."""
     return on_meta(model_class(architecture), config)
 
 
 def on_meta(cls: Any, config: Any) -> Model:
-    """Return a model of a class without memory for its weights: for shapes, and to have weights assigned.
+    """Create a model of a class without memory for its weights, to read shapes or to assign weights later.
 
-    Raises :class:`SinewError` for a class that computes with values when it is made.
+    Raises:
+        SinewError: The class reads the values of a tensor in its constructor.
     """
-    import torch  # here: exported graphs are run without, and read solvers of this folder
+    # Import torch here, because exported graphs run without torch and import the solvers of this package.
+    import torch
 
     try:
         with torch.device("meta"):
@@ -36,28 +38,31 @@ def on_meta(cls: Any, config: Any) -> Model:
         if "meta tensor" not in str(error):
             raise
         raise SinewError(
-            f"{cls.__name__} reads the values of a tensor while it is made, on a device without memory: make that"
-            f' tensor with device="cpu" ({error})'
+            f"the constructor of {cls.__name__} reads the values of a tensor, but Sinew creates models without memory"
+            f' first. Create that tensor with device="cpu" ({error})'
         ) from error
 
 
 def mismatch(
-    model: Model, found: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None
+    model: Model, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None
 ) -> str | None:
-    """Return the differences between a set of tensors (name -> shape) and the model's; None if they fit.
+    """Describe the differences between a set of tensors and the tensors of the model. None if they agree.
 
-    aliases: The user's names of tensors, if they differ from the model's.
+    Args:
+        model: The model.
+        shapes: Shape of each tensor, by name.
+        aliases: The user's name of a tensor, by the model's name, where the two names differ.
     """
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    known = aliases or {}
-    problems = [f"{name} is missing" for name in wanted if name not in found]
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    names = aliases or {}
+    problems = [f"{name} is missing" for name in expected if name not in shapes]
     problems += [
-        f"{known.get(name, name)} is not a part of the model" for name in found if name not in wanted
+        f"{names.get(name, name)} is not a part of the model" for name in shapes if name not in expected
     ]
     problems += [
-        f"{known.get(name, name)} has shape {list(found[name])}, expected {list(shape)}"
-        for name, shape in wanted.items()
-        if name in found and found[name] != shape
+        f"{names.get(name, name)} has shape {list(shapes[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
     ]
     if not problems:
         return None
@@ -65,7 +70,7 @@ def mismatch(
 
 
 def check_agreement(path: Path, manifest: Any, model: Model) -> None:
-    """Raise :class:`BundleError` where a bundle's manifest asks of the model what it cannot do."""
+    """Raise :class:`BundleError` if a bundle's manifest requires a feature or a size that the model does not have."""
     if problem := next(_disagreements(manifest.spec, manifest.processing, model), ""):
         raise BundleError(f"{path}: {problem}")
 
@@ -73,41 +78,48 @@ def check_agreement(path: Path, manifest: Any, model: Model) -> None:
 def _disagreements(spec: PolicySpec, processing: Any, model: Model) -> Iterator[str]:
     sizes = spec.noise_shape[0], processing.padded_action_dim, processing.padded_state_dim
     if (*model.noise_shape, model.state_size) != sizes:
-        yield "sinew.spec or sinew.processing disagrees with sinew.config about sizes"
-    # Else a head's actions would be added to noise, without a word
+        yield "sinew.spec or sinew.processing disagrees with sinew.config about sizes; convert the checkpoint again"
+    # Without this check the actions of a single-pass head would be added to noise, without an error.
     if type(model).solver.kind == "single" and spec.solver.kind != "single":
-        yield f"spec.solver: expected single of {spec.architecture}, which answers at once, got {spec.solver.kind}"
+        yield (
+            f"spec.solver: expected single, because {spec.architecture} computes its actions in one pass, got"
+            f" {spec.solver.kind}"
+        )
     if model.views is not None and (spec.views != model.views or not processing.all_cameras):
         optional = "" if processing.all_cameras else ", of which some may be missing"
-        wanted = f"expected true and {model.views} views, which the weights fix"
-        yield f"sinew.processing.all_cameras: {wanted}, got {spec.views}{optional}"
+        expected = f"expected true and {model.views} views, as the weights require"
+        yield f"sinew.processing.all_cameras: {expected}, got {spec.views}{optional}"
     moments = (spec.history, len(spec.cameras)) if spec.history_padding == "mask" else None
     if model.moments != moments:
-        wanted, got = (
-            f"1 to {each[0]} moments of {each[1]} views" if each else "no history of any length"
+        expected, got = (
+            f"an observation history of 1 to {each[0]} steps with {each[1]} views each"
+            if each
+            else "no variable history"
             for each in (model.moments, moments)
         )
-        yield f"sinew.spec: expected {wanted}, as sinew.config says, got {got}"
+        yield f"sinew.spec: sinew.config requires {expected}, got {got}"
     yield from _frame_disagreements(spec, processing.image, model)
     if spec.committed_rows and not model.times_per_row:
-        wanted = f"0 for {spec.architecture}, whose head takes one time for all rows"
-        yield f"spec.committed_rows: expected {wanted}, got {spec.committed_rows}"
+        expected = f"0, because the head of {spec.architecture} accepts only one time for all actions"
+        yield f"spec.committed_rows: expected {expected}, got {spec.committed_rows}"
 
 
 def _frame_disagreements(spec: PolicySpec, image: ImageRecipe, model: Model) -> Iterator[str]:
     pictures = tuple(image.of_camera(index).picture for index in range(len(spec.cameras)))
     if image.sizes and not model.frames:
-        yield f"sinew.processing.image.sizes: expected none, as {spec.architecture} reads views of one size"
+        yield f"sinew.processing.image.sizes: must be absent, because all views of {spec.architecture} have one size"
     elif model.frames and pictures != model.frames:
-        wanted, got = (", ".join(f"{h}x{w}" for h, w in sizes) for sizes in (model.frames, pictures))
-        yield f"sinew.processing.image.sizes: expected {wanted}, as sinew.config says, got {got}"
+        expected, got = (", ".join(f"{h}x{w}" for h, w in sizes) for sizes in (model.frames, pictures))
+        yield f"sinew.processing.image.sizes: sinew.config requires {expected}, got {got}"
     for index, camera in enumerate(spec.cameras if model.grid is not None else ()):
         size = image.of_camera(index).size_after(camera.height, camera.width)
         frames = f"camera {camera.name}, whose frames become {size[0]}x{size[1]} pixels"
         if model.frames:
             if size != pictures[index]:
-                wanted = "x".join(map(str, pictures[index]))
-                yield f"sinew.processing.image.sizes: expected that of {frames}, got {wanted}"
-        elif (found := model.grid_of(*size)) != model.grid:
+                expected = "x".join(map(str, pictures[index]))
+                yield f"sinew.processing.image.sizes: expected the size of {frames}, got {expected}"
+        elif (patches := model.grid_of(*size)) != model.grid:
             got = "x".join(map(str, model.grid or ()))
-            yield f"sinew.config: expected the {found[0]}x{found[1]} patches of {frames}, got a grid of {got}"
+            yield (
+                f"sinew.config: expected a grid of {patches[0]}x{patches[1]} patches, as {frames} need, got {got}"
+            )

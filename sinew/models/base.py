@@ -1,25 +1,25 @@
 """The interface between models and engines.
 
-An engine calls four functions and reads a few facts. It knows no family:
+An engine calls four functions of a model and reads a few properties. No engine contains code for a single family:
 
     image_tokens = model.embed_images(pixels)                                     # once per observation
     context = model.read(image_tokens, camera_mask, tokens, token_mask, state)    # once per observation
-    time_embedding = model.embed_time(t)                                          # once per step, or from a table
-    output = model.act(x, time_embedding, context)                                # once per step
+    time_embedding = model.embed_time(t)                                          # once per solver step
+    output = model.act(x, time_embedding, context)                                # once per solver step
 
-The meaning of an output, and the number of steps, are data: :class:`sinew.models.solvers.Solver`.
+The bundle's solver (:class:`sinew.models.solvers.Solver`) defines the meaning of an output and the number of steps.
 
-A :class:`AutoregressiveModel` has no solver. It generates tokens, whose meaning is data too
-(:class:`sinew.steps.action_tokens.base.ActionTokens`). Two other functions take the place of the last two:
+An :class:`AutoregressiveModel` has no solver. The model generates tokens, and the bundle defines the meaning of each
+token (:class:`sinew.steps.action_tokens.base.ActionTokens`). Two functions replace ``embed_time`` and ``act``:
 
     spoken = model.first(context)            # once per observation: the first token
-    spoken = model.next(spoken, context)      # once per token, until one ends the sequence
+    spoken = model.next(spoken, context)     # once per further token, up to the end token
 
-A model whose bundle keeps its language head (``has_lm_head``) also generates text, from the same prefix:
+A model whose bundle contains its language head (``has_lm_head``) also generates text from the same prefix:
 
-    said = model.begin_text(image_tokens, camera_mask, tokens, token_mask, state)   # in place of read
-    said = model.continue_text(said, tokens)                                        # once per token
-    context = model.context_of(said)                                                # the context for act
+    text = model.begin_text(image_tokens, camera_mask, tokens, token_mask, state)   # replaces read
+    text = model.continue_text(text, tokens)                                        # once per token
+    context = model.context_of(text)                                                # the context for act
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ from sinew.layers.fold_sites import FoldSite
 from sinew.models.solvers import FLOW, SINGLE, Solver, solve
 from sinew.steps.action_tokens.base import ActionTokens
 
-Context = Any  # a named tuple of tensors, and of tuples of them; None for a tensor that a model lacks
+# Each model has its own named tuple of tensors. A field is None if the model has no such tensor.
+Context = Any
 
 
 class TextState(NamedTuple):
-    """A prompt that a language model has read, and the text after it, P rows together.
+    """A prompt that the language model has read, followed by the text generated so far. P is the number of tokens of
+    both.
 
     Attributes:
-        kv: For each layer, keys and values [B, P, Hkv, D].
+        kv: Keys and values of each layer, [B, P, Hkv, D].
         valid: bool [B, P], False for padding.
-        sees: bool [B, P], rows that the next token of the text attends to.
-        position: int64 [B], position of that token.
-        last: [B, C], hidden state before the final norm, from which that token is computed.
+        sees: bool [B, P], True for the tokens that the next token of the text attends to.
+        position: int64 [B], position of the next token.
+        last: [B, C], hidden state before the final norm, from which the next token is computed.
         state: float32 [B, S], the robot's state.
     """
 
@@ -60,15 +62,19 @@ class TextState(NamedTuple):
 
 
 class Model(nn.Module):
-    """One architecture in plain PyTorch. Knows nothing of devices, servers or how it is executed.
+    """One policy architecture in plain PyTorch, independent of devices, servers and engines.
 
-    config_type: the frozen dataclass that the bundle's ``sinew.config`` decodes into.
-    float32_modules: top-level modules that stay float32 when weights are loaded in half precision, because the
-        reference keeps them so.
-    per_embodiment: modules that upstream's files hold once per robot; a bundle has them of one.
-    components: top-level module -> component of a precision recipe; modules that are not there belong to the head.
-    solver: the family's own; a loaded model has its bundle's.
-    times_per_row: ``embed_time`` also takes times [B, H], and ``act`` its result: a time for each row of a chunk.
+    Attributes:
+        config_type: The frozen dataclass that the bundle's ``sinew.config`` is decoded into.
+        float32_modules: Top-level modules that stay float32 when the weights are loaded in half precision, because the
+            reference implementation also keeps these modules in float32.
+        per_embodiment: Modules of which the original checkpoint has one copy per robot. A bundle contains the copy of
+            one robot.
+        components: Component of a precision recipe for each top-level module. A module without an entry belongs to the
+            head.
+        solver: The default solver of the family. A loaded model has the solver of its bundle.
+        times_per_row: True if ``embed_time`` also accepts one time per action of the chunk, [B, H], and ``act`` accepts
+            the result.
     """
 
     config_type: ClassVar[type]
@@ -85,76 +91,92 @@ class Model(nn.Module):
 
     @property
     def noise_shape(self) -> tuple[int, int]:
-        """[H, A]: what the solver starts from and returns."""
+        """Shape [H, A] of the noise that the solver starts from, and of the chunk that the solver returns."""
         return (self.config.chunk_size, self.config.max_action_dim)
 
     @property
     def state_size(self) -> int:
-        """S: the width of the padded state."""
+        """Width S of the padded state."""
         return self.config.max_state_dim
 
     @property
     def channels(self) -> int:
-        """Channels of a view: three for every set of statistics that normalises it."""
+        """Channels of the pixels: three for each set of normalisation statistics."""
         return 3
 
     @property
     def views(self) -> int | None:
-        """Return the number of views where the weights fix it, so that none may be missing; None where any number is
-        read."""
+        """Return the required number of views if the weights fix the number. None if the model accepts any number of
+        views.
+        """
         return None
 
     @property
     def frames(self) -> tuple[tuple[int, int], ...]:
-        """Return height and width in pixels of the picture of each view where the weights fix them; () where all views
-        have the size of the pixels."""
+        """Return height and width in pixels of each view if the weights fix these sizes. () if all views have one
+        size.
+        """
         return ()
 
     @property
     def views_alike(self) -> bool:
-        """Return True if all views are encoded in the same way, so that a view may be encoded without the others."""
+        """Return True if all views are encoded in the same way, so that an engine may encode one view without the
+        others.
+        """
         return not self.frames
 
     @property
     def moments(self) -> tuple[int, int] | None:
-        """Return (T, V) where one to T moments of V views each are read, as many as there are, so that views come in
-        multiples of V; None where no number of moments is known here, or all are always there."""
+        """Return the longest observation history that the model accepts, as (T, V), or None.
+
+        (T, V) means that an observation has one to T time steps with V views each, so the number of views is a multiple
+        of V. None means that the model has no history, or that the history always has its full length.
+        """
         return None
 
     @property
     def min_tokens(self) -> int:
-        """Return the fewest tokens that a prompt has, for engines that analyse shapes."""
+        """Return the smallest number of tokens of a prompt, for engines that analyse shapes."""
         return 2
 
     @property
     def grid(self) -> tuple[int, int] | None:
-        """Return rows and columns of a view's patches where the bundle fixes them; None where any size is taken."""
+        """Return rows and columns of the patches of a view if the bundle fixes the grid. None if any size is
+        accepted.
+        """
         return None
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of the patches of a view of so many pixels."""
+        """Return rows and columns of the patches of a view. Height and width are in pixels."""
         return self.config.vision.grid(height, width)  # type: ignore[no-any-return]
 
     @property
     def prefix_depth(self) -> int | None:
-        """Number of layers of ``self.language``, from the first, whose keys and values the head reads. None if it
-        reads something else.
+        """Number of first layers of ``self.language`` whose keys and values the head reads.
+
+        None if the head reads other tensors.
         """
         return None
 
     @property
     def chooses_tokens(self) -> bool:
-        """Return True if the head takes the likeliest token, so that a rounded context may give another action."""
+        """Return True if the head chooses the token with the highest score, so that a rounding error can change an
+        action.
+        """
         return False
 
     @property
     def head_reads_state(self) -> bool:
-        """Return True if each step reads the state itself, so that :meth:`renew` needs no new prefix."""
+        """Return True if each solver step reads the state directly, so that :meth:`renew` does not need a new
+        prefix.
+        """
         return False
 
     @property
     def has_lm_head(self) -> bool:
-        """Return True if the bundle keeps the language model's head, so that :meth:`read_text` gives a token."""
+        """Return True if the bundle contains the language model's head, so that :meth:`read_text` can compute a
+        token.
+        """
         return False
 
     def read_text(
@@ -166,96 +188,147 @@ class Model(nn.Module):
         state: Tensor,
         text: Tensor,
     ) -> tuple[Context, Tensor]:
-        """Return the context as :meth:`read` does, and the logits [B, vocabulary] of the token that follows ``text``.
+        """Read an observation and the text generated so far, and compute the scores of the next token.
 
-        text: int64 [B, N], what was said so far, N from 0 on. It sees views and prompt, and none of them sees it.
+        Args:
+            image_tokens, camera_mask, tokens, token_mask, state: As for :meth:`read`.
+            text: int64 [B, N], the tokens generated so far; N may be 0. The text attends to the views and the prompt,
+                which do not attend to the text.
+
+        Returns:
+            The context that :meth:`read` returns, and the logits [B, vocabulary] of the token after ``text``.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no language head")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot generate text; use a pi0, pi0.5 or SmolVLA policy"
+        )
 
     def begin_text(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> TextState:
-        """Read a prompt as :meth:`read` does, of which nothing is said yet; arguments as there."""
-        raise NotImplementedError(f"{type(self).__name__} has no language head")
+        """Read a prompt as :meth:`read` does, before any text is generated. The arguments are those of :meth:`read`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot generate text; use a pi0, pi0.5 or SmolVLA policy"
+        )
 
-    def continue_text(self, said: TextState, tokens: Tensor) -> TextState:
-        """Return the text with ``tokens``, int64 [B, N], N at least 1, appended. ``said`` is not changed."""
-        raise NotImplementedError(f"{type(self).__name__} has no language head")
+    def continue_text(self, text: TextState, tokens: Tensor) -> TextState:
+        """Return a new text state with ``tokens`` appended, int64 [B, N] with N at least 1. The given state is
+        unchanged.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot generate text; use a pi0, pi0.5 or SmolVLA policy"
+        )
 
-    def context_of(self, said: TextState) -> Context:
-        """Return the context for :meth:`act`, in which the head reads the prompt and the text after it."""
-        raise NotImplementedError(f"{type(self).__name__} has no language head")
+    def context_of(self, text: TextState) -> Context:
+        """Return the context for :meth:`act`, in which the head reads the prompt and the text after the prompt."""
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot generate text; use a pi0, pi0.5 or SmolVLA policy"
+        )
 
     def logits(self, h: Tensor) -> Tensor:
-        """Return the score of each token, [B, vocabulary], of a language model's last hidden state [B, C]."""
-        raise NotImplementedError(f"{type(self).__name__} has no language head")
+        """Return the score of each token, [B, vocabulary], from the last hidden state [B, C] of the language model."""
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot generate text; use a pi0, pi0.5 or SmolVLA policy"
+        )
 
     def renew(self, context: Context, state: Tensor) -> Context:
-        """Return the context with a newer state, float32 [B, S]; as it is where the state is in the prefix."""
+        """Return the context with a newer state, float32 [B, S]. The context is unchanged if the state is in the
+        prefix.
+        """
         return context
 
     @classmethod
     def component_of(cls, name: str) -> str:
-        """Return the component ("vision", "language", "head") of a module or parameter by its name."""
+        """Return the component ("vision", "language" or "head") of a module or parameter name."""
         return cls.components.get(name.partition(".")[0], "head")
 
     def fold_sites(self) -> list[FoldSite]:
-        """Return the norms whose outputs are read in another block (:class:`sinew.layers.fold_sites.FoldSite`)."""
+        """Return the norms whose output is read in another block (:class:`sinew.layers.fold_sites.FoldSite`)."""
         return []
 
     def cache(self, context: Context) -> Any:
-        """Return the part of ``context`` that reports call the cache: what each step reads of the observation."""
+        """Return the part of ``context`` that each solver step reads. Reports call this part the cache."""
         return context
 
     @abstractmethod
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """pixels: float32 [B, V, channels, height, width] -> image tokens [B, V, tokens, C].
+        """Encode the camera images.
 
-        A model may put views before them that no camera gives; :meth:`read` gets them back, and its mask has no
-        entries for them. Engines may add masked views behind.
+        A model may add views of its own before the camera views. :meth:`read` gets these views back, and its
+        ``camera_mask`` has no entries for them. An engine may append masked views.
+
+        Args:
+            pixels: float32 [B, V, channels, height, width].
+
+        Returns:
+            Image tokens [B, V, tokens, C].
         """
 
     @abstractmethod
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> Context:
-        """Return everything that is computed once per observation, as a named tuple of tensors.
+        """Compute everything that is needed once per observation.
 
-        image_tokens: [B, V, tokens, C]; camera_mask: bool [B, V]; tokens: int64 [B, L]; token_mask: bool [B, L];
-        state: float32 [B, S], normalised and padded. A view or token whose mask is False must not change the
-        result: engines pad the prompt on the side that the bundle's prompt recipe names. Shapes may follow from
-        the shapes of the arguments, never from their values.
+        Engines pad the prompt on the side that the bundle's prompt recipe names. A view or token whose mask is False
+        must therefore not change the result. Shapes may depend on the shapes of the arguments, never on their values.
+
+        Args:
+            image_tokens: [B, V, tokens, C].
+            camera_mask: bool [B, V], False for a missing view.
+            tokens: int64 [B, L], the prompt.
+            token_mask: bool [B, L], False for padding.
+            state: float32 [B, S], normalised and padded.
+
+        Returns:
+            The context: a named tuple of tensors.
         """
 
     @abstractmethod
     def embed_time(self, t: Tensor) -> Tensor:
-        """Return the part of a step that depends on the solver's time alone: t float64 [B] -> [B, ...].
+        """Compute the part of a solver step that depends only on the solver's time.
 
-        Observations of a batch share the solver's times: ``t`` then has one row, and so has the argument of ``act``.
-        The time has double precision. A model whose reference rounds it to float32, or cuts it into buckets, does so
-        itself.
+        All observations of a batch have the same solver times, so ``t`` and the argument of ``act`` then have one row.
+        The time is in double precision. A model rounds the time to float32 or to buckets if its reference does so.
+
+        Args:
+            t: float64 [B].
+
+        Returns:
+            The time embedding, [B, ...].
         """
 
     @abstractmethod
     def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
-        """Return the head's output, float32 [B, H, A], for x float32 [B, H, A]; its meaning is the solver's.
+        """Run the head once. The solver defines the meaning of the output.
 
-        time_embedding: of :meth:`embed_time`, with B rows or one for all of them.
+        Args:
+            x: float32 [B, H, A], the noisy chunk.
+            time_embedding: Result of :meth:`embed_time`, with B rows or with one row for the whole batch.
+            context: Result of :meth:`read`.
+
+        Returns:
+            float32 [B, H, A].
         """
 
     @property
     def device(self) -> torch.device:
-        """The device of the computation. Tables of tokens may be elsewhere: on the host, in the file's map."""
+        """The device of the computation: the first device of a parameter that is not the CPU, otherwise the CPU.
+
+        Tables of tokens may stay on the CPU, in the memory map of the file.
+        """
         return next((p.device for p in self.parameters() if p.device.type != "cpu"), torch.device("cpu"))
 
     def time_embeddings(
         self, steps: int, committed: Tensor | None = None, device: torch.device | None = None
     ) -> Iterator[Tensor]:
-        """Yield the time embedding of each step of a solution, each [1, ...], computed when it is asked for.
+        """Yield the time embedding of each solver step, each [1, ...]. Each embedding is computed when the caller
+        requests it.
 
-        committed: bool [B, H], the rows that are actions already, at the solver's end; time embeddings are then
-            [B, ...].
-        device: where the model computes. None: all its weights are asked, which takes a millisecond.
+        Args:
+            steps: Number of solver steps.
+            committed: bool [B, H], True for the actions of the action prefix, whose time is the solver's end. The time
+                embeddings are then [B, ...].
+            device: Device of the model. None searches the weights for the device, which takes a millisecond.
         """
         device = device or self.device
         for time in self.solver.times(steps):
@@ -268,17 +341,17 @@ class Model(nn.Module):
             yield self.embed_time(t)
 
     def head_runs(self, steps: int) -> int:
-        """Return the largest number of head runs for a chunk in ``steps`` solver steps."""
+        """Return the largest number of head runs for a chunk that takes ``steps`` solver steps."""
         return steps
 
     def run_head(self, x: Tensor, steps: int, time_embeddings: Iterable[Tensor], context: Context) -> None:
-        """Run the head once, as a chunk of ``steps`` steps begins: for costs, traces and clocks."""
+        """Run the head once, as in the first of ``steps`` solver steps, to measure costs, traces and times."""
         first = self.solver.steps(steps)[:1], islice(time_embeddings, 1)
         solve(lambda x, time_embedding: self.act(x, time_embedding, context), x, *first)
 
 
 class Regression(Model):
-    """A model whose head is asked once and answers with the actions themselves."""
+    """A model whose head runs once and returns the actions directly."""
 
     solver = SINGLE
 
@@ -293,20 +366,22 @@ class Regression(Model):
         """Return the actions, float32 [B, H, A], in model units."""
 
 
-Spoken = Any  # a named tuple of tensors and of tuples of them, whose ``token``, int64 [B], is the newest
+# Named tuple of tensors and tuples of tensors. Its field ``token``, int64 [B], is the newest token.
+Spoken = Any
 
 
 class AutoregressiveModel(Model):
     """A model whose head generates the chunk token by token (autoregressive).
 
-    The engine runs the loop: it ends at the token that ends a sequence, may be cancelled between two tokens, and
-    exports one of them. The type Spoken is the state after the tokens so far: the newest token, and keys and values
-    with room for the longest sequence, so that shapes do not change. It is never changed: each token makes a new one.
-    All members of a batch run in step.
+    The engine runs the loop over :meth:`next`. The engine ends the loop at the end token, may cancel the loop between
+    two tokens, and may export :meth:`next` as a graph. The type Spoken is the state after the tokens so far. The state
+    contains the newest token, and keys and values with space for the longest sequence, so that the shapes stay
+    constant. :meth:`next` returns a new state and leaves its argument unchanged. All members of a batch generate the
+    same number of tokens.
 
     Attributes:
-        choose: Chooses the token from the scores [B, 1, vocabulary], int64 [B]: the likeliest, unless an exploration
-            samples (:mod:`sinew_eval.learning.exploration`).
+        choose: Function that chooses a token, int64 [B], from the scores [B, 1, vocabulary]. The default is the token
+            with the highest score. An exploration samples instead (:mod:`sinew_eval.learning.exploration`).
     """
 
     solver = SINGLE
@@ -315,15 +390,17 @@ class AutoregressiveModel(Model):
     @property
     @abstractmethod
     def action_tokens(self) -> ActionTokens:
-        """The length of sequences, their end, and the meaning of their tokens."""
+        """The longest sequence, the end token and the meaning of each token."""
 
     @abstractmethod
     def first(self, context: Context) -> Spoken:
-        """Return the state after the first token of the sequence. Its shapes follow from the context's."""
+        """Return the state after the first token of the sequence. Its shapes depend only on the shapes of the
+        context.
+        """
 
     @abstractmethod
     def next(self, spoken: Spoken, context: Context) -> Spoken:
-        """Return the same with one token more, of the same shapes."""
+        """Return the state after one more token. The shapes stay the same."""
 
     @property
     def chooses_tokens(self) -> bool:
@@ -333,7 +410,9 @@ class AutoregressiveModel(Model):
         return torch.zeros(t.shape[0], 1, device=t.device)
 
     def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} says tokens: first and next")
+        raise NotImplementedError(
+            f"{type(self).__name__} is autoregressive: call first and next instead of act"
+        )
 
     def head_runs(self, steps: int) -> int:
         return self.action_tokens.most

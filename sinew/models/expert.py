@@ -1,4 +1,4 @@
-"""The action expert of SmolVLA and pi, which reads the keys and values of a language model's prefix."""
+"""The action expert of SmolVLA and pi: a small transformer that reads the keys and values of a language model."""
 
 from __future__ import annotations
 
@@ -22,35 +22,51 @@ from sinew.layers.vit import VisionTransformer
 from sinew.models.base import Model, TextState
 
 LMHead = Literal["", "own", "tied"]
-"""The language model's head: not kept, a matrix of its own, or the token table once more."""
+"""Storage of the language model's head in a bundle.
+
+"" means no head, "own" a separate matrix, and "tied" the token table as the head.
+"""
 
 
 @dataclass(frozen=True)
 class FlowConfig:
-    """The fields that the configurations of these models share. Sizes in tokens and dimensions."""
+    """Fields that the configurations of all models with an action expert share. Sizes are in tokens and dimensions.
+
+    Attributes:
+        vocab_size: Rows of the token table.
+        chunk_size: Actions in a chunk.
+        max_state_dim: Width of the padded state.
+        max_action_dim: Width of a padded action.
+        min_period: Shortest period of the time embedding.
+        max_period: Longest period of the time embedding.
+    """
 
     vocab_size: int
     chunk_size: int
     max_state_dim: int
     max_action_dim: int
-    min_period: float  # shortest period of the time embedding
+    min_period: float
     max_period: float
 
     def __post_init__(self) -> None:
         check_sizes(self)
         if not 0 < self.min_period < self.max_period < float("inf"):
-            raise ValueError(f"periods {self.min_period} to {self.max_period} are not a range")
+            raise ValueError(
+                f"min_period, max_period: expected 0 < min_period < max_period, got {self.min_period} and"
+                f" {self.max_period}"
+            )
 
 
 class Prefix(NamedTuple):
     """The part of an observation that the expert reads.
 
     Attributes:
-        kv: For each expert layer, keys and values [B, P, Hkv, D] in the form of that layer.
+        kv: Keys and values of each expert layer, [B, P, Hkv, D], in the form that the layer reads.
         valid: bool [B, P], False for padding.
-        length: int64 [B], number of valid prefix tokens: the position of the first token after it.
-        state: float32 [B, 1, C], the state's token, for experts that read it beside their actions (pi0; SmolVLA with
-            ``state_in_head``).
+        length: int64 [B], number of valid prefix tokens, which is also the position of the first token after the
+            prefix.
+        state: float32 [B, 1, C], the state's token, for experts that read the state next to the actions (pi0, and
+            SmolVLA with ``state_in_head``). None for the other experts.
     """
 
     kv: tuple[KeyValue, ...]
@@ -60,19 +76,26 @@ class Prefix(NamedTuple):
 
 
 class ExpertContext(NamedTuple):
-    """The context of a step: the prefix, and the positions and masks of the expert's own tokens."""
+    """The context of a solver step: the prefix, and the positions and masks of the expert's own tokens.
+
+    Attributes:
+        kv: Keys and values of each expert layer, [B, P, Hkv, D].
+        rotations: Rotary positions of the expert's tokens.
+        masks: bool [B, S, keys], True if the token may attend to the key.
+        state: float32 [B, 1, C], or None if the expert does not read the state.
+    """
 
     kv: tuple[KeyValue, ...]
     rotations: tuple[Rotation, ...]
-    masks: tuple[Tensor, ...]  # bool [B, S, keys], True = may see
+    masks: tuple[Tensor, ...]
     state: Tensor | None = None
 
 
 class ExpertModel(Model):
-    """Vision tower, connector, language model, and an expert whose layers read the language model's.
+    """Vision tower, connector, language model, and an expert whose layers read the language model's keys and values.
 
-    The connector is called by :meth:`connect` on the tower's features alone, which lets an engine write patches of
-    raw frames into the tower itself.
+    :meth:`connect` calls the connector on the tower's features only, so that an engine can write patches of raw frames
+    into the tower itself.
     """
 
     float32_modules: ClassVar[tuple[str, ...]] = (
@@ -86,19 +109,19 @@ class ExpertModel(Model):
     times_per_row = True
     vision: VisionTransformer
     language: Decoder
-    expert: Any  # layers: Sequence of decoder layers; norm; dtype
+    expert: Any  # has ``layers``, ``norm`` and ``dtype``
     state_proj: Linear
-    lm_head: Linear  # where it is the bundle's own
+    lm_head: Linear  # exists only if config.lm_head is "own"
     action_in_proj: Linear
     action_out_proj: Linear
     action_time_mlp_in: Linear
     action_time_mlp_out: Linear
 
     def fold_sites(self) -> list[FoldSite]:
-        found = [FoldSite(self.vision, "norm", (self.get_submodule("connector"),))]
-        if isinstance(self.expert.norm, RMSNorm):  # an adaptive norm has no weight to fold
-            found.append(FoldSite(self.expert, "norm", (self.action_out_proj,)))
-        return found
+        sites = [FoldSite(self.vision, "norm", (self.get_submodule("connector"),))]
+        if isinstance(self.expert.norm, RMSNorm):  # An adaptive norm has no weight to fold.
+            sites.append(FoldSite(self.expert, "norm", (self.action_out_proj,)))
+        return sites
 
     def cache(self, context: ExpertContext) -> Any:
         return context.kv
@@ -110,35 +133,44 @@ class ExpertModel(Model):
 
     @abstractmethod
     def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:
-        """Turn the vision tower's features [N, rows * cols, C] -> image tokens [N, tokens, C'], unscaled."""
+        """Convert the vision tower's features to unscaled image tokens.
+
+        Args:
+            features: [N, rows * cols, C].
+            rows: Rows of patches.
+            cols: Columns of patches.
+
+        Returns:
+            [N, tokens, C'].
+        """
 
     @abstractmethod
     def embed_text(self, tokens: Tensor) -> Tensor:
-        """Return the rows of tokens, int64 [B, L] -> [B, L, C], as the language model reads them."""
+        """Return the embeddings [B, L, C] of tokens, int64 [B, L], as the language model reads them."""
 
     @abstractmethod
     def embed_prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Embed the prefix. Arguments as in :meth:`read`.
+        """Embed the prefix. The arguments are those of :meth:`read`.
 
         Returns:
-            Embeddings [B, P, C], valid and opens_block, bool [B, P]. A row that opens a block comes after the
-                instruction, which does not attend to it.
+            Embeddings [B, P, C], and ``valid`` and ``opens_block``, bool [B, P]. A token with ``opens_block`` comes
+            after the instruction, and the instruction does not attend to this token.
         """
 
     def prefix_mask(self, valid: Tensor, opens_block: Tensor) -> Tensor:
-        """Return the attention mask of the prefix, bool [B, P, P]. Arguments of :meth:`embed_prefix`."""
+        """Return the attention mask of the prefix, bool [B, P, P], from two results of :meth:`embed_prefix`."""
         return block_mask(valid, opens_block)
 
     @abstractmethod
     def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
-        """Return the part of the language model's keys and values that the expert reads. valid: bool [B, P]."""
+        """Select the part of the language model's keys and values that the expert reads. valid: bool [B, P]."""
 
     def prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> Prefix:
-        """Run the language model over the observation. Arguments as in :meth:`read`."""
+        """Run the language model over the observation. The arguments are those of :meth:`read`."""
         x, valid, opens_block = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)
         positions = valid.long().cumsum(dim=1) - 1
         _, cache = self.language(x, positions, self.prefix_mask(valid, opens_block))
@@ -146,7 +178,7 @@ class ExpertModel(Model):
 
     @abstractmethod
     def context(self, prefix: Prefix) -> ExpertContext:
-        """Add what a step takes from the prefix's length and mask alone: rotations and masks."""
+        """Add the rotations and masks of a solver step, which depend only on the prefix's length and mask."""
 
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
@@ -166,8 +198,11 @@ class ExpertModel(Model):
         state: Tensor,
         text: Tensor,
     ) -> tuple[ExpertContext, Tensor]:
-        """Run the language model once over the observation and the text behind it (Ma et al. 2025, section 6: a
-        special attention matrix). The text goes on at the position behind the instruction, and is causal."""
+        """Run the language model once over the observation and the text after the observation.
+
+        The first token of the text has the position after the instruction, and the text is causal. Source: Ma et al.
+        2025, section 6, "special attention matrix".
+        """
         x, valid, opens_block = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)
         (B, P), N = valid.shape, text.shape[1]
         positions = valid.long().cumsum(dim=1) - 1
@@ -194,60 +229,83 @@ class ExpertModel(Model):
         row = h[torch.arange(len(h), device=h.device), last]  # [B, C]
         return TextState(tuple(cache), valid, instruction, instruction.sum(dim=1), row, state)
 
-    def continue_text(self, said: TextState, tokens: Tensor) -> TextState:
-        """The text is causal, and sees the views and the instruction, which do not see it: the mask of PaliGemma's
-        answers (Beyer et al. 2024, arXiv 2407.07726, section 3)."""
+    def continue_text(self, text: TextState, tokens: Tensor) -> TextState:
+        """Append tokens to the text.
+
+        The text is causal and attends to the views and the instruction, which do not attend to the text. PaliGemma uses
+        the same mask for its answers (Beyer et al. 2024, arXiv 2407.07726, section 3).
+        """
         B, N = tokens.shape
         steps = torch.arange(N, device=tokens.device)
         own = (steps[:, None] >= steps).expand(B, N, N)
-        sees = torch.cat([said.sees[:, None].expand(B, N, -1), own], dim=2)  # [B, N, P + N]
-        positions = said.position[:, None] + steps
-        h, cache = self.language.extend(self.embed_text(tokens), positions, sees, said.kv)
-        here = said.valid.new_ones(B, N)
-        valid, seen = (torch.cat([rows, here], dim=1) for rows in (said.valid, said.sees))
-        return TextState(cache, valid, seen, said.position + N, h[:, -1], said.state)
+        sees = torch.cat([text.sees[:, None].expand(B, N, -1), own], dim=2)  # [B, N, P + N]
+        positions = text.position[:, None] + steps
+        h, cache = self.language.extend(self.embed_text(tokens), positions, sees, text.kv)
+        here = text.valid.new_ones(B, N)
+        valid, seen = (torch.cat([rows, here], dim=1) for rows in (text.valid, text.sees))
+        return TextState(cache, valid, seen, text.position + N, h[:, -1], text.state)
 
-    def context_of(self, said: TextState) -> ExpertContext:
-        return self.context(self.prefix_of(said.kv, said.valid, said.state))
+    def context_of(self, text: TextState) -> ExpertContext:
+        return self.context(self.prefix_of(text.kv, text.valid, text.state))
 
     def logits(self, h: Tensor) -> Tensor:
-        """Return the score of each token, [B, vocabulary], of the language model's last hidden state [B, C]."""
+        """Return the score of each token, [B, vocabulary], from the last hidden state [B, C] of the language model."""
         h = self.language.norm(h)
         return self.language.embed_tokens.logits(h) if self.config.lm_head == "tied" else self.lm_head(h)
 
     def velocity(self, x: Tensor, t: Tensor, prefix: Prefix) -> Tensor:
-        """x: float32 [B, H, A]; t: [B] or [B, H] -> float32 [B, H, A]: one step, for training and tests."""
+        """Run one solver step, for training and tests.
+
+        Args:
+            x: float32 [B, H, A], the noisy chunk.
+            t: [B] or [B, H].
+            prefix: Result of :meth:`prefix`.
+
+        Returns:
+            The velocity, float32 [B, H, A].
+        """
         return self.act(x, self.embed_time(t), self.context(prefix))
 
     def state_token(self, state: Tensor) -> Tensor | None:  # [B, S] -> [B, 1, C]
-        """Return the state as a token of the expert, where the expert reads it."""
+        """Return the state as a token of the expert. An expert that does not read the state overrides this with
+        None.
+        """
         return self.state_proj(state)[:, None]
 
     def renew(self, context: ExpertContext, state: Tensor) -> ExpertContext:
         return context._replace(state=self.state_token(state)) if self.head_reads_state else context
 
     def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:
-        """Noisy actions [B, H, A] and embedded time [B, C] or [B, H, C] -> expert tokens [B, H, C]."""
+        """Return expert tokens [B, H, C] for noisy actions [B, H, A] and embedded time [B, C] or [B, H, C]."""
         actions = self.action_in_proj(x)  # [B, H, C]
         both = torch.cat([actions, per_row(time_embedding.to(actions.dtype)).expand_as(actions)], dim=-1)
         return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
 
     def decode_actions(self, h: Tensor, *modulation: Modulation) -> Tensor:
-        """Return the velocity [B, H, A] of the actions' last hidden states in the expert, [B, H, C]."""
+        """Return the velocity [B, H, A] from the expert's last hidden states of the actions, [B, H, C]."""
         return self.action_out_proj(self.expert.norm(h, *modulation).float())
 
 
 def _instruction(valid: Tensor, opens_block: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which rows of a prefix are views and instruction, bool [B, P], and the last of them, int64 [B], from
-    which the first token of a text is computed.
+    """Find the views and the instruction in a prefix.
 
-    valid, opens_block: bool [B, P].
+    Args:
+        valid: bool [B, P], False for padding.
+        opens_block: bool [B, P], True where a block starts after the instruction.
+
+    Returns:
+        A mask of the views and the instruction, bool [B, P], and the index of their last token, int64 [B]. The first
+        token of a text is computed from this last token.
     """
-    found = valid & ~opens_block.long().cumsum(dim=1).bool()
-    positions = valid.long().cumsum(dim=1)  # from 1 on
-    return found, (found & (positions == found.sum(dim=1)[:, None])).long().argmax(dim=1)
+    instruction = valid & ~opens_block.long().cumsum(dim=1).bool()
+    positions = valid.long().cumsum(dim=1)  # counts from 1
+    return instruction, (instruction & (positions == instruction.sum(dim=1)[:, None])).long().argmax(dim=1)
 
 
 def per_row(time_embedding: Tensor) -> Tensor:
-    """Return the time embedding of every row, [B, H, C], or the one of all, [B, 1, C], of [B, H, C] or [B, C]."""
+    """Return the time embedding as [B, H, C], or as [B, 1, C] if all actions have the same time.
+
+    Args:
+        time_embedding: [B, H, C] or [B, C].
+    """
     return time_embedding if time_embedding.ndim == 3 else time_embedding[:, None]

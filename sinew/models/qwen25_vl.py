@@ -1,9 +1,9 @@
-"""Qwen2.5-VL under a policy whose own layers denoise the actions: EO-1 and Wall-X.
+"""Qwen2.5-VL as the base of EO-1 and Wall-X, whose own layers denoise the actions.
 
 The language model reads views, state and instruction once, causally. In each solver step its layers run over one token
-for each action of the chunk, which sees that prefix. Text counts up on all three axes of the rotary positions; the
-tokens of a view are on a grid. Views may have different sizes: pixels come in one size, with each view in its top left
-corner.
+per action of the chunk, and these tokens attend to the prefix. Rotary positions have three axes. A text token advances
+all three axes, and the tokens of a view are on a grid. Views may have different sizes: all pixels have one size, with
+each picture in the top left corner of its pixels.
 """
 
 from __future__ import annotations
@@ -29,12 +29,19 @@ ROW, COLUMN, BEFORE, BEHIND = range(4)  # columns of the table of image tokens
 
 @dataclass(frozen=True)
 class Qwen25VLConfig:
-    """Sizes that both policies have.
+    """Sizes that EO-1 and Wall-X both have.
 
     Attributes:
-        image_token, state_token: ids of the tokens that image features and the state replace.
-        position_sections: how many rotary frequencies turn with time, row and column, in this order.
-        frames: height and width of each view in pixels.
+        vision: Configuration of the vision tower.
+        language: Configuration of the language model.
+        vocab_size: Rows of the token table.
+        chunk_size: Actions in a chunk.
+        max_state_dim: Width of the padded state.
+        max_action_dim: Width of a padded action.
+        image_token: Id of the token that image features replace.
+        state_token: Id of the token that the state replaces.
+        position_sections: Number of rotary frequencies that turn with time, row and column, in this order.
+        frames: Height and width of each view in pixels.
     """
 
     vision: Qwen25ViTConfig
@@ -70,7 +77,7 @@ class Qwen25VLConfig:
 
     @property
     def image_tokens(self) -> int:
-        """Return the image tokens of all views."""
+        """Return the number of image tokens of all views together."""
         return sum(rows * cols for rows, cols in self.grids)
 
 
@@ -78,9 +85,9 @@ class ChunkContext(NamedTuple):
     """The results of the prefix that the head reads.
 
     Attributes:
-        kv: of each layer, keys and values of the prefix, [B, P, Hkv, D].
-        rotation: of the chunk's rows.
-        mask: what each row of the chunk sees, bool [B, H, P + H].
+        kv: Keys and values of the prefix for each layer, [B, P, Hkv, D].
+        rotation: Rotary positions of the chunk's tokens.
+        mask: bool [B, H, P + H], True if the action's token attends to the key.
     """
 
     kv: tuple[KeyValue, ...]
@@ -89,7 +96,7 @@ class ChunkContext(NamedTuple):
 
 
 class Qwen25VL(Model):
-    """The part that both share: placing image tokens and the state, positions, and the prefix."""
+    """The part that EO-1 and Wall-X share: the input of the language model, its positions, and the prefix."""
 
     config: Any
     times_per_row = True
@@ -104,11 +111,18 @@ class Qwen25VL(Model):
 
     @abstractmethod
     def state_row(self, state: Tensor) -> Tensor:
-        """Return the embedding of the state's token: float32 [B, S] -> [B, C]."""
+        """Return the embedding [B, C] of the state's token, from the state, float32 [B, S]."""
 
     @abstractmethod
     def among(self, rows: Tensor) -> Tensor:
-        """Return which rows of the chunk a row of the chunk sees: bool [B, H], all True -> bool [B, H, H]."""
+        """Return the mask of the chunk's tokens among each other.
+
+        Args:
+            rows: bool [B, H], all True.
+
+        Returns:
+            bool [B, H, H], True if the action's token attends to the other action's token.
+        """
 
     @property
     def views(self) -> int:
@@ -129,15 +143,22 @@ class Qwen25VL(Model):
         return self.language.layers  # type: ignore[return-value]
 
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """pixels: [B, V, 3, height, width] -> [B, V, most tokens of a view, C]; what is behind a view's tokens is 0."""
+        """Encode each view at its own size.
+
+        Args:
+            pixels: [B, V, 3, height, width].
+
+        Returns:
+            [B, V, N, C] with N the most tokens of a view. A smaller view is padded with zeros.
+        """
         return embed_own_sizes(self.vision, pixels, self.config.frames)
 
     def flat(self, image_tokens: Tensor) -> Tensor:
-        """Return the image tokens of all views, one view after the other: [B, N, C]."""
+        """Return the image tokens of all views, one view after the other, [B, N, C]."""
         return without_padding(image_tokens, [rows * cols for rows, cols in self.config.grids])
 
     def embed(self, image_tokens: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor) -> Tensor:
-        """Return the language model's input, [B, L, C]; arguments as in :meth:`read`."""
+        """Return the language model's input, [B, L, C]. The arguments are those of :meth:`read`."""
         table, flat = self.language.embed_tokens, self.flat(image_tokens)
         placed = (tokens == self.config.image_token) & token_mask
         index = (placed.long().cumsum(dim=1) - 1).clamp(0, flat.shape[1] - 1)  # [B, L]
@@ -147,10 +168,13 @@ class Qwen25VL(Model):
         return torch.where(own, self.state_row(state)[:, None].to(x.dtype), x)
 
     def positions(self, tokens: Tensor, token_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return time, row and column of each token, int64 [B, L, 3], and the position of the next text, int64 [B].
+        """Compute the rotary positions of the prompt.
 
-        Text counts by one on all axes. A view begins where the text before it ends, and the text after it continues
-        behind the longer side of its grid.
+        A text token advances all axes by one. A view begins where the text before it ends. The text after a view
+        continues after the longer side of the view's grid.
+
+        Returns:
+            Time, row and column of each token, int64 [B, L, 3], and the position of the next text token, int64 [B].
         """
         image = (tokens == self.config.image_token) & token_mask
         images, texts = image.long().cumsum(dim=1), (token_mask & ~image).long().cumsum(dim=1)
@@ -164,7 +188,7 @@ class Qwen25VL(Model):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Return which axis turns each rotary frequency: time, row and column, in sections."""
+        """Return the axis (time, row or column) that turns each rotary frequency."""
         return tuple(axis for axis, count in enumerate(self.config.position_sections) for _ in range(count))
 
     def rotation(self, positions: Tensor) -> Rotation:  # int64 [B, L, 3]
@@ -182,7 +206,8 @@ class Qwen25VL(Model):
         for index, layer in enumerate(layers):
             q, k, v = layer.project(x, rotate)
             kv.append((k, v))
-            if index + 1 < len(layers):  # the head reads keys and values alone
+            # The head reads only keys and values, so the last layer does not need an output.
+            if index + 1 < len(layers):
                 x = layer.finish(x, layer.attn.attend(q, (k, v), mask))
         rows = torch.ones_like(tokens[:, :1], dtype=torch.bool).expand(-1, self.config.chunk_size)  # [B, H]
         at = following[:, None] + rows.long().cumsum(dim=1) - 1
@@ -194,10 +219,18 @@ class Qwen25VL(Model):
 
 
 def image_places(grids: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
-    """Return row and column of each image token, and what the views before it, and those with it, add to positions."""
-    found, before = [], 0
+    """Compute the table of image tokens that the bundle stores as the buffer ``image_places``.
+
+    Args:
+        grids: Rows and columns of the tokens of each view.
+
+    Returns:
+        Four numbers for each image token: its row, its column, the positions that all earlier views take, and the
+        positions that the earlier views and its own view take.
+    """
+    places, before = [], 0
     for rows, cols in grids:
         behind = before + max(rows, cols)
-        found += [(row, col, before, behind) for row in range(rows) for col in range(cols)]
+        places += [(row, col, before, behind) for row in range(rows) for col in range(cols)]
         before = behind
-    return found
+    return places

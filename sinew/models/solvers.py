@@ -1,13 +1,13 @@
-"""Solvers: what the outputs of a head mean, as data, and the one loop that every engine runs.
+"""Solvers: the meaning of a head's output as data, and the one loop that every engine runs.
 
-A head is asked several times (flow matching, diffusion) or once (regression). In all of them a step has the form
+A head runs several times (flow matching, diffusion) or once (regression). Every solver step has the form
 
     x <- keep * x + gain * act(x, time_embedding, context)
 
-with numbers that depend on the step alone: Euler keeps x and adds dt times a velocity, a single pass keeps nothing
-and takes the output as it is. Diffusion adds a share of the actions that it estimates, cut at a bound, and some steps
-add noise. The loop works on anything that can be added and multiplied by a number, so engines without torch use it
-too.
+The numbers ``keep`` and ``gain`` depend only on the step. An Euler step keeps x and adds dt times a velocity. A
+single-pass step discards x and takes the output as the chunk. A diffusion step adds a share of the estimated actions,
+which are clipped to a bound, and some diffusion steps add noise. The loop works on any type that supports addition and
+multiplication by a number, so engines without PyTorch use the loop too.
 """
 
 from __future__ import annotations
@@ -22,16 +22,21 @@ __all__ = ["FLOW", "MOST_EARLIER", "SINGLE", "Guidance", "NoiseLevels", "Solver"
 
 
 class Guidance(Protocol):
-    """Steers a solution: computes the output that a step uses, in place of ``act(x)``.
+    """A function that steers a solution: it computes the output of a step in place of ``act(x)``.
 
-    ``act`` is the head at this step (its time embedding and context are bound), so ``torch.func.vjp(act, x)`` is the
-    vector-Jacobian product that real-time chunking needs. An engine that is given a guidance runs without inference
-    mode, whose tensors autograd refuses.
+    ``act`` is the head at this step, with its time embedding and context already bound. So ``torch.func.vjp(act, x)``
+    is the vector-Jacobian product that real-time chunking needs. An engine with a guidance runs without inference mode,
+    because autograd rejects tensors from inference mode.
 
-    An engine gives it a context that autograd takes, unless its attribute ``jacobian`` is False. It may have another,
-    ``committed``, bool [B, H]: the rows whose time is the solver's end from the first step on. An engine then gives
-    the head a time per row. And another, ``rows``, integers [n]: the context has n rows, over which the guidance asks
-    ``act`` for ``x[rows]``; ``committed`` is of these then.
+    A guidance may have these optional attributes:
+
+    Attributes:
+        jacobian: False if the guidance does not differentiate ``act``. Otherwise the engine passes a context that
+            autograd accepts.
+        committed: bool [B, H], True for the actions whose time is the solver's end from the first step on. The engine
+            then passes one time per action to the head.
+        rows: int [n], the batch rows of ``x`` for which the guidance calls ``act``, as ``act(x[rows])``. The context
+            and ``committed`` then have n rows.
     """
 
     def __call__(self, act: Callable[[Any], Any], x: Any, step: Step) -> Any: ...
@@ -45,11 +50,19 @@ def solve(
     after_step: Callable[[], None] | None = None,
     guidance: Guidance | None = None,
 ) -> Array:
-    """Return x [B, H, A] after all ``steps`` (of :meth:`Solver.steps`).
+    """Run all solver steps.
 
-    noise: [B, H, A], where x begins; of a solver that draws more, [B, D, H, A] (:func:`sinew_client.solver.drawn`).
-    act: (x, time_embedding) -> output [B, H, A]. time_embeddings: what the head takes from each step's time, in
-    order; they may be computed lazily. after_step runs after each step: timing, cancellation.
+    Args:
+        act: The head: (x, time_embedding) -> output [B, H, A].
+        noise: [B, H, A], the start of x. A solver that needs more noise takes [B, D, H, A]
+            (:func:`sinew_client.solver.drawn`).
+        steps: The steps, from :meth:`Solver.steps`.
+        time_embeddings: The time embedding of each step, in order. The iterable may compute them lazily.
+        after_step: Runs after each step, for example to measure time or to cancel the solution.
+        guidance: Replaces the output of the head at each step.
+
+    Returns:
+        x [B, H, A] after all steps.
     """
     x = drawn(noise, 0)
     earlier: list[Array] = []  # the x of the steps before, the newest first

@@ -1,4 +1,4 @@
-"""A speaker whose tokens go through the same decoder as its prompt: OpenVLA, pi0-FAST."""
+"""An autoregressive model whose action tokens go through the same decoder as the prompt (OpenVLA, pi0-FAST)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,37 @@ from sinew.models.base import AutoregressiveModel
 
 
 class ReadPrompt(NamedTuple):
-    """The prompt as the next tokens read it."""
+    """The prompt in the form that the next tokens read.
 
-    kv: tuple[KeyValue, ...]  # for each layer, [B, P, Hkv, D]
-    valid: Tensor  # bool [B, P]
-    length: Tensor  # int64 [B]: the position of the next token
-    last: Tensor  # [B, 1, C]: the last layer's output at the last token of the prompt
+    Attributes:
+        kv: Keys and values of each layer, [B, P, Hkv, D].
+        valid: bool [B, P], False for padding.
+        length: int64 [B], the position of the next token.
+        last: [B, 1, C], output of the last layer at the last token of the prompt.
+    """
+
+    kv: tuple[KeyValue, ...]
+    valid: Tensor
+    length: Tensor
+    last: Tensor
 
 
 class DecodedTokens(NamedTuple):
-    token: Tensor  # int64 [B]: the newest
-    before: Tensor  # int64 [1]: how many were said before it, which have keys and values
-    kv: tuple[KeyValue, ...]  # for each layer, [B, T, Hkv, D], with ``before`` generated rows
+    """The tokens generated so far.
+
+    Attributes:
+        token: int64 [B], the newest token.
+        before: int64 [1], the number of generated tokens before the newest one. These tokens have keys and values.
+        kv: Keys and values of each layer, [B, T, Hkv, D], of which the first ``before`` rows are filled.
+    """
+
+    token: Tensor
+    before: Tensor
+    kv: tuple[KeyValue, ...]
 
 
 class DecoderSpeaker(AutoregressiveModel):
-    """Takes the likeliest token. Each sees the prompt and those before it."""
+    """Generates the token with the highest score. Each token attends to the prompt and to the tokens before it."""
 
     language: Decoder
 
@@ -40,16 +55,17 @@ class DecoderSpeaker(AutoregressiveModel):
 
     @abstractmethod
     def logits(self, h: Tensor) -> Tensor:  # [B, 1, C] -> [B, 1, vocabulary]
-        """Return the scores of the token that follows, of what the final norm gave."""
+        """Return the scores of the next token, from the output of the final norm."""
 
     def chosen(self, h: Tensor) -> Tensor:  # [B, 1, C], before the final norm -> int64 [B]
         return self.choose(self.logits(self.language.norm(h)))
 
     def first(self, context: ReadPrompt) -> DecodedTokens:
-        room = max(self.action_tokens.most - 1, 1)  # nothing reads the last token
+        # The last token needs no keys and values, because no token reads them.
+        capacity = max(self.action_tokens.most - 1, 1)
 
         def empty(x: Tensor) -> Tensor:  # [B, P, Hkv, D] -> [B, T, Hkv, D]
-            return x.new_zeros(x.shape[0], room, x.shape[2], x.shape[3])
+            return x.new_zeros(x.shape[0], capacity, x.shape[2], x.shape[3])
 
         kv = tuple((empty(k), empty(v)) for k, v in context.kv)
         return DecodedTokens(self.chosen(context.last), context.length.new_zeros(1), kv)
@@ -60,11 +76,11 @@ class DecoderSpeaker(AutoregressiveModel):
         h = self.embed_token(spoken.token[:, None])
         rotate = Rotation.at(context.length[:, None] + count, config.head_dim, config.rope_theta)
         slots = torch.arange(spoken.kv[0][0].shape[1], device=count.device)  # [T]
-        here, said = (slots == count)[:, None, None], slots <= count  # [T, 1, 1], [T]
-        sees = torch.cat([context.valid, said.expand(h.shape[0], -1)], dim=1)[:, None]  # [B, 1, P + T]
+        newest, filled = (slots == count)[:, None, None], slots <= count  # [T, 1, 1], [T]
+        sees = torch.cat([context.valid, filled.expand(h.shape[0], -1)], dim=1)[:, None]  # [B, 1, P + T]
         own = []
         for layer, prompt, (keys, values) in zip(layers, context.kv, spoken.kv, strict=True):
             q, k, v = layer.project(h, rotate)
-            own.append((torch.where(here, k, keys), torch.where(here, v, values)))  # [B, T, Hkv, D] each
+            own.append((torch.where(newest, k, keys), torch.where(newest, v, values)))  # [B, T, Hkv, D] each
             h = layer.finish(h, layer.attn.attend(q, prompt, sees, own=own[-1]))
         return DecodedTokens(self.chosen(h), count + 1, tuple(own))

@@ -213,7 +213,8 @@ def test_a_grid_of_patches_is_that_of_the_frames(groot_bundle, name, tmp_path):
     for rows in (config["rows"] + 1, 8192):
         wrong = with_manifest(path, tmp_path / "m.gguf", config={**config, "rows": rows})
         with pytest.raises(
-            BundleError, match=r"sinew.config: expected the \d+x\d+ patches of camera \S+, whose frames"
+            BundleError,
+            match=r"sinew.config: expected a grid of \d+x\d+ patches, as camera \S+, whose frames",
         ):
             load(wrong, engine="eager")
 

@@ -156,7 +156,7 @@ def test_a_view_that_weights_fix_may_not_be_missing(smolvla_bundle, monkeypatch)
     bundle = Bundle(smolvla_bundle("smolvla-2cam"))
     monkeypatch.setattr(SmolVLA, "views", property(lambda self: 3))
     with pytest.raises(
-        BundleError, match="expected true and 3 views, which the weights fix, got 2, of which"
+        BundleError, match="expected true and 3 views, as the weights require, got 2, of which"
     ):
         load_model(bundle, CPU, "fp32")
 
@@ -177,7 +177,7 @@ def test_a_model_that_computes_when_it_is_made_is_named(monkeypatch):
             self.first = self.proprio.weight.detach().sum().item()
 
     monkeypatch.setattr("sinew.models.model_class", lambda name: Early)
-    with pytest.raises(SinewError, match='^Early reads the values .* device="cpu"'):
+    with pytest.raises(SinewError, match='^the constructor of Early reads the values .* device="cpu"'):
         build_on_meta("early", Config())
 
 

@@ -163,5 +163,5 @@ def test_a_head_with_one_time_for_all_rows_has_no_committed_rows(
     from sinew.families.smolvla.model import SmolVLA
 
     monkeypatch.setattr(SmolVLA, "times_per_row", False)
-    with pytest.raises(BundleError, match="spec.committed_rows: expected 0 for smolvla"):
+    with pytest.raises(BundleError, match="spec.committed_rows: expected 0, because the head of smolvla"):
         load(committed("smolvla-2cam"), engine="eager", threads=1)
