@@ -29,7 +29,7 @@ from sinew.convert.read.files import named
 from sinew.convert.tensors import computed, read_array
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
-from sinew.families.pi.convert import GEMMA, WITH_STATE
+from sinew.families.pi.convert import GEMMA, PI05_PROMPT
 from sinew.families.pi.model import PI0Config, PI05Config
 from sinew.families.smolvla.convert import ROPE_THETA
 from sinew.families.smolvla.model import SmolVLAConfig
@@ -269,7 +269,7 @@ class CheckpointLayout:
 
 _PI_CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 _LINE = (Instruction(), Suffix("\n"))
-_STATE = (Clean(), *sentence(WITH_STATE, State(0)))
+_STATE = (Clean(), *sentence(PI05_PROMPT, State(0)))
 FAMILIES = {
     "smolvla": CheckpointLayout(
         _smolvla, "SmolVLM2-500M", ("camera1", "camera2", "camera3"), _LINE, pad="top_left"

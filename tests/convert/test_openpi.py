@@ -198,11 +198,13 @@ def test_aloha_state_steps_round_trip_with_the_published_inverse():
 def test_what_is_missing_is_named(openpi_checkpoint):
     path, arch, _ = openpi_checkpoint("pi05_droid")
     out = path.parent / "out.gguf"
-    with pytest.raises(ConvertError, match=r"--openpi-config NAME \(none was given\): pi0_aloha, "):
+    with pytest.raises(
+        ConvertError, match=r"--openpi-config NAME \(none was given\). Use one of: pi0_aloha, "
+    ):
         convert(path, out, arch=arch)
-    with pytest.raises(ConvertError, match="'pi7' is not one of them"):
+    with pytest.raises(ConvertError, match="'pi7' is unknown"):
         convert(path, out, arch=arch, openpi_config="pi7")
-    with pytest.raises(ConvertError, match="'pi05_doird' is not one of them; did you mean 'pi05_droid'"):
+    with pytest.raises(ConvertError, match="'pi05_doird' is unknown; did you mean 'pi05_droid'"):
         convert(path, out, arch=arch, openpi_config="pi05_doird")
     for name in ("pi0_fast_libero", "pi0_fast_libero_low_mem_finetune", "paligemma_binning_droid"):
         with pytest.raises(ConvertError, match=f"--openpi-config {name}: .*LeRobot's layout only") as caught:
@@ -213,7 +215,7 @@ def test_what_is_missing_is_named(openpi_checkpoint):
         "pi05_aloha_sim",
         "mine",
     ):  # other robots and models: no hint
-        with pytest.raises(ConvertError, match=f"'{name}' is not one of them\\): pi0_aloha"):
+        with pytest.raises(ConvertError, match=f"'{name}' is unknown\\). Use one of: pi0_aloha"):
             convert(path, out, arch=arch, openpi_config=name)
     with pytest.raises(ConvertError, match=r"does not fit its config: .* is missing"):
         convert(path, out, arch=arch, openpi_config="pi0_droid")  # pi0.5's weights
@@ -225,9 +227,9 @@ def test_what_is_missing_is_named(openpi_checkpoint):
     chosen = extra / "norm_stats.json"
     chosen.write_text(chosen.read_text().replace('"q99": [', '"q99": [9.0, ', 1))
     given = {"arch": arch, "openpi_config": "pi05_droid"}
-    with pytest.raises(ConvertError, match=r"found those of other, robot; --stats ASSET or FILE says which"):
+    with pytest.raises(ConvertError, match=r"got other, robot; pass --stats ASSET or --stats FILE"):
         convert(path, out, **given)
-    with pytest.raises(ConvertError, match=r"found those of other, robot, and none at --stats othr"):
+    with pytest.raises(ConvertError, match=r"got other, robot; --stats othr does not match"):
         convert(path, out, stats=Path("othr"), **given)
     high = [
         Bundle(convert(path, out, stats=each, **given)).manifest.processing.state.stats["q99"][0]
@@ -235,7 +237,7 @@ def test_what_is_missing_is_named(openpi_checkpoint):
     ]
     assert high[:3] == [9.0] * 3 != high[1:]
     chosen.write_text("{}")
-    with pytest.raises(ConvertError, match=r"no statistics .*'q01'"):
+    with pytest.raises(ConvertError, match=r"must have the statistics q01"):
         convert(path, out, arch=arch, openpi_config="pi05_droid", stats=chosen)
     shutil.rmtree(path / "tokenizer")
     with pytest.raises(ConvertError, match="PaliGemma's tokenizer.json"):
@@ -289,7 +291,7 @@ def test_a_training_configuration_of_ones_own(openpi_checkpoint, capsys):
     short = {key: {name: values[:7] for name, values in each.items()} for key, each in stats.items()}
     padded = {**DROID, "delta_mask": []}
     del padded["state_dim"]
-    assert "state_dim: expected the robot's count of numbers, which" in converted(**padded)
+    assert "state_dim is missing. Add the robot's number of dimensions" in converted(**padded)
     file.write_text(json.dumps({"norm_stats": short}))
     del padded["action_dim"]
     counted = converted(**padded).manifest.spec
@@ -301,12 +303,15 @@ def test_a_training_configuration_of_ones_own(openpi_checkpoint, capsys):
 
     for record, words in (
         ({**DROID, "image": {}}, "image: expected one of like, .*; did you mean 'images'"),
-        ({**DROID, "images": {"a": "base"}}, "images: expected an object, .*, got {'a': 'base'}"),
-        ({**DROID, "delta_mask": [9]}, "delta_mask: expected at most 8 numbers of state and action, got 9"),
-        ({**DROID, "action_horizon": 15}, "action_horizon: expected 16 as .*config.json has it, got 15"),
+        ({**DROID, "images": {"a": "base"}}, "images: expected an object from .*, got {'a': 'base'}"),
+        (
+            {**DROID, "delta_mask": [9]},
+            "delta_mask: expected at most 8 dimensions, the smaller of state and action, got 9",
+        ),
+        ({**DROID, "action_horizon": 15}, "action_horizon: expected 16, the value in .*config.json, got 15"),
         ({**DROID, "state_dim": True}, "state_dim: expected a whole number from 1 to 32, got True"),
         ({"like": "pi05"}, "like: expected one of pi0_aloha, .*, got 'pi05'"),
-        ({"like": "pi05_aloha", "state_dim": 7}, "expected 14 and 14, whose units pi05_aloha changes one by"),
+        ({"like": "pi05_aloha", "state_dim": 7}, "expected 14 and 14, because pi05_aloha converts the unit"),
         ({"images": DROID["images"]}, "model is missing"),
     ):
         assert re.search(words, converted(**record)), record
@@ -439,7 +444,9 @@ def test_jax_checkpoints_give_the_same_bundle(openpi_checkpoint, name, value):
     (path / "mine").mkdir(parents=True)
     (path / "mine" / "29999").symlink_to(step)
     for given, told in ((path / "mine", path / "mine" / "29999"), (step / "params", step)):
-        with pytest.raises(ConvertError, match=f"expected a checkpoint, the folder of a step, as {told}$"):
+        with pytest.raises(
+            ConvertError, match=f"expected the folder of one training step; use one of: {told}$"
+        ):
             convert(given, step.parent / "no.gguf", arch=arch, openpi_config=name)
     path = step
     other = {"pi0_aloha": "pi05_aloha", "pi05_droid": "pi0_droid"}[name]

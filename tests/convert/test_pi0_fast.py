@@ -61,14 +61,14 @@ def test_what_a_bundle_holds(run, golden):
 def test_the_tokenizer_of_actions_lies_elsewhere(run, home, tmp_path):
     (home / "checkpoint" / "fast_tokenizer").rename(tmp_path / "fast")
     with pytest.raises(
-        ConvertError, match=r"looked in .*fast_tokenizer\); give the folder .* --action-tokenizer DIR"
+        ConvertError, match=r"looked in .*fast_tokenizer\); pass the folder .* --action-tokenizer DIR"
     ):
         run()
     change(home / "checkpoint" / "config.json", action_tokenizer_name="lerobot/fast-action-tokenizer")
     given = run(action_tokenizer=tmp_path / "fast").manifest
     assert given.config["scale"] == 10.0
     (tmp_path / "fast" / "processor_config.json").unlink()
-    with pytest.raises(ConvertError, match="processor_config.json: expected the file with FAST's scale"):
+    with pytest.raises(ConvertError, match="processor_config.json is missing. It contains FAST's scale"):
         run(action_tokenizer=tmp_path / "fast")
 
 
@@ -84,17 +84,21 @@ def test_the_tokenizer_of_actions_lies_elsewhere(run, home, tmp_path):
         ),
         ("config.json", {"n_action_steps": 9}, "n_action_steps: expected a whole number from 1 to 8, got 9"),
         ("config.json", {"validate_action_token_prefix": "no"}, "expected true or false, got 'no'"),
-        ("config.json", {"fast_skip_tokens": 900}, "zero_token is -41, expected 1 to"),
+        ("config.json", {"fast_skip_tokens": 900}, "zero_token: expected 1 to"),
         (
             "fast_tokenizer/processor_config.json",
             {"scale": 0},
             "scale: expected a finite number above 0, got 0",
         ),
-        ("fast_tokenizer/processor_config.json", {"min_token": 1.5}, "scale and min_token, got 10 and 1.5"),
+        (
+            "fast_tokenizer/processor_config.json",
+            {"min_token": 1.5},
+            "number scale and a whole number min_token, got 10 and 1.5",
+        ),
         (
             "fast_tokenizer/tokenizer_config.json",
             {"clean_up_tokenization_spaces": True},
-            "expected false, got true, which changes what tokens spell",
+            "expected false, got true, which changes the decoded text of tokens",
         ),
     ],
 )
@@ -110,7 +114,9 @@ def test_a_pipeline_that_disagrees(run, home):
     (step,) = [s for s in record["steps"] if s["registry_name"] == "action_tokenizer_processor"]
     step["config"]["fast_skip_tokens"] = 64
     path.write_text(json.dumps(record))
-    with pytest.raises(ConvertError, match="fast_skip_tokens: expected config.json's 128, got 64"):
+    with pytest.raises(
+        ConvertError, match="fast_skip_tokens: expected 128, the value in config.json, got 64"
+    ):
         run()
 
 
@@ -122,7 +128,7 @@ def test_a_head_or_a_table_that_is_missing(run, home):
     one = run()
     assert one.tensor("language.embed_tokens.weight").equal(one.tensor("lm_head.weight"))
     save_file({name: tensor for name, tensor in found.items() if name != HEAD}, path)
-    with pytest.raises(ConvertError, match="expected .*lm_head.weight, which LeRobot .* draws at random"):
+    with pytest.raises(ConvertError, match="lm_head.weight is missing. LeRobot .* random values"):
         run()
 
 

@@ -208,9 +208,7 @@ def test_a_wrong_configuration_is_refused(checkpoint: Path, changes: dict, messa
 
 
 def test_the_prompt_is_asked_about_where_it_matters(checkpoint: Path) -> None:
-    with pytest.raises(
-        ConvertError, match="state_in_prompt: expected a pi0.5 with use_proprioceptive_memory"
-    ):
+    with pytest.raises(ConvertError, match="state_in_prompt: only a pi0.5 with use_proprioceptive_memory"):
         run(checkpoint, {"state_in_prompt": "true"}, use_proprioceptive_memory=False)
 
 
@@ -222,7 +220,9 @@ def test_a_bundle_that_contradicts_its_weights_is_refused(
     path = with_manifest(
         case_bundle("pi05-mem"), tmp_path / "other.gguf", spec=replace(manifest.spec, **changes)
     )
-    with pytest.raises(BundleError, match="1 to 3 moments of 2 views, as sinew.config says, got"):
+    with pytest.raises(
+        BundleError, match="requires an observation history of 1 to 3 steps with 2 views each, got"
+    ):
         load(path, engine="eager")
 
 
@@ -233,9 +233,12 @@ def test_a_bundle_that_contradicts_its_weights_is_refused(
             {"temporal_every": 99},
             "sinew.config: vision: expected attention across frames every 1 to 5 layers",
         ),
-        ({"moments": 0}, "moments is 0, expected 1 to"),
+        ({"moments": 0}, "moments: expected 1 to"),
         ({"moments": 5}, "disagrees with sinew.config about sizes"),
-        ({"cameras": 3}, "expected 1 to 3 moments of 3 views, as sinew.config says, got 1 to 3 moments of 2"),
+        (
+            {"cameras": 3},
+            "requires an observation history of 1 to 3 steps with 3 views each, got an observation history of 1",
+        ),
         ({"states": False}, "proprio_history_proj.weight is not a part of the model"),
         ({"ages": 1}, "unknown field 'memory.ages'"),
     ],

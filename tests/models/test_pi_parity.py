@@ -264,8 +264,8 @@ def test_lerobot_04_behaviour_is_an_option(checkpoint):
 def test_checkpoints_that_cannot_be_served_say_so(checkpoint):
     original = (checkpoint / "config.json").read_text()
     cases = {
-        "SigLIP tower takes square images": {"image_resolution": [56, 70]},
-        "must have the same num_layers": {},
+        "expected a square, which the SigLIP tower requires": {"image_resolution": [56, 70]},
+        "expected the same num_layers": {},
     }
     for message, change in cases.items():
         arch = json.loads((checkpoint.parent / "arch.json").read_text())
@@ -280,7 +280,7 @@ def test_checkpoints_that_cannot_be_served_say_so(checkpoint):
     with pytest.raises(ConvertError, match="does not fit its config"):  # full widths, tiny tensors
         run(checkpoint, arch=None)
     edit(checkpoint, paligemma_variant="gemma_27b")
-    with pytest.raises(ConvertError, match=r"'gemma_27b' is not one of gemma_300m, gemma_2b"):
+    with pytest.raises(ConvertError, match=r"'gemma_27b' is unknown. Use one of gemma_300m, gemma_2b"):
         run(checkpoint, arch=None)
     (checkpoint / "config.json").write_text(original)
     (checkpoint / "tokenizer").rename(checkpoint / "gone")

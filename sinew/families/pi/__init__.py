@@ -1,4 +1,7 @@
-"""pi0 (Black et al. 2024, arXiv 2410.24164) and pi0.5 (2025, arXiv 2504.16054), in LeRobot's layout and openpi's."""
+"""The pi0 and pi0.5 policies of Physical Intelligence, in the checkpoint layouts of LeRobot and openpi.
+
+Papers: pi0 (Black et al. 2024, arXiv 2410.24164) and pi0.5 (2025, arXiv 2504.16054).
+"""
 
 from sinew.core.registry import Family
 

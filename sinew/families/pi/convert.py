@@ -1,7 +1,8 @@
-"""LeRobot pi0 and pi0.5 checkpoints -> bundles.
+"""Convert LeRobot checkpoints of pi0 and pi0.5 to bundles.
 
-Their configs name variants of Gemma instead of widths; the table below is openpi's (``gemma.get_config``,
-and SigLIP's So400m/14), ``--arch FILE.json`` replaces it, and every tensor's shape is checked against it.
+The configuration of a checkpoint names variants of Gemma and contains no widths. ``VARIANTS`` and ``SO400M`` below
+contain openpi's widths (``gemma.get_config``, and SigLIP's So400m/14). ``--arch FILE.json`` replaces these widths. The
+converter checks the shape of every tensor against the widths.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from sinew.steps.prompt.suffix import Suffix
 from sinew.steps.prompt.template import sentence
 
 WHOSE_TOKENIZER = "PaliGemma's tokenizer.json"
-NORM_EPS, ROPE_THETA = 1e-6, 10_000.0  # Gemma's and SigLIP's, fixed in openpi
+# Gemma and SigLIP use these values, which are constants in openpi's code.
+NORM_EPS, ROPE_THETA = 1e-6, 10_000.0
 VARIANTS = {"gemma_300m": (1024, 4096, 18, 8, 1, 256), "gemma_2b": (2048, 16384, 18, 8, 1, 256)}
 WIDTHS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
 SO400M = {
@@ -51,14 +53,17 @@ SO400M = {
     "patch_size": 14,
 }
 VOCABULARY = 257_152
-WITH_STATE = "Task: {prompt}, State: {state};\nAction: "  # pi0.5's
-WITHOUT_STATE = "Task: {prompt};\nAction: "  # where it is not in the prompt
-# What pi0.5 says a subtask behind, and what stands between that and the actions: openpi's pull request 942 and ports of
-# it. No published file states either.
-SUBTASK, SUBTASK_ACTION = "Task: {prompt}, State: {state};\nSubtask: ", ";\nAction: "
-QUESTION = "answer en {prompt}\n"  # PaliGemma's (Beyer et al. 2024, arXiv 2407.07726, section 3)
+PI05_PROMPT = "Task: {prompt}, State: {state};\nAction: "
+# The prompt of a pi0.5 whose prompt does not contain the state.
+PI05_PROMPT_WITHOUT_STATE = "Task: {prompt};\nAction: "
+# SUBTASK_PROMPT is the prompt after which pi0.5 generates a subtask. SUBTASK_END is the text between the subtask and
+# the actions. Both come from openpi's pull request 942 and from ports of it. No published file contains them.
+SUBTASK_PROMPT, SUBTASK_END = "Task: {prompt}, State: {state};\nSubtask: ", ";\nAction: "
+# PaliGemma's prompt for a question (Beyer et al. 2024, arXiv 2407.07726, section 3).
+QUESTION_PROMPT = "answer en {prompt}\n"
 GEMMA: dict[str, Any] = {"norm": "gemma_rms", "activation": "gelu_tanh"}
-DEFAULTS = {  # LeRobot's configuration_pi0.py, unchanged from 0.4 to 0.6
+# Defaults of LeRobot's configuration_pi0.py, unchanged from LeRobot 0.4 to 0.6.
+DEFAULTS = {
     "paligemma_variant": "gemma_2b",
     "action_expert_variant": "gemma_300m",
     "chunk_size": 50,
@@ -76,11 +81,11 @@ DEFAULTS = {  # LeRobot's configuration_pi0.py, unchanged from 0.4 to 0.6
     "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
     "tokenizer_max_length": 48,
 }
-UNREAD = (  # dtype: of upstream's computation
-    "dtype time_sampling_beta_alpha time_sampling_beta_beta time_sampling_scale time_sampling_offset"
-)
+# Configuration keys that Sinew does not need. "dtype" is the dtype of LeRobot's computation.
+UNREAD = "dtype time_sampling_beta_alpha time_sampling_beta_beta time_sampling_scale time_sampling_offset"
 PREPARE = "pi05_prepare_state_tokenizer_processor_step"
-MEMORY: dict[str, Any] = {  # memory of pi0.5 since LeRobot 0.6.2
+# Defaults of pi0.5's memory options, which exist since LeRobot 0.6.2.
+MEMORY: dict[str, Any] = {
     "use_visual_memory": False,
     "use_proprioceptive_memory": False,
     "memory_frames": 6,
@@ -104,7 +109,8 @@ PI05 = Schema(
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"},
         "tokenizer_max_length": 200,
     },
-    unread=" ".join((UNREAD, *MEMORY, "rtc_training_max_delay")),  # read by memory and committed_rows
+    # The function with_memory reads the MEMORY keys, and the function committed_rows reads the last key.
+    unread=" ".join((UNREAD, *MEMORY, "rtc_training_max_delay")),
     steps={
         "relative_actions_processor": RELATIVE,
         "normalizer_processor": NORMALIZER,
@@ -115,7 +121,8 @@ PI05 = Schema(
     },
     adapters=True,
 )
-OLD_PI0 = Schema(  # LeRobot's configuration_pi0.py up to 0.3
+# Configuration of pi0 up to LeRobot 0.3 (configuration_pi0.py).
+OLD_PI0 = Schema(
     {
         "chunk_size": 50,
         "n_action_steps": 50,
@@ -134,7 +141,8 @@ OLD_PI0 = Schema(  # LeRobot's configuration_pi0.py up to 0.3
 )
 OLD_KEYS = ("resize_imgs_with_padding", "num_steps", "proj_width")
 PALIGEMMA = "paligemma_with_expert.paligemma.model."
-OLD_PREFIXES = (  # LeRobot before its port of openpi's PyTorch code, August 2025
+# Names of LeRobot's tensors before August 2025, when LeRobot ported openpi's PyTorch code.
+OLD_PREFIXES = (
     ("paligemma_with_expert.paligemma.language_model.lm_head.", "paligemma_with_expert.paligemma.lm_head."),
     ("paligemma_with_expert.paligemma.language_model.model.", f"{PALIGEMMA}language_model."),
     ("paligemma_with_expert.paligemma.vision_tower.", f"{PALIGEMMA}vision_tower."),
@@ -151,7 +159,7 @@ EMBEDDING, HEAD = (
     f"{PALIGEMMA}language_model.embed_tokens.weight",
     "paligemma_with_expert.paligemma.lm_head.weight",
 )
-# No action reads logits
+# Heads of the language models. Actions do not depend on their logits.
 DEAD = ("paligemma_with_expert.paligemma.lm_head.", "paligemma_with_expert.gemma_expert.lm_head.")
 
 
@@ -165,13 +173,17 @@ SETTINGS = {
     "lm_head": LM_HEAD_SETTING,
     **PROMPT_SETTINGS,
     "state_in_prompt": Setting(
-        bool, "whether the prompt of a pi0.5 with memory of states says the state too"
+        bool, "true if the prompt of a pi0.5 with state memory also contains the state"
     ),
 }
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported pi0 or pi0.5.
+    """
     record = read_json(path / "config.json")
     architecture = str(record.get("type"))
     old_layout = architecture == "pi0" and any(key in record for key in OLD_KEYS)
@@ -189,7 +201,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     weights = tensors(checkpoint.tensors, architecture)
     head = paligemma_head(options, weights, tokenizer)
     config = replace(config, lm_head=head.kind)
-    words = WITH_STATE if state_in_prompt(checkpoint, options, config) else WITHOUT_STATE
+    prompt = PI05_PROMPT if state_in_prompt(checkpoint, options, config) else PI05_PROMPT_WITHOUT_STATE
     return Conversion(
         format=f"lerobot-{architecture}",
         config=config,
@@ -206,7 +218,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             config,
             with_text(
                 processing(
-                    checkpoint, config, options.compat, tokenizer.pad_token_id or 0, old_layout, words
+                    checkpoint, config, options.compat, tokenizer.pad_token_id or 0, old_layout, prompt
                 ),
                 head,
                 options,
@@ -226,32 +238,41 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 def paligemma_head(
     options: ConvertOptions, weights: dict[str, TensorSource], tokenizer: TokenizerFiles
 ) -> LMHead:
-    """Return PaliGemma's head, which upstream ties to its token table."""
+    """Find PaliGemma's language head. Its weight is tied to the token table in the original models."""
     return lm_head(options, weights, HEAD, EMBEDDING, tokenizer, "<eos>", DEAD, tied=True)
 
 
-def with_text(found: Processing, head: LMHead, options: ConvertOptions, subtasks: bool) -> Processing:
-    """Return the recipe with the prompts of a kept language head, and the token that ends its text.
+def with_text(recipe: Processing, head: LMHead, options: ConvertOptions, subtasks: bool) -> Processing:
+    """Add the prompts for text generation to the recipe if the bundle contains the language head.
 
-    subtasks: True if the language model was trained to generate them (pi0.5).
+    Args:
+        recipe: The processing recipe.
+        head: The language head.
+        options: The user's options, which may replace the prompts.
+        subtasks: True if the language model was trained to generate subtasks (pi0.5).
     """
-    prompt = found.prompt
+    prompt = recipe.prompt
     if not head.kind:
-        return found
+        return recipe
     state = next((step for step in prompt.steps if isinstance(step, State)), None)
     before = tuple(step for step in prompt.steps if isinstance(step, Clean))
-    known = {"subtask": SUBTASK, "action": SUBTASK_ACTION} if subtasks and state is not None else {}
-    text = text_recipe(options, before, state, question=QUESTION, **known)
-    return replace(found, prompt=replace(prompt, eos_token_id=head.end, text=text))
+    subtask_prompts = (
+        {"subtask": SUBTASK_PROMPT, "action": SUBTASK_END} if subtasks and state is not None else {}
+    )
+    text = text_recipe(options, before, state, question=QUESTION_PROMPT, **subtask_prompts)
+    return replace(recipe, prompt=replace(prompt, eos_token_id=head.end, text=text))
 
 
-def with_memory_of(config: PI0Config, found: Processing) -> Processing:
-    """Return the recipe for as many moments as the model reads. Frames of all cameras go with each, and the empty ones
-    that upstream masks stay away."""
+def with_memory_of(config: PI0Config, recipe: Processing) -> Processing:
+    """Adapt the recipe to a model with memory.
+
+    Each observation step has a state and the frames of all cameras. LeRobot masks empty cameras, so the recipe has
+    none.
+    """
     if not isinstance(config, PI05Config) or config.memory is None:
-        return found
+        return recipe
     return replace(
-        found,
+        recipe,
         padded_state_dim=config.memory.moments * config.max_state_dim,
         all_cameras=True,
         empty_cameras=0,
@@ -260,7 +281,7 @@ def with_memory_of(config: PI0Config, found: Processing) -> Processing:
 
 
 def current_config(old: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of LeRobot's first pi0 (until August 2025) in today's keys."""
+    """Convert the configuration of LeRobot's first pi0 (until August 2025) to the current keys."""
     try:
         width, height = old["resize_imgs_with_padding"]
         return old | {
@@ -272,13 +293,18 @@ def current_config(old: dict[str, Any]) -> dict[str, Any]:
             "max_period": 4.0,
         }
     except (KeyError, TypeError, ValueError):
-        raise ConvertError("config.json is neither a current nor an early pi0 configuration") from None
+        raise ConvertError(
+            "config.json: expected the fields of a LeRobot pi0 configuration. Save the checkpoint again with LeRobot"
+        ) from None
 
 
-def tensors(found: dict[str, TensorSource], architecture: str) -> dict[str, TensorSource]:
-    """Weights under one set of names: LeRobot puts ``model.`` before openpi's, early pi0 files call the
-    action-time MLP ``time_mlp``, and files saved with tied weights hold the token table as the head."""
-    named = gemma_tensors(found)
+def tensors(sources: dict[str, TensorSource], architecture: str) -> dict[str, TensorSource]:
+    """Return the weights under openpi's names.
+
+    LeRobot adds the prefix ``model.``. Early pi0 checkpoints name the action-time MLP ``time_mlp``. Checkpoints with
+    tied weights store the token table under the name of the head.
+    """
+    named = gemma_tensors(sources)
     if architecture == "pi0":
         named = {
             f"action_{name}" if name.startswith("time_mlp_") else name: source
@@ -287,10 +313,10 @@ def tensors(found: dict[str, TensorSource], architecture: str) -> dict[str, Tens
     return named
 
 
-def gemma_tensors(found: dict[str, TensorSource]) -> dict[str, TensorSource]:
-    """Weights under openpi's names, with PaliGemma's token table."""
+def gemma_tensors(sources: dict[str, TensorSource]) -> dict[str, TensorSource]:
+    """Return the weights under openpi's names, including PaliGemma's token table."""
     named = {
-        replace_prefix(name.removeprefix("model."), OLD_PREFIXES): source for name, source in found.items()
+        replace_prefix(name.removeprefix("model."), OLD_PREFIXES): source for name, source in sources.items()
     }
     if EMBEDDING not in named and HEAD in named:
         named[EMBEDDING] = replace(named[HEAD], name=EMBEDDING)
@@ -298,7 +324,14 @@ def gemma_tensors(found: dict[str, TensorSource]) -> dict[str, TensorSource]:
 
 
 def model_config(architecture: str, record: dict[str, Any], arch: dict[str, Any], where: str) -> PI0Config:
-    """``record``: LeRobot's config.json or one with its keys; ``arch``: the content of --arch."""
+    """Build the model's configuration.
+
+    Args:
+        architecture: "pi0" or "pi05".
+        record: LeRobot's config.json, or a record with the same keys.
+        arch: Content of the --arch file.
+        where: Name of the configuration for error messages.
+    """
     with named(f"{where} or --arch"):
         return (PI05Config if architecture == "pi05" else PI0Config)(
             **paligemma(record, arch),
@@ -312,10 +345,12 @@ def model_config(architecture: str, record: dict[str, Any], arch: dict[str, Any]
 
 
 def paligemma(record: Mapping[str, Any], arch: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields ``vision``, ``language`` and ``vocab_size`` of a configuration over PaliGemma."""
+    """Return the fields ``vision``, ``language`` and ``vocab_size`` of a model based on PaliGemma."""
     resolution = record.get("image_resolution", [224, 224])
     if resolution[0] != resolution[1]:
-        raise ConvertError(f"image_resolution {resolution}: the SigLIP tower takes square images")
+        raise ConvertError(
+            f"image_resolution: expected a square, which the SigLIP tower requires, got {resolution}"
+        )
     vision = SO400M | arch.get("vision", {})
     return {
         "vision": tower(vision, image_size=resolution[0], norm_eps=NORM_EPS),
@@ -325,10 +360,10 @@ def paligemma(record: Mapping[str, Any], arch: dict[str, Any]) -> dict[str, Any]
 
 
 def gemma(arch: dict[str, Any], component: str, variant: str) -> DecoderConfig:
-    """Return the widths of a variant, or those that --arch gives the component."""
+    """Return the sizes of a Gemma variant, or the widths in --arch for this component."""
     if component not in arch and variant not in VARIANTS:
         raise ConvertError(
-            f"variant {variant!r} is not one of {', '.join(VARIANTS)}; give widths with --arch FILE"
+            f"variant {variant!r} is unknown. Use one of {', '.join(VARIANTS)}, or pass the widths with --arch FILE"
         )
     widths = arch.get(component) or dict(zip(WIDTHS.split(), VARIANTS[variant], strict=True))
     strict = {"num_kv_heads": widths["num_key_value_heads"], "head_dim": widths["head_dim"]}
@@ -336,16 +371,20 @@ def gemma(arch: dict[str, Any], component: str, variant: str) -> DecoderConfig:
 
 
 def with_memory(checkpoint: LeRobotCheckpoint, config: PI05Config) -> tuple[PI05Config, dict[str, Any]]:
-    """Return the configuration with the checkpoint's memory, and the fields of the specification for it."""
-    said = MEMORY | checkpoint.config
+    """Read the memory options of a pi0.5 checkpoint.
+
+    Returns:
+        The configuration with the memory, and the fields of the policy specification that describe the memory.
+    """
+    settings = MEMORY | checkpoint.config
     for name in ("use_visual_memory", "use_proprioceptive_memory"):
-        if not isinstance(said[name], bool):
-            raise ConvertError(f"{checkpoint.file}: {name}: expected true or false, got {said[name]!r}")
-    if not (said["use_visual_memory"] or said["use_proprioceptive_memory"]):
+        if not isinstance(settings[name], bool):
+            raise ConvertError(f"{checkpoint.file}: {name}: expected true or false, got {settings[name]!r}")
+    if not (settings["use_visual_memory"] or settings["use_proprioceptive_memory"]):
         return config, {}
 
     def size(name: str, high: int) -> int:
-        return checkpoint.size(name, said[name], high=high)
+        return checkpoint.size(name, settings[name], high=high)
 
     moments = size("memory_frames", MAX_HISTORY)
     stride = size("memory_stride", MAX_HISTORY_STEPS // max(1, moments - 1))
@@ -353,8 +392,8 @@ def with_memory(checkpoint: LeRobotCheckpoint, config: PI05Config) -> tuple[PI05
     memory = Memory(
         moments,
         len(checkpoint.cameras),
-        every if said["use_visual_memory"] else 0,
-        said["use_proprioceptive_memory"],
+        every if settings["use_visual_memory"] else 0,
+        settings["use_proprioceptive_memory"],
     )
     return replace(config, memory=memory), {
         "history": moments,
@@ -366,26 +405,28 @@ def with_memory(checkpoint: LeRobotCheckpoint, config: PI05Config) -> tuple[PI05
 def state_in_prompt(checkpoint: LeRobotCheckpoint, options: ConvertOptions, config: PI0Config) -> bool:
     """Return True if the prompt contains the state.
 
-    LeRobot's own pipeline reads it from its file, even if the state has its own tokens and was left out of the prompt
-    in training. The file does not distinguish the two.
+    LeRobot's pipeline reads this option from its file. With state memory, a policy may be trained with or without the
+    state in the prompt, and the file may not record which. ``--set state_in_prompt`` chooses.
     """
-    said = checkpoint.pipelines.config(PRE, PREPARE).get("include_state_in_prompt")
-    asked = options.setting("state_in_prompt", None)
+    stored = checkpoint.pipelines.config(PRE, PREPARE).get("include_state_in_prompt")
+    chosen = options.setting("state_in_prompt", None)
     memory = config.memory if isinstance(config, PI05Config) else None
     if memory is None or not memory.states:
-        if asked is not None:
-            raise ConvertError("--set state_in_prompt: expected a pi0.5 with use_proprioceptive_memory")
-        return said is not False
-    if asked is None and said is None:
+        if chosen is not None:
+            raise ConvertError(
+                "--set state_in_prompt: only a pi0.5 with use_proprioceptive_memory has this option; omit it"
+            )
+        return stored is not False
+    if chosen is None and stored is None:
         checkpoint.notes.append(
-            "the prompt says the state too, as with LeRobot where it reads the pipeline from its file; --set"
-            " state_in_prompt=false for a policy that was trained without"
+            "the prompt also contains the state, as in LeRobot; if the policy was trained without the state in the"
+            " prompt, pass --set state_in_prompt=false"
         )
-    return bool(said is not False if asked is None else asked)
+    return bool(stored is not False if chosen is None else chosen)
 
 
 class Sizes(Protocol):
-    """The sizes of a configuration over PaliGemma that the recipe needs."""
+    """Sizes that the processing recipe needs from the configuration of a model based on PaliGemma."""
 
     @property
     def vision(self) -> ViTConfig: ...
@@ -403,9 +444,18 @@ def processing(
     compat: str,
     pad_id: int,
     old_layout: bool = False,
-    words: str = WITH_STATE,
+    prompt_template: str = PI05_PROMPT,
 ) -> Processing:
-    """words: of a prompt with the state in it."""
+    """Build the processing recipe.
+
+    Args:
+        checkpoint: The opened checkpoint.
+        config: Sizes of the model.
+        compat: LeRobot version whose behaviour the recipe follows.
+        pad_id: Id of the padding token.
+        old_layout: True for a pi0 checkpoint of LeRobot up to 0.3.
+        prompt_template: Prompt of pi0.5.
+    """
     checkpoint.refuse_image_scales()
     old, side = compat == "lerobot-0.4", config.vision.image_size
     prompt = PromptRecipe(
@@ -418,14 +468,14 @@ def processing(
         prompt = replace(prompt, steps=(Instruction(), Suffix("\n")))
     else:
         state_dim = checkpoint.state.dim
-        # LeRobot 0.4 padded the state before it was written into the prompt.
+        # LeRobot 0.4 wrote the padded state into the prompt.
         state = State(config.max_state_dim if old else state_dim)
-        prompt = replace(prompt, steps=(Clean(), *sentence(words, state)))
+        prompt = replace(prompt, steps=(Clean(), *sentence(prompt_template, state)))
     letterbox = Letterbox(
         side,
         side,
         pad="top_left" if old_layout else "center",
-        # LeRobot 0.4 padded with -1 before the scaling to [-1, 1]: bars of -3 reach its model.
+        # LeRobot 0.4 padded with -1 before it scaled pixels to [-1, 1], so its model reads bars with the value -3.
         pad_value=-1.0 if old and not old_layout else 0.0,
     )
     return checkpoint.processing(

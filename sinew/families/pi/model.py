@@ -1,12 +1,13 @@
-"""pi0 (Black et al. 2024, arXiv 2410.24164) and pi0.5 (2025, arXiv 2504.16054), as openpi and LeRobot run them.
+"""pi0 (Black et al. 2024, arXiv 2410.24164) and pi0.5 (2025, arXiv 2504.16054), as openpi and LeRobot compute them.
 
-* SigLIP-So400m tower and one linear layer: 256 tokens per 224 x 224 view, unscaled.
-* Prefix [views | prompt] through a Gemma language model, one bidirectional block.
-* pi0.5 with memory (MEM, arXiv 2603.03596, as LeRobot has it): the tower reads several frames of each view and answers
-  for the newest; each moment's state is a token between views and prompt.
-* An expert of the same depth reads each layer's keys and values beside its own. pi0 gives it a state token
-  (which sees the prefix and itself) and mixes the solver's time into the action tokens; pi0.5 writes the
-  state into the prompt and lets the time modulate the expert's norms.
+* A SigLIP-So400m tower and one linear layer encode each 224 x 224 view as 256 unscaled tokens.
+* A Gemma language model reads the prefix [views | prompt] as one bidirectional block.
+* With memory (MEM, arXiv 2603.03596, as in LeRobot), the tower of pi0.5 reads several frames of each view and returns
+  features of the newest frame. The state of each observation step is a token between views and prompt.
+* An action expert with the same number of layers reads the keys and values of each layer in addition to its own. It
+  computes the velocity of flow matching, and the solver integrates the velocity to an action chunk. pi0 gives the
+  expert a state token, which attends to the prefix and itself, and mixes the solver's time into the action tokens.
+  pi0.5 writes the state into the prompt, and the time modulates the norms of the expert.
 """
 
 from __future__ import annotations
@@ -40,7 +41,14 @@ from sinew.models.expert import ExpertContext, ExpertModel, FlowConfig, LMHead, 
 
 @dataclass(frozen=True)
 class PI0Config(FlowConfig):
-    """``lm_head``: PaliGemma's, for its words; upstream ties it to the token table."""
+    """Sizes of pi0.
+
+    Attributes:
+        vision: Sizes of the SigLIP tower.
+        language: Sizes of the Gemma language model.
+        expert: Sizes of the action expert.
+        lm_head: Storage of PaliGemma's language head, which generates text. openpi ties the head to the token table.
+    """
 
     vision: ViTConfig
     language: DecoderConfig
@@ -51,11 +59,13 @@ class PI0Config(FlowConfig):
         super().__post_init__()
         shared = ("num_layers", "num_kv_heads", "head_dim")
         if any(getattr(self.language, name) != getattr(self.expert, name) for name in shared):
-            raise ValueError(f"language model and expert must have the same {', '.join(shared)}")
+            raise ValueError(f"language, expert: expected the same {', '.join(shared)} in both")
 
 
 class PiExpert(nn.Module):
-    layers: Sequence[Any]  # DecoderLayer or AdaptiveDecoderLayer
+    """The action expert: Gemma layers and a final norm."""
+
+    layers: Sequence[Any]  # the type is DecoderLayer or AdaptiveDecoderLayer
 
     def __init__(self, config: DecoderConfig, adaptive: bool):
         super().__init__()
@@ -65,16 +75,19 @@ class PiExpert(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the stream of hidden states; projections and norms around it may be wider."""
+        """Return the dtype of the hidden states. The projections and norms around them may have a wider dtype."""
         return self.layers[0].mlp.down_proj.dtype
 
 
 class PI0(ExpertModel):
+    """pi0: flow matching with a Gemma action expert over a PaliGemma prefix."""
+
     config_type = PI0Config
     float32_modules = (*ExpertModel.float32_modules, "time_mlp_in", "time_mlp_out")
     fold_sites = ExpertModel.fold_sites
     adaptive = False
-    has_state_token = True  # it sees the prefix and itself, never the actions
+    # The state token attends to the prefix and to itself, and never to the actions.
+    has_state_token = True
 
     def __init__(self, config: PI0Config):
         super().__init__()
@@ -103,7 +116,8 @@ class PI0(ExpertModel):
 
     def embed_text(self, tokens: Tensor) -> Tensor:
         table = self.language.embed_tokens
-        return table(tokens) * rounded(self.config.language.hidden_size**0.5, table.dtype)  # as Gemma's is
+        # Gemma multiplies its embeddings by the square root of their width, rounded to their dtype.
+        return table(tokens) * rounded(self.config.language.hidden_size**0.5, table.dtype)
 
     def embed_prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
@@ -114,7 +128,7 @@ class PI0(ExpertModel):
         return x, valid, torch.zeros_like(valid)
 
     def prefix_mask(self, valid: Tensor, opens_block: Tensor) -> Tensor:
-        return key_mask(valid, valid.shape[1])  # no row opens a block
+        return key_mask(valid, valid.shape[1])  # a pi prefix is one block
 
     def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
         return Prefix(tuple(cache), valid, valid.sum(dim=1), self.state_token(state))
@@ -128,8 +142,10 @@ class PI0(ExpertModel):
         return len(self.expert.layers)
 
     def embed_time(
-        self, t: Tensor
-    ) -> Tensor:  # [B] -> [B, C], pi0.5: [B, norms, 3C]; [B, H] -> [B, H, C], [B, norms, H, 3C]
+        self,
+        t: Tensor,
+        # pi0: [B] -> [B, C], [B, H] -> [B, H, C]. pi0.5: [B] -> [B, norms, 3C], [B, H] -> [B, norms, H, 3C].
+    ) -> Tensor:
         return self.sinusoids(t)
 
     def sinusoids(self, t: Tensor) -> Tensor:  # [...] -> [..., C]
@@ -142,7 +158,8 @@ class PI0(ExpertModel):
         S = H if prefix.state is None else 1 + H
         steps = torch.arange(S, device=device)
         rotate = Rotation.at(prefix.length[:, None] + steps, config.head_dim, config.rope_theta)
-        # Everyone sees the prefix. A state token sees itself; the actions see it and each other.
+        # All tokens attend to the prefix. The state token attends to itself, and the actions attend to the state token
+        # and to each other.
         if prefix.state is None:
             sees = key_mask(torch.cat([prefix.valid, prefix.valid.new_ones(B, S)], dim=1), S)
         else:
@@ -152,7 +169,7 @@ class PI0(ExpertModel):
         return ExpertContext(prefix.kv, (rotate,), (sees,), prefix.state)
 
     def modulations(self, time_embedding: Tensor) -> tuple[list[tuple], tuple]:
-        """Return the time's contribution to the arguments of each layer and of the final norm: none in pi0."""
+        """Return the time's arguments for each layer and for the final norm. pi0's norms have no such arguments."""
         return [()] * len(self.expert.layers), ()
 
     def act(self, x: Tensor, time_embedding: Tensor, context: ExpertContext) -> Tensor:
@@ -173,9 +190,15 @@ class PI0(ExpertModel):
 
 @dataclass(frozen=True)
 class Memory:
-    """``moments``: T, the newest included, of ``cameras`` views each. ``temporal_every``: layers of the tower from one
-    that attends across frames to the next; 0: the newest frames alone are read. ``states``: each moment's state is a
-    token of the prefix."""
+    """Sizes of pi0.5's memory.
+
+    Attributes:
+        moments: Number T of observation steps, including the newest.
+        cameras: Number of views of each step.
+        temporal_every: Every n-th layer of the tower attends across frames. 0 means that the tower reads only the
+            newest frames.
+        states: True if the state of each step is a token of the prefix.
+    """
 
     moments: int
     cameras: int
@@ -188,7 +211,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class PI05Config(PI0Config):
-    """``memory``: None where the newest moment alone is read."""
+    """Sizes of pi0.5.
+
+    Attributes:
+        memory: Sizes of the memory. None if the policy reads only the newest observation.
+    """
 
     memory: Memory | None = None
 
@@ -199,6 +226,8 @@ class PI05Config(PI0Config):
 
 
 class PI05(PI0):
+    """pi0.5: pi0 with the state in the prompt and the solver's time in the norms of the expert."""
+
     config_type = PI05Config
     config: PI05Config
     float32_modules = (*PI0.float32_modules, "proprio_history_proj")
@@ -229,7 +258,14 @@ class PI05(PI0):
         return (1 if memory is None else memory.moments) * self.config.max_state_dim
 
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """pixels: [B, moments * V, 3, height, width] -> of the newest moment [B, V, tokens, C]."""
+        """Encode the frames.
+
+        Args:
+            pixels: [B, moments * V, 3, height, width], with V views per observation step.
+
+        Returns:
+            Image tokens of the newest step, [B, V, tokens, C].
+        """
         memory = self.config.memory
         if memory is None:
             return super().embed_images(pixels)
@@ -243,8 +279,8 @@ class PI05(PI0):
     def embed_prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Embed the prefix. With memory, all views of the newest step exist, and ``camera_mask`` marks the
-        observation steps.
+        """Embed the prefix. With memory, ``camera_mask`` tells which observation steps exist, and all views of the
+        newest step exist.
         """
         memory = self.config.memory
         if memory is None:
@@ -256,14 +292,14 @@ class PI05(PI0):
             return x, valid, opens
         states = self.proprio_history_proj(state.unflatten(1, (T, -1))).to(x.dtype)  # [B, T, C]
         count = camera_mask.sum(dim=1, keepdim=True) // V  # [B, 1]
-        seen = torch.arange(T, device=tokens.device) >= T - count  # [B, T], the newest last
+        exists = torch.arange(T, device=tokens.device) >= T - count  # [B, T]; the newest step is the last
         N = V * image_tokens.shape[2]
         x = torch.cat([x[:, :N], states, x[:, N:]], dim=1)
-        valid = torch.cat([valid[:, :N], seen, valid[:, N:]], dim=1)
+        valid = torch.cat([valid[:, :N], exists, valid[:, N:]], dim=1)
         return x, valid, torch.zeros_like(valid)
 
     def state_token(self, state: Tensor) -> None:
-        return None  # the state is in the prompt
+        return None  # pi0.5 has the state in the prompt
 
     def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:
         return self.action_in_proj(x)
@@ -272,9 +308,13 @@ class PI05(PI0):
         return F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(self.sinusoids(t)))))
 
     def embed_time(self, t: Tensor) -> Tensor:
-        """Return the modulation of every norm, in the order in which they run.
+        """Return the modulation of every norm, in the order in which the norms run.
 
-        t [B] -> [B, 2 * layers + 1, 3C]; t [B, H] -> [B, 2 * layers + 1, H, 3C].
+        Args:
+            t: [B], or [B, H] for one time per action.
+
+        Returns:
+            [B, 2 * layers + 1, 3C], or [B, 2 * layers + 1, H, 3C].
         """
         condition = self.condition(t)
         norms = [norm for layer in self.expert.layers for norm in (layer.input_norm, layer.post_norm)]

@@ -1,7 +1,7 @@
-"""A vision transformer that reads several frames of a view and answers for the newest one (MEM, arXiv 2603.03596).
+"""A vision transformer that reads several frames of a view and returns features of the newest frame.
 
-Section III-C and appendix C there, as LeRobot's pi0.5 has it (``policies/pi05/memory.py``). No layer has weights of its
-own for it: every ``temporal_every``-th one attends across frames and patches with the projections that it has.
+Source: MEM (arXiv 2603.03596), section III-C and appendix C, as in LeRobot's pi0.5 (``policies/pi05/memory.py``). There
+are no additional weights: every ``temporal_every``-th layer attends across frames and patches with its own projections.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sinew.layers.vit import VisionTransformer, ViTConfig, ViTLayer
 
 
 class VideoTransformer(VisionTransformer):
-    """:class:`VisionTransformer` over frames. With one frame it computes what that does."""
+    """A :class:`VisionTransformer` over several frames. With one frame it equals :class:`VisionTransformer`."""
 
     def __init__(self, config: ViTConfig, temporal_every: int):
         super().__init__(config)
@@ -25,10 +25,16 @@ class VideoTransformer(VisionTransformer):
         self.temporal_every = temporal_every
 
     def watch(self, frames: Tensor) -> Tensor:
-        """frames: [B, T, 3, height, width], the newest last -> features of the newest [B, patches, C].
+        """Encode the frames of a view.
 
-        Frames that are not there are left out. Ages are counted from the newest frame and none sees a later one, so
-        masking them changes nothing: T is 1 at the start of an episode.
+        Missing frames at the start of an episode are omitted, so T is then smaller. This gives the same result as a
+        mask, because ages are counted from the newest frame and no frame attends to a later frame.
+
+        Args:
+            frames: [B, T, 3, height, width], the newest frame last.
+
+        Returns:
+            Features of the newest frame, [B, patches, C].
         """
         B, T = frames.shape[:2]
         pixels = frames.flatten(0, 1)
@@ -45,14 +51,14 @@ class VideoTransformer(VisionTransformer):
                 x = layer(x.flatten(0, 1)).unflatten(0, (B, T))
             else:
                 x = across_frames(cast(ViTLayer, layer), x, ages, newest=number == last)
-        x = x[:, -1]  # [B, P, C]: no frame is mixed with another any more
+        x = x[:, -1]  # [B, P, C]; no later layer mixes frames
         for layer in self.layers[last:]:
             x = layer(x)
         return self.norm(x)
 
 
 def check_frames(config: ViTConfig, temporal_every: int) -> None:
-    """Raise ValueError for a tower that cannot read frames so."""
+    """Raise ValueError if the tower cannot read several frames."""
     if not 1 <= temporal_every <= config.num_layers or config.prefix_tokens or config.hidden_size % 2:
         raise ValueError(
             f"vision: expected attention across frames every 1 to {config.num_layers} layers, an even width and"
@@ -61,9 +67,9 @@ def check_frames(config: ViTConfig, temporal_every: int) -> None:
 
 
 def frame_ages(frames: int, size: int, device: torch.device) -> Tensor:
-    """Return the embedding of a frame's age, float32 [frames, size]: sin and cos - 1 of each frequency, interleaved.
+    """Return the embedding of each frame's age, float32 [frames, size].
 
-    The newest frame's is exactly zero.
+    The entries alternate between sin and cos - 1 of each frequency. The embedding of the newest frame is exactly zero.
     """
     age = torch.arange(frames, dtype=torch.float32, device=device)[:, None] - (frames - 1)
     pairs = torch.arange(0, size, 2, dtype=torch.float32, device=device)
@@ -72,10 +78,19 @@ def frame_ages(frames: int, size: int, device: torch.device) -> Tensor:
 
 
 def across_frames(layer: ViTLayer, x: Tensor, ages: Tensor, newest: bool) -> Tensor:
-    """Run a layer whose values are mixed over the frames up to each one, patch by patch, before patches attend to each
-    other (appendix C, equation 3). The ages are not in what the layer adds to.
+    """Run a layer that attends across frames (appendix C, equation 3).
 
-    x: [B, T, P, C]; ages: [T, C]. Returns the same, or the newest frame's [B, 1, P, C] where nothing else is read.
+    For each patch, the values of all frames up to the current frame are mixed first. Then the patches of a frame attend
+    to each other. The age embeddings are added to the attention's input only, not to the residual stream.
+
+    Args:
+        layer: The layer.
+        x: [B, T, P, C].
+        ages: [T, C].
+        newest: True returns only the newest frame, if later layers read no other frame.
+
+    Returns:
+        [B, T, P, C], or [B, 1, P, C] if ``newest`` is True.
     """
     B, T, P, _ = x.shape
     attn = layer.attn

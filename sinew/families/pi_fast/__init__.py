@@ -1,4 +1,4 @@
-"""pi0-FAST (Pertsch et al. 2025, arXiv 2501.09747) in LeRobot's layout: PaliGemma generates chunks as tokens."""
+"""pi0-FAST (Pertsch et al. 2025, arXiv 2501.09747) in LeRobot's layout: PaliGemma generates action chunks as tokens."""
 
 from sinew.core.registry import Family
 

@@ -1,6 +1,6 @@
-"""LeRobot pi0-FAST checkpoint -> bundle.
+"""Convert LeRobot pi0-FAST checkpoints to bundles.
 
-FAST's tokenizer (``tokenizer.json``, ``processor_config.json``) lies in the checkpoint, or is given with
+FAST's tokenizer (``tokenizer.json``, ``processor_config.json``) is in the checkpoint, or in the folder of
 ``--action-tokenizer DIR``.
 """
 
@@ -37,7 +37,8 @@ PROMPT = "Task: {prompt}, State: {state};\n"
 MARK, END = "Action: ", "|"
 ACTION_TOKENIZER = "action_tokenizer_processor"
 SCHEMA = Schema(
-    defaults={  # LeRobot's configuration_pi0_fast.py
+    # Defaults of LeRobot's configuration_pi0_fast.py.
+    defaults={
         "paligemma_variant": "gemma_2b",
         "chunk_size": 50,
         "n_action_steps": 50,
@@ -54,9 +55,11 @@ SCHEMA = Schema(
         "action_feature_names": None,
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
     },
-    fixed={"temperature": 0.0},  # a temperature draws tokens
-    # dtype: of upstream's computation. There is no expert; what has most is of training. use_kv_cache says how, not
-    # what: without it tokens behind the end are said, and cut.
+    # With another temperature LeRobot samples the tokens.
+    fixed={"temperature": 0.0},
+    # Fields that do not change the actions. "dtype" is the dtype of LeRobot's computation. The policy has no action
+    # expert. "max_action_dim" and "max_action_tokens" only concern training. Without "use_kv_cache" LeRobot generates
+    # more tokens after the end token, and discards them.
     unread="dtype action_expert_variant max_action_dim max_action_tokens text_tokenizer_name use_kv_cache",
     steps={
         "relative_actions_processor": RELATIVE,
@@ -74,19 +77,23 @@ SCHEMA = Schema(
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported pi0-FAST.
+    """
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     checkpoint.config = dict(SCHEMA.defaults) | checkpoint.config
     arch = read_json(options.arch) if options.arch else {}
     tokenizer = find_tokenizer(options, path / "tokenizer", path, whose=WHOSE_TOKENIZER)
     fast, facts = action_tokenizer(checkpoint)
-    said = action_tokens(checkpoint, tokenizer, fast, facts)
-    config = model_config(checkpoint, arch, tokenizer, said)
+    token_fields = action_tokens(checkpoint, tokenizer, fast, facts)
+    config = model_config(checkpoint, arch, tokenizer, token_fields)
     weights = gemma_tensors(checkpoint.tensors)
     if EMBEDDING in weights and HEAD not in weights:
         raise ConvertError(
-            f"{path}: expected {HEAD}, which LeRobot keeps apart from the token table and draws at random where it is"
-            " missing"
+            f"{path}: the tensor {HEAD} is missing. LeRobot stores this head separately from the token table, and would"
+            " initialise a missing head with random values. Use a complete checkpoint"
         )
     return Conversion(
         format="lerobot-pi0_fast",
@@ -99,7 +106,9 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             max_prompt_tokens=checkpoint.max_tokens,
             solver=SINGLE,
         ),
-        processing=processing(checkpoint, config, options.compat, tokenizer.pad_token_id or 0, words=PROMPT),
+        processing=processing(
+            checkpoint, config, options.compat, tokenizer.pad_token_id or 0, prompt_template=PROMPT
+        ),
         tokenizer=tokenizer.text,
         tensors=weights,
         rename=lambda name: rename(name, PREFIXES),
@@ -114,15 +123,15 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def action_tokenizer(checkpoint: LeRobotCheckpoint) -> tuple[TokenizerFiles, Path]:
-    """Return FAST's tokenizer, and the file with the meaning of its characters."""
+    """Find FAST's tokenizer, and the file with its scale and lowest token."""
     options, name = checkpoint.options, checkpoint["action_tokenizer_name"]
-    beside = checkpoint.path / Path(str(name)).name if name else checkpoint.path / "action_tokenizer"
-    folder = options.action_tokenizer or beside
-    fast = load_tokenizer([folder], "give the folder of FAST's tokenizer with --action-tokenizer DIR")
+    default_folder = checkpoint.path / Path(str(name)).name if name else checkpoint.path / "action_tokenizer"
+    folder = options.action_tokenizer or default_folder
+    fast = load_tokenizer([folder], "pass the folder of FAST's tokenizer with --action-tokenizer DIR")
     if fast.config.get("clean_up_tokenization_spaces"):
         raise ConvertError(
             f"{fast.path.with_name('tokenizer_config.json')}: clean_up_tokenization_spaces: expected false, got true,"
-            " which changes what tokens spell"
+            " which changes the decoded text of tokens"
         )
     return fast, fast.path.with_name("processor_config.json")
 
@@ -130,20 +139,25 @@ def action_tokenizer(checkpoint: LeRobotCheckpoint) -> tuple[TokenizerFiles, Pat
 def action_tokens(
     checkpoint: LeRobotCheckpoint, tokenizer: TokenizerFiles, fast: TokenizerFiles, facts: Path
 ) -> dict[str, Any]:
-    """Return the fields of the configuration that are of what is said. Raises :class:`ConvertError` for files that
-    disagree."""
+    """Return the configuration's fields for action tokens.
+
+    Raises:
+        ConvertError: The files are missing or contradict each other.
+    """
     if not facts.is_file():
-        raise ConvertError(f"{facts}: expected the file with FAST's scale and min_token, got none")
+        raise ConvertError(f"{facts} is missing. It contains FAST's scale and min_token")
     record, skip = read_json(facts), checkpoint.size("fast_skip_tokens", low=0, high=1 << 20)
     other = checkpoint.pipelines.config(PRE, ACTION_TOKENIZER).get("fast_skip_tokens", skip)
     if other != skip:
         raise ConvertError(
-            f"{checkpoint.path / PRE}.json: {ACTION_TOKENIZER}: fast_skip_tokens: expected config.json's {skip}, got"
-            f" {other!r}"
+            f"{checkpoint.path / PRE}.json: {ACTION_TOKENIZER}: fast_skip_tokens: expected {skip}, the value in"
+            f" config.json, got {other!r}"
         )
     scale, least = record.get("scale"), record.get("min_token")
     if not isinstance(scale, int | float) or isinstance(scale, bool) or type(least) is not int:
-        raise ConvertError(f"{facts}: expected numbers scale and min_token, got {scale!r} and {least!r}")
+        raise ConvertError(
+            f"{facts}: expected a number scale and a whole number min_token, got {scale!r} and {least!r}"
+        )
     checked = checkpoint["validate_action_token_prefix"]
     if type(checked) is not bool:
         raise ConvertError(
@@ -162,7 +176,10 @@ def action_tokens(
 
 
 def model_config(
-    checkpoint: LeRobotCheckpoint, arch: dict[str, Any], tokenizer: TokenizerFiles, said: dict[str, Any]
+    checkpoint: LeRobotCheckpoint,
+    arch: dict[str, Any],
+    tokenizer: TokenizerFiles,
+    token_fields: dict[str, Any],
 ) -> PI0FastConfig:
     with named(f"{checkpoint.file} or --arch"):
         return PI0FastConfig(
@@ -171,5 +188,5 @@ def model_config(
             max_state_dim=checkpoint.size("max_state_dim"),
             max_action_dim=checkpoint.action.dim,
             start_token=tokenizer.token_id("<bos>"),
-            **said,
+            **token_fields,
         )

@@ -1,8 +1,11 @@
-"""pi0-FAST (Pertsch et al. 2025, arXiv 2501.09747), as LeRobot runs it: PaliGemma says the chunk in FAST's tokens.
+"""pi0-FAST (Pertsch et al. 2025, arXiv 2501.09747), as LeRobot computes it: PaliGemma generates the chunk as FAST
+tokens.
 
-* pi0's tower and projector: 256 tokens per 224 x 224 view, unscaled.
-* [views | prompt | start token] is one bidirectional block; the start token stands behind the prompt's padding.
-* Each token that is said sees that block and those before it. The head is no copy of the token table.
+* pi0's vision tower and projector encode each 224 x 224 view as 256 unscaled tokens.
+* The prefix [views | prompt | start token] is one bidirectional block. The start token comes after the prompt's
+  padding.
+* Each generated token attends to the prefix and to the earlier generated tokens. FAST's tokenizer decodes the tokens to
+  an action chunk. The language head is not tied to the token table.
 """
 
 from __future__ import annotations
@@ -24,9 +27,25 @@ from sinew.steps.action_tokens.fast import FastTokens
 
 @dataclass(frozen=True)
 class PI0FastConfig:
-    """``start_token``: the id behind the prompt. ``max_tokens``: of what is said. The others are those of
-    :class:`FastTokens`: ``end_token`` its end, ``zero_token`` its zero, ``action_tokenizer`` FAST's whole
-    ``tokenizer.json``, ``lowest`` its least."""
+    """Sizes of pi0-FAST, and the fields of its action tokens (:class:`FastTokens`).
+
+    Attributes:
+        vision: Sizes of the SigLIP tower.
+        language: Sizes of the Gemma language model.
+        vocab_size: Rows of the token table.
+        chunk_size: Actions in a chunk.
+        max_state_dim: Width of the padded state.
+        max_action_dim: Size of an action.
+        max_tokens: Largest number of generated tokens.
+        start_token: Id of the token after the prompt.
+        end_token: Id of the token that ends the sequence.
+        zero_token: Id of the token for FAST's token 0.
+        action_tokenizer: Content of FAST's ``tokenizer.json``.
+        lowest: FAST's lowest token value.
+        scale: FAST's scale of the coefficients.
+        begins: Ids of the tokens that must begin a sequence. May be empty.
+        leaves_out: Ids of the tokens that are removed before decoding.
+    """
 
     vision: ViTConfig
     language: DecoderConfig
@@ -50,9 +69,7 @@ class PI0FastConfig:
             raise ValueError(problem)
         for name in ("start_token", "end_token", "zero_token"):
             if not 0 <= getattr(self, name) < self.vocab_size:
-                raise ValueError(
-                    f"{name}: expected one of {self.vocab_size} tokens, got {getattr(self, name)}"
-                )
+                raise ValueError(f"{name}: expected an id below {self.vocab_size}, got {getattr(self, name)}")
 
     @property
     def action_tokens(self) -> FastTokens:
@@ -71,6 +88,8 @@ class PI0FastConfig:
 
 
 class PI0Fast(DecoderSpeaker):
+    """pi0-FAST: SigLIP and a Gemma language model that generates action tokens."""
+
     config_type = PI0FastConfig
     config: PI0FastConfig
 
@@ -90,7 +109,8 @@ class PI0Fast(DecoderSpeaker):
         return self.connector(self.vision(pixels.flatten(0, 1))).unflatten(0, pixels.shape[:2])
 
     def scaled(self, rows: Tensor) -> Tensor:
-        return rows * rounded(self.config.language.hidden_size**0.5, rows.dtype)  # as Gemma's are
+        # Gemma multiplies its embeddings by the square root of their width, rounded to their dtype.
+        return rows * rounded(self.config.language.hidden_size**0.5, rows.dtype)
 
     def embed_token(self, token: Tensor) -> Tensor:
         return self.scaled(self.language.embed_tokens(token))
@@ -105,7 +125,7 @@ class PI0Fast(DecoderSpeaker):
         views = image_tokens.flatten(1, 2).to(table.dtype)
         start = self.scaled(table.rows((self.config.start_token,))).expand(B, 1, -1)
         x = torch.cat([views, self.embed_token(tokens), start], dim=1)  # [B, P, C]
-        seen, here = camera_mask.repeat_interleave(N, dim=1), token_mask.new_ones(B, 1)
-        valid = torch.cat([seen, token_mask, here], dim=1)
+        view_mask, start_mask = camera_mask.repeat_interleave(N, dim=1), token_mask.new_ones(B, 1)
+        valid = torch.cat([view_mask, token_mask, start_mask], dim=1)
         h, kv = self.language(x, valid.long().cumsum(dim=1) - 1, key_mask(valid, valid.shape[1]))
         return ReadPrompt(tuple(kv), valid, valid.sum(dim=1), h[:, -1:])

@@ -1,1 +1,1 @@
-"""openpi's own layout of pi0 and pi0.5: checkpoints of JAX and PyTorch, and the robots of its configurations."""
+"""pi0 and pi0.5 in openpi's checkpoint layout (JAX and PyTorch), and the robots of openpi's training configurations."""

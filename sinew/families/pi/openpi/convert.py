@@ -1,9 +1,10 @@
-"""openpi's checkpoints (pi0, pi0.5) -> bundles.
+"""Convert openpi checkpoints of pi0 and pi0.5 to bundles.
 
-The directory holds ``model.safetensors`` (PyTorch) or ``params/`` (JAX), and
-``assets/<asset>/norm_stats.json``; what else a policy needs lies in openpi's source, under the name of the
-training config. The published ones are in ``families/pi/openpi/embodiments.py``, one's own is a file
-(``families/pi/openpi/own_config.py``); the checkpoint's tensors are checked against the one that is named.
+A checkpoint directory contains ``model.safetensors`` (PyTorch) or ``params/`` (JAX), and
+``assets/<asset>/norm_stats.json``. The rest of a policy is in openpi's source code, under the name of the training
+configuration. ``families/pi/openpi/embodiments.py`` has openpi's published configurations. A configuration of your own
+is a JSON file (``families/pi/openpi/own_config.py``). The converter checks the checkpoint's tensors against the
+configuration.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from sinew.convert.read.record import JsonRecord
 from sinew.convert.tokenizer_files import find_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec, did_you_mean
 from sinew.families.pi.convert import (
+    PI05_PROMPT,
     PREFIXES,
     WHOSE_TOKENIZER,
-    WITH_STATE,
     model_config,
     paligemma_head,
     tensors,
@@ -47,8 +48,9 @@ from sinew.steps.vector.add_state import AddState
 
 SIDE, ACTION_DIM = 224, 32
 STATISTICS = "norm_stats.json"
-PROMPT_TOKENS = {False: 48, True: 200}  # pi05 -> prompt tokens
-SOLVER_STEPS = 10  # openpi's sample_actions
+# Length of the prompt in tokens, for pi0 (False) and pi0.5 (True).
+PROMPT_TOKENS = {False: 48, True: 200}
+SOLVER_STEPS = 10  # default of openpi's sample_actions
 PERIODS = {"min_period": 4e-3, "max_period": 4.0}
 
 
@@ -65,19 +67,23 @@ SETTINGS = {
     "rslora": Setting(bool, "whether the run's LoRAConfig sets rslora"),
     "lora_merged": Setting(
         bool,
-        "true: what converted this LoRA run to PyTorch merged its adapters (openpi's own script drops them)",
+        "true if your script merged the adapters when it converted this LoRA run to PyTorch (openpi's script drops"
+        " them)",
     ),
-    "ignore": Setting(str, "weights, or keys of config.json, to leave aside, separated by commas"),
+    "ignore": Setting(str, "names of weights or config.json keys to ignore, separated by commas"),
 }
 VARIANT_KEYS = ("paligemma_variant", "action_expert_variant")
-LORA = "_lora"  # ends the names of openpi's variants with adapters
-# Keys of config.json, as openpi's converter writes them or a copy of Pi0Config has them: read, and without influence
+LORA = "_lora"  # suffix of the names of openpi's LoRA variants
+# READ and UNREAD are the keys of config.json, as openpi's converter or a copy of Pi0Config writes them. Sinew reads the
+# READ keys. The UNREAD keys do not influence the actions.
 READ = ("action_dim", "action_horizon", "paligemma_variant", "action_expert_variant")
 UNREAD = ("precision", "dtype", "pytorch_compile_mode")
 
 
 def recognises(path: Path) -> bool:
-    """Return True for openpi's directories: LeRobot's config.json has a "type"; openpi's has none, or is absent."""
+    """Return True for an openpi directory. LeRobot's config.json has a "type". openpi's config.json has no "type" or is
+    absent.
+    """
     if not path.is_dir():
         return False
     if record := directory_config(path):
@@ -86,7 +92,11 @@ def recognises(path: Path) -> bool:
 
 
 def _steps_near(path: Path) -> list[Path]:
-    """Return the checkpoint whose ``params`` a folder is, or those of the steps that a run has saved in it."""
+    """Return the checkpoints near a path that is not a checkpoint itself.
+
+    Returns:
+        The parent of a ``params`` folder, or the step folders of a training run, in order.
+    """
     if path.name == "params" and (path / "_METADATA").is_file():
         return [path.resolve().parent]
     saved = {each.parent for name in ("params", "assets") for each in path.glob(f"*/{name}")}
@@ -96,7 +106,7 @@ def _steps_near(path: Path) -> list[Path]:
 def read(path: Path, options: ConvertOptions) -> Conversion:
     if saved := _steps_near(path):
         steps = ", ".join(map(str, saved[-3:]))
-        raise ConvertError(f"{path}: expected a checkpoint, the folder of a step, as {steps}")
+        raise ConvertError(f"{path}: expected the folder of one training step; use one of: {steps}")
     published, own = OPENPI_CONFIGS.get(options.openpi_config), Path(options.openpi_config)
     if published is None and own.suffix != ".json":
         raise ConvertError(_unknown_config(path, options.openpi_config))
@@ -114,11 +124,13 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     }
     if own_files and record.get("action_horizon") != (published.chunk_size or record.get("action_horizon")):
         raise ConvertError(
-            f"{own}: action_horizon: expected {record['action_horizon']} as {config_file} has it, got"
-            f" {published.chunk_size}"
+            f"{own}: action_horizon: expected {record['action_horizon']}, the value in {config_file}, got"
+            f" {published.chunk_size}; correct the file"
         )
     if "action_horizon" not in record:
-        raise ConvertError(f"{own}: action_horizon is missing, and {config_file} does not say it")
+        raise ConvertError(
+            f"{own}: action_horizon is missing. Add it, because {config_file} does not contain it either"
+        )
     _check_config(config_file, published, options)
     lora = any(str(record[key]).endswith(LORA) for key in VARIANT_KEYS) or published.lora
     record |= {key: str(record[key]).removesuffix(LORA) for key in VARIANT_KEYS}
@@ -196,27 +208,36 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def _unknown_config(path: Path, name: str) -> str:
-    """Return the message about a training config that is not in the table."""
-    known = ", ".join(OPENPI_CONFIGS)
+    """Return the error message for an unknown training configuration."""
+    names = ", ".join(OPENPI_CONFIGS)
     if {"fast", "binning", "vq"} & {*name.split("_")}:
         return (
             f"{path}: --openpi-config {name}: expected a pi0 or pi0.5, got a training config of an autoregressive"
             " policy. Sinew reads those in LeRobot's layout only; convert the checkpoint with LeRobot first"
         )
-    got = f"{name!r} is not one of them{did_you_mean(name, OPENPI_CONFIGS)}" if name else "none was given"
+    got = f"{name!r} is unknown{did_you_mean(name, OPENPI_CONFIGS)}" if name else "none was given"
     return (
-        f"{path}: give the training config with --openpi-config NAME ({got}): {known}; or one of your own as a"
-        " file, NAME.json (docs/tutorial-openpi.md)"
+        f"{path}: pass the training configuration with --openpi-config NAME ({got}). Use one of: {names}; or the path"
+        " of your own configuration file, NAME.json (docs/tutorial-openpi.md)"
     )
 
 
 def read_weights(
     path: Path, architecture: str, options: ConvertOptions, lora: bool
 ) -> tuple[dict[str, TensorSource], list[Path], list[str]]:
-    """Return the tensors under openpi's PyTorch names, the files that hold them, and notes.
+    """Read the weights.
 
-    lora: the run trained adapters, by its configuration. Raises :class:`ConvertError` for a checkpoint that has lost
-    them.
+    Args:
+        path: The checkpoint directory.
+        architecture: "pi0" or "pi05".
+        options: The user's options.
+        lora: True if the training configuration has LoRA adapters.
+
+    Returns:
+        The tensors under openpi's PyTorch names, the files that contain the tensors, and notes for the user.
+
+    Raises:
+        ConvertError: The run trained LoRA adapters, and the checkpoint does not contain them.
     """
     params, merged = path / "params", 0
     ignored = _ignored(options, path)
@@ -228,7 +249,7 @@ def read_weights(
         weights, files = safetensors.read_weights(path)
         if absent := [name for name in ignored if name not in weights]:
             raise ConvertError(
-                f"--set ignore={absent[0]}: expected a tensor of {files[0]} or a key of config.json"
+                f"--set ignore={absent[0]}: expected the name of a tensor in {files[0]} or of a key in config.json"
             )
         weights = {name: source for name, source in weights.items() if name not in ignored}
     if merged:
@@ -236,20 +257,25 @@ def read_weights(
     for name in ("lora_alpha", "rslora"):
         if name in options.settings:
             raise ConvertError(
-                f"--set {name}: expected a checkpoint with params/ and LoRA adapters, got none"
+                f"--set {name}: expected a checkpoint with params/ and LoRA adapters, got none; omit --set {name}"
             )
     if lora and not options.setting("lora_merged", False):
         raise ConvertError(
             f"{path}: expected the LoRA adapters of this run, got weights without them. openpi's"
-            " convert_jax_model_to_pytorch.py drops adapters, so this may be the base model. Convert the JAX"
-            " checkpoint, the folder of a step with params/; or add --set lora_merged=true where your script merged"
-            " the adapters"
+            " convert_jax_model_to_pytorch.py drops adapters, so these weights may be the base model. Convert the JAX"
+            " checkpoint (a step's folder with params/) instead. If your own script merged the adapters, add --set"
+            " lora_merged=true"
         )
     return weights, files, []
 
 
 def _alpha(options: ConvertOptions) -> tuple[float, float] | None:
-    """Return ``--set lora_alpha`` for the language model and the action expert. Raises :class:`ConvertError`."""
+    """Return the two alphas of ``--set lora_alpha``, for the language model and the action expert. None if it is not
+    set.
+
+    Raises:
+        ConvertError: The text is not one or two numbers above 0.
+    """
     text = options.setting("lora_alpha", None)
     if text is None:
         return None
@@ -263,72 +289,94 @@ def _alpha(options: ConvertOptions) -> tuple[float, float] | None:
 
 
 def _ignored(options: ConvertOptions, path: Path) -> list[str]:
-    """Return the arrays that ``--set ignore`` names; its other names are keys of config.json."""
+    """Return the names of arrays in ``--set ignore``. Its other names are keys of config.json."""
     keys = directory_config(path)
     return [name for name in str(options.setting("ignore", "")).split(",") if name and name not in keys]
 
 
 def _check_config(file: Path, published: OpenPIConfig, options: ConvertOptions) -> None:
-    """Raise :class:`ConvertError` for keys of config.json that differ from the training config, or are not known."""
+    """Check config.json against the training configuration.
+
+    Raises:
+        ConvertError: A key is unknown or has another value than in the training configuration.
+    """
     record = directory_config(file.parent)
     tokens = PROMPT_TOKENS[published.pi05]
-    meant = {
+    expected = {
         "pi05": published.pi05,
         "max_token_len": tokens,
         "discrete_state_input": published.state_in_prompt,
     }
     if not published.pi05:
-        meant["discrete_state_input"] = False
+        expected["discrete_state_input"] = False
     ignored = str(options.setting("ignore", "")).split(",")
-    for key, value in meant.items():
+    for key, value in expected.items():
         if key not in ignored and record.get(key, value) not in (value, None):
             raise ConvertError(
-                f"{file}: {key}: expected {value} as the training config {options.openpi_config}, got {record[key]!r};"
-                " give the configuration that the checkpoint was trained with"
+                f"{file}: {key}: expected {value} as in the training configuration {options.openpi_config}, got"
+                f" {record[key]!r}; pass the configuration that the checkpoint was trained with"
             )
-    if unknown := [key for key in record if key not in (*READ, *UNREAD, *meant, *ignored)]:
+    if unknown := [key for key in record if key not in (*READ, *UNREAD, *expected, *ignored)]:
         raise ConvertError(
-            f"{file}: expected keys of openpi's Pi0Config, got {', '.join(unknown)}; where they do not change what is"
-            f" computed, --set ignore={','.join(unknown)} leaves them aside"
+            f"{file}: expected only keys of openpi's Pi0Config, got {', '.join(unknown)}; if they do not change the"
+            f" actions, pass --set ignore={','.join(unknown)}"
         )
 
 
 def prompt_recipe(published: OpenPIConfig, vocab_size: int, pad_id: int) -> PromptRecipe:
-    said: tuple[PromptStep, ...] = (Instruction(), Suffix("\n"))
+    steps: tuple[PromptStep, ...] = (Instruction(), Suffix("\n"))
     if published.pi05 and published.state_in_prompt:
-        said = sentence(WITH_STATE, State(published.embodiment.state.dim))
+        steps = sentence(PI05_PROMPT, State(published.embodiment.state.dim))
     return PromptRecipe(
         max_tokens=PROMPT_TOKENS[published.pi05],
         vocab_size=vocab_size,
         pad_token_id=pad_id,
-        steps=(Clean(), *said),
+        steps=(Clean(), *steps),
         padding="max_length",
     )
 
 
-def find_statistics(path: Path, asked: Path | None) -> Path:
-    """Return the file of a checkpoint's statistics. asked: it, its folder, or the id of one of several assets."""
+def find_statistics(path: Path, chosen: Path | None) -> Path:
+    """Find the file of a checkpoint's statistics.
+
+    Args:
+        path: The checkpoint directory.
+        chosen: The value of --stats: the file, its folder, or the name of an asset. None requires that there is only
+            one.
+
+    Raises:
+        ConvertError: There is no file, or more than one.
+    """
     assets = path / "assets"
-    known = sorted(assets.glob(f"**/{STATISTICS}"))
-    given = [] if asked is None else [asked, asked / STATISTICS, assets / asked / STATISTICS]
-    found = [each for each in given if each.is_file()] if given else known
-    if not found or len(found) > max(1, len(given)):
-        names = ", ".join(str(file.parent.relative_to(assets)) for file in known) or "none"
+    files = sorted(assets.glob(f"**/{STATISTICS}"))
+    candidates = [] if chosen is None else [chosen, chosen / STATISTICS, assets / chosen / STATISTICS]
+    matches = [each for each in candidates if each.is_file()] if candidates else files
+    if not matches or len(matches) > max(1, len(candidates)):
+        names = ", ".join(str(file.parent.relative_to(assets)) for file in files) or "none"
         raise ConvertError(
-            f"{path}: expected the statistics of one asset, found those of {names}"
-            + (f", and none at --stats {asked}" if given else "; --stats ASSET or FILE says which")
+            f"{path}: expected the statistics of one asset, got {names}"
+            + (f"; --stats {chosen} does not match" if candidates else "; pass --stats ASSET or --stats FILE")
         )
-    return found[0]
+    return matches[0]
 
 
 def normalization(file: Path, key: str, dim: int, quantiles: bool) -> Normalization:
-    """z-scores for pi0, quantiles for pi0.5. The file may hold more dimensions than the robot has."""
+    """Read the statistics of a vector: z-scores for pi0, quantiles for pi0.5.
+
+    Args:
+        file: The statistics file.
+        key: "state" or "actions".
+        dim: Dimensions of the robot. The file may have more dimensions.
+        quantiles: True reads quantiles.
+    """
     record: Any = read_json(file)
     needed = ("q01", "q99") if quantiles else ("mean", "std")
     try:
         stats = {s: tuple(float(v) for v in record["norm_stats"][key][s][:dim]) for s in needed}
     except (KeyError, TypeError, ValueError):
-        raise ConvertError(f"{file}: no statistics {list(needed)} for {key!r}") from None
+        raise ConvertError(f"{file}: {key!r} must have the statistics {', '.join(needed)}") from None
     if short := [s for s, values in stats.items() if len(values) != dim]:
-        raise ConvertError(f"{file}: {short} of {key!r} have fewer than {dim} values")
+        raise ConvertError(
+            f"{file}: {', '.join(short)} of {key!r} must have at least {dim} values, the robot's dimension"
+        )
     return Normalization("quantiles" if quantiles else "mean_std", stats, eps=1e-6, convention="openpi")

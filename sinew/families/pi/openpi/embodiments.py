@@ -1,7 +1,7 @@
-"""Robots as openpi's published configurations describe them, as data.
+"""The robots of openpi's published training configurations, as data.
 
-Sources: openpi ``policies/{aloha,droid,libero}_policy.py`` and ``training/config.py``. Camera slots are the
-model's; keys are those that existing robot scripts send.
+Sources: openpi ``policies/{aloha,droid,libero}_policy.py`` and ``training/config.py``. Camera names are the model's.
+Keys are the names in the messages of openpi's robot scripts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ BASE, LEFT, RIGHT = "base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb"
 
 @dataclass(frozen=True)
 class PiEmbodiment:
-    """``relative``: action dimensions that a policy trained on relative actions gives relative to the state."""
+    """A robot of openpi.
+
+    Attributes:
+        name: Name of the robot.
+        cameras: The model's views that the robot has.
+        state: Names and units of the state.
+        action: Names and units of an action.
+        keys: Names of the robot's data in openpi's messages.
+        relative: Action dimensions that are relative to the state, if the policy was trained on relative actions.
+        state_steps: Conversions of the state before the model.
+        action_steps: Conversions of the actions after the model.
+    """
 
     name: str
     cameras: tuple[str, ...]
@@ -35,8 +46,8 @@ def _joints(side: str) -> tuple[str, ...]:
     return tuple(f"{side}_{joint}" for joint in joints)
 
 
-# The robot measures a gripper's opening in linear units between 0.01844 and 0.05800 m and takes commands on
-# the scale of its joint; the model was trained on the servo's angle on the scale [0.5476, 1.6296] rad.
+# The robot measures a gripper's opening in linear units between 0.01844 and 0.05800 m, and its commands are on the
+# scale of the gripper joint. The model was trained on the servo's angle, on the scale [0.5476, 1.6296] rad.
 _ALOHA_FLIPPED, _ALOHA_GRIPPERS = (1, 2, 8, 9), (6, 13)
 _FLIP = Affine(_ALOHA_FLIPPED, scale=-1.0)
 ALOHA = PiEmbodiment(
@@ -97,22 +108,27 @@ LIBERO = PiEmbodiment(
 )
 
 
-# Joint velocities, which DROID's controller turns into offsets of up to 0.2 rad from the measured joints, 15 times a
-# second (droid-dataset/droid, robot_ik/robot_ik_solver.py, joint_velocity_to_delta). The gripper is a position.
+# DROID's actions are joint velocities. Its controller converts them to changes of up to 0.2 rad from the measured
+# joints, 15 times a second (droid-dataset/droid, robot_ik/robot_ik_solver.py, joint_velocity_to_delta). The gripper
+# action is a position.
 JOINT_VELOCITY = MotionSpec("offsets", tuple(range(7)), tuple(range(7)), 0.2, -1.0, 1.0)
 DROID_HZ = 15.0
 
 
 @dataclass(frozen=True)
 class OpenPIConfig:
-    """The parts of openpi's training configuration that its checkpoint lacks.
+    """The parts of openpi's training configuration that are not in a checkpoint.
 
     Attributes:
+        embodiment: The robot.
+        pi05: True for pi0.5, False for pi0.
+        chunk_size: Actions in a chunk.
         relative_actions: True if the model's actions are relative to the state.
-        state_in_prompt: pi0.5's default.
-        lora: True if the run trained LoRA factors, so that a checkpoint without them is incomplete.
-        motion: Reference of the robot's actions, if no step of the processing states it.
-        control_hz: Rate of the robot's own controller.
+        state_in_prompt: True if the prompt of pi0.5 contains the state.
+        default_prompt: Prompt that is used if a request has none.
+        lora: True if the run trained LoRA factors, so that a checkpoint without LoRA factors is incomplete.
+        motion: Meaning of the robot's actions (absolute or relative), if no processing step defines it.
+        control_hz: Rate of the robot's own controller, in Hz.
     """
 
     embodiment: PiEmbodiment

@@ -1,17 +1,18 @@
-"""Reading openpi's JAX checkpoints: the ``params`` directory that orbax wrote, with tensorstore alone.
+"""Read openpi's JAX checkpoints: the ``params`` directory written by orbax. The only requirement is tensorstore.
 
-Layers are stacked along the first axis and projections keep their heads apart; each tensor of the PyTorch
-layout is one slice of a stored array, transposed. Slices are read when they are written, one at a time.
-Axes: L layers, C width, N heads, K key/value heads, H head size, F hidden size of the MLP.
+JAX stores the layers of a model stacked along the first axis, and separates the heads of a projection. So each tensor
+of the PyTorch layout is a transposed slice of a stored array. A slice is read when the bundle's tensor is written, one
+at a time. Axes: L layers, C width, N heads, K key/value heads, H head size, F hidden size of the MLP.
 
-A run with LoRA stores two factors in addition to each weight of Gemma. They are merged (openpi ``models/lora.py``):
+A LoRA run stores two factors in addition to each weight of Gemma. This module merges the factors into the weight
+(openpi ``models/lora.py``):
 
-    attention       W + scale * A @ B,   scale = alpha / rank, or alpha / sqrt(rank) with rslora
-    output of it    W[n] + scale * A[n] @ sum over all heads of B
-    feed-forward    W + A @ B, never scaled
+    attention input   W + scale * A @ B,   scale = alpha / rank, or alpha / sqrt(rank) with rslora
+    attention output  W[n] + scale * A[n] @ sum over all heads of B
+    feed-forward      W + A @ B, never scaled
 
-The second line differs because openpi's equation of that layer, "BTNH,NHC->BTC", has no heads in its result: the first
-factor sums over the heads, and then the second does.
+The second formula differs because the result of openpi's equation for this layer, "BTNH,NHC->BTC", has no head axis.
+The first factor therefore sums over the heads, and then the second factor sums over them again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from sinew.core.extras import install
 
 Entry = tuple[str, str, tuple[int, ...], Transform]  # PyTorch name, stored name, index, transform
 
-MOST_NAMED, MOST_TYPED = 8, 400  # arrays, and characters, in an error
+MOST_NAMED = 8  # arrays that an error message names
+MOST_TYPED = 400  # characters of names that an error message suggests for --set ignore
 STORED = {"float32": F32, "bfloat16": BF16}
 VISION = "paligemma_with_expert.paligemma.model.vision_tower.vision_model"
 LANGUAGE = "paligemma_with_expert.paligemma.model.language_model"
@@ -66,8 +68,9 @@ def flat(x: np.ndarray) -> np.ndarray:
     return x.reshape(-1)
 
 
-# The rank of openpi's own variants, whose alpha equals it: gemma_2b_lora and gemma_300m_lora (``models/gemma.py``)
-PUBLISHED_RANKS = {"": 16, "_1": 32}  # suffix of the language model and of the action expert -> rank
+# The rank of openpi's own LoRA variants gemma_2b_lora and gemma_300m_lora (``models/gemma.py``), whose alpha equals the
+# rank. The keys are the suffixes of the language model ("") and of the action expert ("_1").
+PUBLISHED_RANKS = {"": 16, "_1": 32}
 ATTENTION = re.compile(r"PaliGemma\.llm\.layers\.attn\.(?P<einsum>\w+?_einsum)(?P<suffix>_1)?\.w")
 FACTORS = ("lora_a", "lora_b")
 
@@ -77,15 +80,21 @@ class Adapters:
     """The scales of a run's LoRA factors, if the user sets them.
 
     Attributes:
-        alpha: of the language model and of the action expert; None takes that of openpi's own variants.
-        rslora: True divides alpha by the square root of the rank.
+        alpha: The alphas of the language model and of the action expert. None means the alphas of openpi's own
+            variants.
+        rslora: True divides alpha by the square root of the rank instead of by the rank.
     """
 
     alpha: tuple[float, float] | None = None
     rslora: bool = False
 
     def scale(self, name: str, rank: int) -> float:
-        """Return the factor of the product of ``name``'s adapter. Raises :class:`ConvertError` for an unknown alpha."""
+        """Return the scale of the LoRA product of a weight.
+
+        Raises:
+            ConvertError: The alpha is unknown, because the rank differs from openpi's own variants and the user set no
+                alpha.
+        """
         attention = ATTENTION.fullmatch(name)
         if attention is None:
             return 1.0
@@ -97,17 +106,22 @@ class Adapters:
         else:
             raise ConvertError(
                 f"{name}: expected a LoRA adapter of rank {PUBLISHED_RANKS[suffix]} as in openpi's own variants, got"
-                f" rank {rank}; give the alpha of your LoRAConfig with --set lora_alpha=NUMBER, or"
-                " --set lora_alpha=LANGUAGE,EXPERT where the two differ (--set rslora=true where it sets rslora)"
+                f" rank {rank}; pass the alpha of your LoRAConfig with --set lora_alpha=NUMBER, or with"
+                " --set lora_alpha=LANGUAGE,EXPERT if there are two (and --set rslora=true if your LoRAConfig sets it)"
             )
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """An entry of a stored array, read on demand."""
+    """A slice of a stored array that is read on demand.
 
-    array: Any  # tensorstore.TensorStore
+    Attributes:
+        array: The opened array.
+        index: Index of the slice along the first axes. Empty for the whole array.
+    """
+
+    array: Any  # type: tensorstore.TensorStore
     index: tuple[int, ...]
 
     def blocks(self) -> Iterable[memoryview]:
@@ -116,15 +130,15 @@ class StoredSlice:
 
 
 class OrbaxStore:
-    """The arrays of a ``params`` directory by their names, joined with dots."""
+    """The arrays of a ``params`` directory. Their names are joined with dots."""
 
     def __init__(self, path: Path):
         try:
             import tensorstore
         except ImportError:
             raise ConvertError(
-                f"{path} is a JAX checkpoint; reading it needs tensorstore ({install('tensorstore')}), or make a"
-                " PyTorch one of it with openpi's examples/convert_jax_model_to_pytorch.py"
+                f"{path} is a JAX checkpoint, which requires tensorstore. Install it ({install('tensorstore')}), or"
+                " convert the checkpoint to PyTorch with openpi's examples/convert_jax_model_to_pytorch.py"
             ) from None
         self.path, self.tensorstore = path, tensorstore
         metadata = read_json(path / "_METADATA")
@@ -135,20 +149,23 @@ class OrbaxStore:
             self.ocdbt = metadata.get("use_ocdbt", True)
         except (KeyError, TypeError, AttributeError) as error:
             raise ConvertError(
-                f"{path / '_METADATA'}: not orbax's description of a tree ({error!r})"
+                f"{path / '_METADATA'}: expected orbax's description of a tree of arrays ({error!r})"
             ) from None
-        # Training runs add ".value" to every name, published checkpoints do not.
+        # Training runs append ".value" to every name. Published checkpoints do not.
         self.names = {name.removeprefix("params.").removesuffix(".value"): name for name in names}
         self.arrays: dict[str, Any] = {}
 
     @property
-    def left(self) -> list[str]:
+    def unread(self) -> list[str]:
         """Return the names of the arrays that were not read."""
         return [name for name in self.names if name not in self.arrays]
 
     def array(self, name: str) -> Any:
         if name not in self.names:
-            raise ConvertError(f"{self.path}: the checkpoint has no {name!r}")
+            raise ConvertError(
+                f"{self.path}: the checkpoint has no array {name!r}. Use a complete checkpoint, or pass its training"
+                " configuration with --openpi-config"
+            )
         if name not in self.arrays:
             base, inner = f"file://{self.path.resolve()}/", f"{self.names[name]}/"
             store = (
@@ -159,14 +176,18 @@ class OrbaxStore:
             try:
                 opened = self.tensorstore.open({"driver": self.driver, "kvstore": store}, read=True).result()
             except ValueError as error:
-                raise ConvertError(f"{self.path}: {name!r} cannot be read ({str(error)[:200]})") from None
+                raise ConvertError(
+                    f"{self.path}: array {name!r} cannot be read ({str(error)[:200]}). Copy the checkpoint again"
+                ) from None
             if opened.dtype.name not in STORED:
-                raise ConvertError(f"{self.path}: {name!r} has dtype {opened.dtype.name}")
+                raise ConvertError(
+                    f"{self.path}: array {name!r}: expected float32 or bfloat16, got {opened.dtype.name}"
+                )
             self.arrays[name] = opened
         return self.arrays[name]
 
     def slice(self, name: str, stored: str, index: tuple[int, ...]) -> TensorSource:
-        """Return one entry of a stored array under ``name``."""
+        """Return a slice of a stored array as a tensor called ``name``."""
         array = self.array(stored)
         shape = tuple(array.shape[len(index) :])
         nbytes = math.prod(shape) * (4 if array.dtype.name == "float32" else 2)
@@ -174,10 +195,10 @@ class OrbaxStore:
 
 
 class Params:
-    """The weights of a ``params`` directory, each with its LoRA factors merged into it.
+    """The weights of a ``params`` directory, merged with their LoRA factors.
 
     Attributes:
-        merged: names of the weights that have factors.
+        merged: Names of the weights that had LoRA factors.
     """
 
     def __init__(self, store: OrbaxStore, adapters: Adapters):
@@ -189,12 +210,13 @@ class Params:
         weight = self.store.slice(name, stored, index)
         before = stored.removesuffix(".w") + ("." if stored.endswith(".w") else "_")
         factors = [f"{before}{factor}" for factor in FACTORS]
-        there = [factor for factor in factors if factor in self.store.names]
-        if len(there) == 1:
+        present = [factor for factor in factors if factor in self.store.names]
+        if len(present) == 1:
             raise ConvertError(
-                f"{self.store.path}: expected {factors[0]} and {factors[1]}, got {there[0]} alone"
+                f"{self.store.path}: expected {factors[0]} and {factors[1]}, got only {present[0]}. Use a complete"
+                " checkpoint"
             )
-        if there:
+        if present:
             self.merged.add(stored)
             weight = self._with(
                 stored, weight, *(self.store.slice(factor, factor, index) for factor in factors)
@@ -203,11 +225,12 @@ class Params:
 
     def _with(self, stored: str, weight: TensorSource, down: TensorSource, up: TensorSource) -> TensorSource:
         rank = down.shape[-1] if down.shape else 0
-        wanted = ((*weight.shape[:-1], rank), (*weight.shape[:-2], rank, weight.shape[-1]))
-        if not rank or (down.shape, up.shape) != wanted:
+        expected = ((*weight.shape[:-1], rank), (*weight.shape[:-2], rank, weight.shape[-1]))
+        if not rank or (down.shape, up.shape) != expected:
             raise ConvertError(
-                f"{self.store.path}: LoRA adapter of {stored}: expected shapes {[*wanted[0]]} and {[*wanted[1]]}, got"
-                f" {[*down.shape]} and {[*up.shape]}; Sinew merges adapters of a weight's last two axes"
+                f"{self.store.path}: LoRA adapter of {stored}: expected shapes {[*expected[0]]} and {[*expected[1]]},"
+                " got"
+                f" {[*down.shape]} and {[*up.shape]}; Sinew only merges adapters of a weight's last two axes"
             )
         scale = np.float32(self.adapters.scale(stored, rank))
         attention = ATTENTION.fullmatch(stored)
@@ -216,8 +239,8 @@ class Params:
         def add(w: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
             return w + scale * (a @ (b.sum(axis=0) if over_heads else b))
 
-        found = computed(add, weight, down, up, shape=weight.shape)
-        return rounded(found) if weight.type is BF16 else found
+        merged = computed(add, weight, down, up, shape=weight.shape)
+        return rounded(merged) if weight.type is BF16 else merged
 
 
 def read_params(
@@ -228,29 +251,33 @@ def read_params(
     Args:
         path: The directory.
         architecture: "pi0" or "pi05".
-        adapters: How LoRA factors are scaled.
-        ignored: Names of arrays that may be left over.
+        adapters: The scales of the LoRA factors.
+        ignored: Names of arrays that the model does not need.
 
     Returns:
-        The tensors under openpi's PyTorch names, and how many weights had LoRA factors, which are merged.
+        The tensors under openpi's PyTorch names, and the number of weights into which LoRA factors were merged.
 
     Raises:
-        ConvertError: The directory has other arrays than the model: the policy was trained with them.
+        ConvertError: The directory has an array that the model does not have, so the policy was trained with another
+            model.
     """
     params = Params(OrbaxStore(path), adapters or Adapters())
     entries = list(_entries(params.store, architecture == "pi05"))
-    found = {entry[0]: params.source(entry) for entry in entries}
+    sources = {entry[0]: params.source(entry) for entry in entries}
     for name in ignored:
-        if name not in params.store.left:
-            raise ConvertError(f"--set ignore={name}: expected an array of {path} that is not read")
-    if left := sorted(set(params.store.left) - {*ignored}):
-        more = f" and {len(left) - MOST_NAMED} more" if len(left) > MOST_NAMED else ""
-        kind = "LoRA factors of no weight of the model" if all("lora" in name for name in left) else "arrays"
+        if name not in params.store.unread:
+            raise ConvertError(
+                f"--set ignore={name}: expected the name of an array in {path} that the model ignores"
+            )
+    if unread := sorted(set(params.store.unread) - {*ignored}):
+        more = f" and {len(unread) - MOST_NAMED} more" if len(unread) > MOST_NAMED else ""
+        is_lora = all("lora" in name for name in unread)
+        kind = "LoRA factors without a weight of the model" if is_lora else "other arrays"
         raise ConvertError(
-            f"{path}: expected the arrays of {architecture} alone, got {kind}: {', '.join(left[:MOST_NAMED])}{more};"
-            f" where the actions do not depend on them, --set ignore={','.join(left)[:MOST_TYPED]} leaves them out"
+            f"{path}: expected only the arrays of {architecture}, got {kind}: {', '.join(unread[:MOST_NAMED])}{more};"
+            f" if the actions do not depend on them, pass --set ignore={','.join(unread)[:MOST_TYPED]}"
         )
-    return found, len(params.merged)
+    return sources, len(params.merged)
 
 
 def _entries(store: OrbaxStore, adaptive: bool) -> Iterator[Entry]:

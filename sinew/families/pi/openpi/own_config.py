@@ -1,5 +1,7 @@
-"""Your own training configuration of openpi as a JSON file: the entries of a ``TrainConfig`` that its checkpoint
-lacks, with openpi's names (``training/config.py``, ``transforms.py``).
+"""Your own openpi training configuration as a JSON file.
+
+The file has the entries of a ``TrainConfig`` that are not in a checkpoint, with openpi's names (``training/config.py``,
+``transforms.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from sinew.core import ConvertError, KeyMap, VectorSpec, did_you_mean
 from sinew.families.pi.openpi.embodiments import BASE, LEFT, OPENPI_CONFIGS, RIGHT, OpenPIConfig, PiEmbodiment
 
 SLOTS = (BASE, LEFT, RIGHT)
-PADDED = 32  # numbers of openpi's padded states and actions
+PADDED = 32  # width of openpi's padded states and actions
 FIELDS: dict[str, tuple[Callable[[Any], object], str]] = {
     "like": (lambda v: v in OPENPI_CONFIGS, f"one of {', '.join(OPENPI_CONFIGS)}"),
     "model": (lambda v: v in ("pi0", "pi05"), "pi0 or pi05"),
@@ -23,17 +25,17 @@ FIELDS: dict[str, tuple[Callable[[Any], object], str]] = {
     "default_prompt": (lambda v: isinstance(v, str), "a sentence"),
     "images": (
         lambda v: isinstance(v, dict) and v and set(v.values()) <= {*SLOTS} and len(set(v.values())) == len(v),
-        f"an object, the robot's key to the model's view, each of {', '.join(SLOTS)} once at most",
+        f"an object from the robot's key to the model's view, with each of {', '.join(SLOTS)} at most once",
     ),
     "state": (
         lambda v: isinstance(v, list) and v and all(isinstance(key, str) for key in v),
-        "a list of the robot's keys, whose numbers are joined in this order",
+        "a list of the robot's keys, in the order in which the state joins their numbers",
     ),
     "state_dim": (lambda v: _whole(v) and 0 < v <= PADDED, f"a whole number from 1 to {PADDED}"),
     "action_dim": (lambda v: _whole(v) and 0 < v <= PADDED, f"a whole number from 1 to {PADDED}"),
     "delta_mask": (
         lambda v: isinstance(v, list) and all(_whole(n) and n for n in v),
-        "a list of whole numbers as make_bool_mask takes them, [6, -1] for six relative and one absolute",
+        "a list of whole numbers as for openpi's make_bool_mask, for example [6, -1]",
     ),
 }  # fmt: skip
 
@@ -41,17 +43,19 @@ FIELDS: dict[str, tuple[Callable[[Any], object], str]] = {
 def own_config(path: Path, stats: JsonRecord) -> OpenPIConfig:
     """Read a training configuration.
 
-    Without ``like``, which names a published configuration to start from, ``model`` and ``images`` are required.
+    ``like`` names a published configuration that supplies the missing fields. Without ``like``, ``model`` and
+    ``images`` are required.
 
     Args:
         path: The file.
-        stats: norm_stats.json. Its widths are the robot's if nothing else states them and they are not padded.
+        stats: norm_stats.json. Its widths are the robot's dimensions if no field sets the dimensions and the widths are
+            not padded.
 
     Raises:
         ConvertError: A field is wrong.
     """
-    given = JsonRecord(path)
-    for key, value in given.content.items():
+    settings = JsonRecord(path)
+    for key, value in settings.content.items():
         if key not in FIELDS:
             raise ConvertError(
                 f"{path}: {key}: expected one of {', '.join(FIELDS)}{did_you_mean(key, FIELDS)}"
@@ -59,10 +63,10 @@ def own_config(path: Path, stats: JsonRecord) -> OpenPIConfig:
         fits, expected = FIELDS[key]
         if not fits(value):
             raise ConvertError(f"{path}: {key}: expected {expected}, got {value!r}")
-    like = OPENPI_CONFIGS[given["like"]] if "like" in given.content else None
+    like = OPENPI_CONFIGS[settings["like"]] if "like" in settings.content else None
     robot = like.embodiment if like else None
     state_dim, action_dim = (
-        given.get(f"{name}_dim") or (spec.dim if spec else _dim(stats, key, path, f"{name}_dim"))
+        settings.get(f"{name}_dim") or (spec.dim if spec else _dim(stats, key, path, f"{name}_dim"))
         for name, key, spec in (
             ("state", "state", robot and robot.state),
             ("action", "actions", robot and robot.action),
@@ -74,18 +78,19 @@ def own_config(path: Path, stats: JsonRecord) -> OpenPIConfig:
         and (state_dim, action_dim) != (robot.state.dim, robot.action.dim)
     ):
         raise ConvertError(
-            f"{path}: state_dim, action_dim: expected {robot.state.dim} and {robot.action.dim}, whose units"
-            f" {given['like']} changes one by one, got {state_dim} and {action_dim}"
+            f"{path}: state_dim, action_dim: expected {robot.state.dim} and {robot.action.dim}, because"
+            f" {settings['like']} converts the unit of each dimension, got {state_dim} and {action_dim}"
         )
-    images = given.get("images") or (robot.keys.images if robot else given["images"])
+    images = settings.get("images") or (robot.keys.images if robot else settings["images"])
     keys = robot.keys if robot else KeyMap("openpi", {}, ("observation/state",))
-    keys = replace(keys, images=images, state=tuple(given.get("state", keys.state)))
+    keys = replace(keys, images=images, state=tuple(settings.get("state", keys.state)))
     relative, is_relative = robot.relative if robot else (), bool(like and like.relative_actions)
-    if "delta_mask" in given.content:
-        mask = [number > 0 for number in given["delta_mask"] for _ in range(abs(number))]
+    if "delta_mask" in settings.content:
+        mask = [number > 0 for number in settings["delta_mask"] for _ in range(abs(number))]
         if len(mask) > (most := min(state_dim, action_dim)):
             raise ConvertError(
-                f"{path}: delta_mask: expected at most {most} numbers of state and action, got {len(mask)}"
+                f"{path}: delta_mask: expected at most {most} dimensions, the smaller of state and action, got"
+                f" {len(mask)}"
             )
         relative, is_relative = tuple(i for i, delta in enumerate(mask) if delta), any(mask)
     own = PiEmbodiment(
@@ -100,14 +105,15 @@ def own_config(path: Path, stats: JsonRecord) -> OpenPIConfig:
     )
     return OpenPIConfig(
         own,
-        pi05=given["model"] == "pi05" if "model" in given.content or like is None else like.pi05,
-        chunk_size=given.get("action_horizon", like.chunk_size if like else 0),
+        pi05=settings["model"] == "pi05" if "model" in settings.content or like is None else like.pi05,
+        chunk_size=settings.get("action_horizon", like.chunk_size if like else 0),
         relative_actions=is_relative,
-        state_in_prompt=given.get("discrete_state_input", like.state_in_prompt if like else True),
-        default_prompt=given.get("default_prompt", like.default_prompt if like else ""),
-        # A mask says how this run's actions differ from those of the configuration that it is like
+        state_in_prompt=settings.get("discrete_state_input", like.state_in_prompt if like else True),
+        default_prompt=settings.get("default_prompt", like.default_prompt if like else ""),
+        # A delta mask changes the meaning of the actions, so the motion of the ``like`` configuration no longer
+        # applies.
         motion=like.motion
-        if like and "delta_mask" not in given.content and action_dim == like.embodiment.action.dim
+        if like and "delta_mask" not in settings.content and action_dim == like.embodiment.action.dim
         else None,
         control_hz=like.control_hz if like else None,
     )
@@ -118,10 +124,14 @@ def _whole(value: Any) -> bool:
 
 
 def _dim(stats: JsonRecord, key: str, path: Path, name: str) -> int:
-    """Return the count of numbers in the statistics, if they do not have the padded width."""
-    found = stats.part("norm_stats").part(key)["mean"]
-    if not isinstance(found, list) or not 0 < len(found) < PADDED:
+    """Return the number of values in the statistics of a vector.
+
+    Raises:
+        ConvertError: The statistics have openpi's padded width, so the robot's dimension is unknown.
+    """
+    mean = stats.part("norm_stats").part(key)["mean"]
+    if not isinstance(mean, list) or not 0 < len(mean) < PADDED:
         raise ConvertError(
-            f"{path}: {name}: expected the robot's count of numbers, which {stats.path} does not say, got none"
+            f"{path}: {name} is missing. Add the robot's number of dimensions, because {stats.path} does not contain it"
         )
-    return len(found)
+    return len(mean)
