@@ -117,7 +117,7 @@ def test_the_crop_of_nvidias_n15_configurations(golden, groot_bundle):
         found = apply_image_steps(g.numpy(f"frame.{camera}"), manifest.processing.image)
         assert (found == g.numpy(f"alt.nvidia_crop.{camera}").transpose(1, 2, 0)).all()
     assert "['" not in Processor(manifest).prompter.text("pick it up", np.zeros(9))  # LeRobot's own
-    assert any("min_max assumed" in note for note in manifest.provenance.notes)
+    assert any("assuming min_max" in note for note in manifest.provenance.notes)
 
 
 @pytest.mark.parametrize("other", ["groot-n15", "groot-n15-nvidia"])
@@ -252,14 +252,18 @@ def swap_weights(source: Path) -> None:
 @pytest.mark.parametrize(
     ("break_it", "options", "message"),
     [
-        (drop_statistics, {}, "no statistics.json"),
-        (drop_key_statistics, {}, "no statistics relative_action.eef_9d.min of 'oxe_droid"),
+        (drop_statistics, {}, "statistics.json is missing"),
+        (drop_key_statistics, {}, "the statistics relative_action.eef_9d.min of 'oxe_droid"),
         (
             None,
             {"embodiment": ""},
-            r"several robots: give one with --embodiment TAG \(new_embodiment, oxe_droid",
+            r"several robots. Choose one with --embodiment TAG: new_embodiment, oxe_droid",
         ),
-        (None, {"embodiment": "gr1"}, r"--embodiment gr1: not one of those in .*: new_embodiment, oxe_droid"),
+        (
+            None,
+            {"embodiment": "gr1"},
+            r"--embodiment gr1: unknown in .*. Use one of: new_embodiment, oxe_droid",
+        ),
         (truncate, {}, "model-00002-of-00004.safetensors"),
         (lose_shard, {}, "model-00003-of-00004.safetensors"),
         (keep_adapter_only, {}, "LoRA adapter only; merge it"),
@@ -267,7 +271,7 @@ def swap_weights(source: Path) -> None:
             (
                 partial(ask_for_history, modality="video", offsets=offsets),
                 {},
-                r"video.delta_indices: expected at most 16 steps at one distance, of which the last is 0 and .*, got \["
+                r"video.delta_indices: expected at most 16 steps at equal distances, of which the last is 0 .*, got \["
                 + ", ".join(map(str, offsets)),
             )
             for offsets in ([-20, -3, 0], [-20], [0, 20], [0, 0], [-2000, 0], list(range(-16, 1)))
@@ -280,7 +284,7 @@ def swap_weights(source: Path) -> None:
         (
             reference_elsewhere,
             {},
-            "action 'eef_9d' has 9 values, the state 'gripper_position' another number",
+            "action 'eef_9d': expected as many values as the state 'gripper_position'",
         ),
         (swap_weights, {}, "the checkpoint does not fit its config: .*expected"),
         (None, {"settings": {}}, "--set frames=HEIGHTxWIDTH"),
@@ -401,14 +405,15 @@ def test_the_base_of_a_fine_tune(golden, tmp_path):
     home = golden / "groot-n15"
     with pytest.raises(UntypedNameError, match="model base.* add: --base base"):
         converted(home, copy(home / "checkpoint", tmp_path), tmp_path, base=None)
-    with pytest.raises(ConvertError, match="expected the base of a GR00T N1.5 fine-tune"):
+    with pytest.raises(ConvertError, match="expected the base model of a GR00T N1.5 fine-tune"):
         converted(home, home / "checkpoint", tmp_path, base=golden / "groot-n16" / "checkpoint")
     for given in ({}, {"embodiment": "so100"}):
         with pytest.raises(
-            ConvertError, match=r"so100 uses: give --set embodiment_id=N.*31 of new_embodiment"
+            ConvertError,
+            match=r"so100 is unknown. Pass the number of the training with --set embodiment_id=N.*31 of new_embodiment",
         ):
             converted(home, home / "base", tmp_path, base=None, **given)
-    with pytest.raises(ConvertError, match="--embodiment my_arm: not one of those in .*: so100$"):
+    with pytest.raises(ConvertError, match="--embodiment my_arm: unknown in .*. Use one of: so100$"):
         converted(home, home / "base", tmp_path, base=None, embodiment="my_arm")
 
 

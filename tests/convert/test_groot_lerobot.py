@@ -226,7 +226,7 @@ def test_what_a_fine_tune_says_by_itself(golden, tmp_path):
     manifest = converted(golden, source).manifest
     assert manifest.spec.solver_steps == 7
     assert [camera.name for camera in manifest.spec.cameras] == ["front", CAMERAS[0]]
-    assert any("without top" in note for note in manifest.provenance.notes)
+    assert any("not used: top" in note for note in manifest.provenance.notes)
 
 
 def percentiles(source: Path) -> None:
@@ -266,19 +266,19 @@ def no_gripper(source: Path) -> None:
     ("break_it", "options", "message"),
     [
         (None, {"base": None}, "'nvidia/GR00T-N1.7-3B'.*--base DIR"),
-        (None, {"base": "groot-n16/checkpoint"}, "expected the base of a GR00T N1.7 fine-tune"),
-        (None, {"settings": {"frames": "240x300"}}, "--set frames: the files of a LeRobot fine-tune say it"),
+        (None, {"base": "groot-n16/checkpoint"}, "expected the base model of a GR00T N1.7 fine-tune"),
+        (None, {"settings": {"frames": "240x300"}}, "--set frames: a LeRobot fine-tune contains this value"),
         (
             lambda source: (source / POST).unlink(),
             {},
             "policy_postprocessor.json: this file is missing, and policy_preprocessor.json exists; copy both",
         ),
         (percentiles, {}, "use_percentiles: expected True or False, got 'yes'"),
-        (other_tag, {}, "expected a robot that has an id, a modality configuration and statistics, got gr1"),
+        (other_tag, {}, "expected a robot with an id, a modality configuration and statistics, got gr1"),
         (history, {}, "video_horizon: expected None or 1, got 2"),
-        (one_name, {}, "video_modality_keys: expected names, got 'exterior_image_1_left'"),
+        (one_name, {}, "video_modality_keys: expected a list of names, got 'exterior_image_1_left'"),
         (wider, {}, "statistics of action: expected 15 values as in config.json, got 14"),
-        (no_gripper, {}, "expected a group 'gripper' of one value, got 0"),
+        (no_gripper, {}, "expected one group 'gripper' with one value, got 0"),
     ],
 )
 def test_what_is_not_understood_is_refused(golden, tmp_path, break_it, options, message):

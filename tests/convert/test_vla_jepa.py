@@ -193,14 +193,14 @@ def other_sizes(source: Path) -> None:
         (drop_pipelines, r"no statistics \['min', 'max'\] for 'action'.*--stats FILE"),
         (truncate, "model.safetensors"),
         (keep_adapter_only, "LoRA adapter only; merge it"),
-        (resize_twice, r"resize_to: expected config.json's resize_images_to = \[224, 224\], got \[128, 128\]"),
+        (resize_twice, r"resize_to: expected \[224, 224\], the resize_images_to in config.json, got \[128, 128\]"),
         (unknown_step, r"step 4 \(smooth\)|smooth.*not understood"),
-        (other_sizes, "expected one size for all cameras, whose frames become image 256x256, wrist_image 256x320"),
+        (other_sizes, "resize_images_to: expected a size, .* without it: image 256x256, wrist_image 256x320"),
         (configure(action_hidden_size=51), "does not fit its config: .*expected"),
         (configure(chunk_size=70), "does not fit its config: .*embed_tokens|lm_head"),
         (configure(action_model_type="DiT-XL"), "action_model_type: expected one of DiT-B, .+got 'DiT-XL'"),
-        (configure(prompt_template="Do {instruction}."), r"expected \{instruction\} and \{e_actions\} once"),
-        (configure(prompt_template="{instruction.x} {e_actions}"), "expected fields instruction"),
+        (configure(prompt_template="Do {instruction}."), r"expected \{instruction\} and \{e_actions\} exactly once"),
+        (configure(prompt_template="{instruction.x} {e_actions}"), "expected only the fields instruction"),
         (configure(prompt_template="{instruction"), "prompt_template: expected '}'"),
         (configure(look_ahead=2), "look_ahead=2 is not understood"),
     ],
@@ -215,7 +215,7 @@ def test_wrong_checkpoints_say_what_to_give(source, break_it, message):
 
 def test_the_neighbours_language_model_is_refused(golden, source):
     with pytest.raises(
-        ConvertError, match="expected 4, as the checkpoint has, got 7: --vlm names another model"
+        ConvertError, match="expected 4, as in the checkpoint, got 7. Pass the checkpoint's model with --vlm"
     ):
         converted(source, vlm=golden / "groot-n17" / "vlm")
     shutil.rmtree(source / "vlm")

@@ -83,7 +83,7 @@ def test_imported_files_act_like_their_checkpoints(golden, tmp_path, case):
         ("openvla-oft", {"tokenizer": None}, "hold no tokenizer.*--tokenizer FILE_OR_DIR"),
         ("openvla-oft", {"embodiment": "gr1"}, "--embodiment: .*openvla_oft or vla_adapter, which takes"),
         ("openvla-oft", {"settings": {"frames": "2x2"}}, "--set frames: expected a setting of .*openvla_oft"),
-        ("groot-n17", {"embodiment": ""}, "several robots: give one with --embodiment TAG"),
+        ("groot-n17", {"embodiment": ""}, "several robots. Choose one with --embodiment TAG"),
         ("groot-n17", {"cameras": ("a", "b")}, "cameras: a vla.cpp file of gr00t_n1_7 does not read it"),
         ("vla-jepa", {"cameras": ()}, "hold no cameras; give them in their order with --cameras"),
         ("vla-jepa", {"stats": None}, "no statistics .* for 'action'.*--stats FILE"),

@@ -1,4 +1,4 @@
-"""GR00T N1.5, N1.6 and N1.7 (NVIDIA 2025, arXiv 2503.14734), in NVIDIA's layouts and LeRobot's."""
+"""GR00T N1.5, N1.6 and N1.7 (NVIDIA 2025, arXiv 2503.14734), in the checkpoint layouts of NVIDIA and LeRobot."""
 
 from sinew.core.registry import Family
 

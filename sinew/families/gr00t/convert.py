@@ -1,9 +1,12 @@
-"""GR00T checkpoints -> bundles: N1.5, N1.6 and N1.7 in NVIDIA's layout, fine-tunes of N1.5 and N1.7 in LeRobot's.
+"""Convert GR00T checkpoints: N1.5, N1.6 and N1.7 in NVIDIA's layout, and LeRobot fine-tunes of N1.5 and N1.7.
 
-NVIDIA's folder holds config.json, sharded weights and, from N1.6 on, processor_config.json, statistics.json and
-embodiment_id.json. What the vision-language model is made of (widths, tokenizer, chat template, image processor)
-lies elsewhere and is given with --vlm: for N1.7 the hub repository that ``model_name`` names, for N1.6 the folder
-``Eagle-Block2A-2B-v2`` of NVIDIA's package, for N1.5 its ``eagle2_hg_model`` or the repository of LeRobot's assets.
+NVIDIA's folder contains config.json, sharded weights and, since N1.6, processor_config.json, statistics.json and
+embodiment_id.json. The widths, tokenizer, chat template and image processor of the vision-language model are in another
+folder, which the user passes with --vlm:
+
+* N1.7: the hub repository that ``model_name`` names.
+* N1.6: the folder ``Eagle-Block2A-2B-v2`` of NVIDIA's package.
+* N1.5: the folder ``eagle2_hg_model`` of NVIDIA's package, or the repository of LeRobot's assets.
 """
 
 from __future__ import annotations
@@ -23,12 +26,18 @@ READERS: Mapping[str, ModuleType] = {"Gr00tN1d7": qwen}
 SETTINGS = {
     "ignore": IGNORE_SETTING,
     "solver_steps": SOLVER_STEPS_SETTING,
-    "chunk": Setting(int, "actions of a chunk that are returned", 1),
-    "frames": Setting(str, "HEIGHTxWIDTH of the camera frames, where their aspect ratio is kept"),
-    "letterbox": Setting(bool, "black bars around frames that are not square"),
-    "center_crop": Setting(bool, "N1.5: crop 95 % of a frame first, as NVIDIA's data configurations do"),
-    "transforms": Setting(str, "whose image transforms without albumentations", values=("nvidia", "lerobot")),
-    "embodiment_id": Setting(int, "number of the embodiment, where no file says it", 0),
+    "chunk": Setting(int, "number of actions of a chunk that the policy returns", 1),
+    "frames": Setting(str, "HEIGHTxWIDTH of the camera frames, for a policy that keeps their aspect ratio"),
+    "letterbox": Setting(bool, "true adds black bars to frames that are not square"),
+    "center_crop": Setting(
+        bool, "N1.5: true crops a frame to 95 % first, as in NVIDIA's data configurations"
+    ),
+    "transforms": Setting(
+        str,
+        "the project whose image transforms are used if albumentations is off",
+        values=("nvidia", "lerobot"),
+    ),
+    "embodiment_id": Setting(int, "number of the embodiment, if the files do not contain it", 0),
 }
 
 
@@ -38,7 +47,11 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported GR00T.
+    """
     if is_lerobot(path) and n17_lerobot.recognises(path):
         return qwen.assemble(n17_lerobot.LeRobotFiles(path, options))
     return READERS.get(str(model_type(path)), eagle).read(path, options)

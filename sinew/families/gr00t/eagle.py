@@ -1,7 +1,8 @@
-"""GR00T N1.6 and N1.5: Eagle (SigLIP and Qwen3) under the head.
+"""Convert GR00T N1.6 and N1.5, whose backbone is Eagle (SigLIP and Qwen3).
 
-N1.5 comes in NVIDIA's layout (config.json, shards, experiment_cfg/metadata.json) and, fine-tuned, in LeRobot's
-(one weight file, statistics among the processors' files; the widths are those of the base model that it names).
+N1.5 has two layouts. NVIDIA's layout has config.json, sharded weights and experiment_cfg/metadata.json. LeRobot's
+layout for fine-tunes has one weight file, and statistics in the files of the processors. A LeRobot fine-tune has the
+widths of its base model.
 """
 
 from __future__ import annotations
@@ -40,11 +41,16 @@ from sinew.layers.vit import ViTConfig
 from sinew.steps.image.grid import Grid
 
 EAGLE_FILES = "*.json merges.txt chat_template*"
-PIXEL_BOUNDS = 4, 4096  # tokens of an image, of Eagle 3's image processor
+# Fewest and most tokens of an image, as in Eagle 3's image processor.
+PIXEL_BOUNDS = 4, 4096
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read an N1.5 or N1.6 directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read an N1.5 or N1.6 directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not supported.
+    """
     name, flag = JsonRecord(path / "config.json").get("model_name", "nvidia/Eagle-Block2A-2B-v2"), "--vlm"
     if model_type(path) != "Gr00tN1d6":
         name, flag = n15.assets(path)
@@ -62,7 +68,11 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 def n16(
     files: NvidiaFiles, eagle: JsonRecord, preprocessor: JsonRecord, eagle_processor: JsonRecord
 ) -> EagleParts:
-    """Return the parts of N1.6. Raises :class:`ConvertError`."""
+    """Read the parts of an N1.6 checkpoint.
+
+    Raises:
+        ConvertError: The checkpoint is not supported.
+    """
     area = eagle_processor["pixels_per_token"]
     unit = round(area**0.5)
     smallest, largest = (tokens * area for tokens in PIXEL_BOUNDS)
@@ -92,13 +102,25 @@ def n16(
 def assemble(
     name: str, options: ConvertOptions, eagle_dir: Path, eagle: JsonRecord, parts: EagleParts
 ) -> Conversion:
-    """Return the conversion of a policy called ``name``. Raises :class:`ConvertError`."""
+    """Build the conversion of a policy.
+
+    Args:
+        name: Name of the policy.
+        options: The user's options.
+        eagle_dir: Folder of Eagle's files.
+        eagle: Eagle's configuration.
+        parts: The parts of the checkpoint.
+
+    Raises:
+        ConvertError: The checkpoint is not supported.
+    """
     vision, text = eagle.part("vision_config"), eagle.part("text_config")
     unshuffle = round(1 / eagle["downsample_ratio"]) if eagle.get("use_pixel_shuffle") else 1
     layers = eagle["mlp_connector_layers"]
     if (layers, unshuffle > 1) not in ((1, False), (2, True)):
         raise ConvertError(
-            f"{eagle.path}: expected one connector layer without pixel shuffle or two with it, got {layers}"
+            f"{eagle.path}: mlp_connector_layers: expected 1 without pixel shuffle, or 2 with pixel shuffle, got"
+            f" {layers}"
         )
     sizes = vision_config(vision)
     language = qwen3(text, parts.layers, parts.head["backbone_embedding_dim"])
@@ -143,7 +165,9 @@ def assemble(
 
 
 def vision_config(vision: JsonRecord) -> ViTConfig:
-    """Return the sizes of the SigLIP tower; N1.6 names the number of patches, N1.5 the side of the image."""
+    """Return the sizes of the SigLIP tower. N1.6's configuration has the number of patches, N1.5's the side of the
+    image.
+    """
     patch = vision["patch_size"]
     patches = vision.get("num_patches")
     side = patch * round(patches**0.5) if patches else vision["image_size"]
@@ -151,7 +175,7 @@ def vision_config(vision: JsonRecord) -> ViTConfig:
 
 
 def connector_rules(upstream: str, unshuffle: int) -> tuple[Rule, ...]:
-    """Return the rules of the connector: one layer, or a norm and two layers."""
+    """Return the rules for the connector's tensors: one linear layer, or a norm and two linear layers."""
     if unshuffle == 1:
         return renames(upstream, "", "0=connector")
     return renames(upstream, "connector.", "0=norm 1=fc1 3=fc2")
@@ -165,14 +189,21 @@ def eagle_prompt(
     vocab_size: int,
     eagle: JsonRecord,
 ) -> tuple[PromptRecipe, Path]:
-    """Return the prompt recipe, each view in its place as upstream's processor writes it, and the template's file."""
+    """Build the prompt recipe from Eagle's chat template.
+
+    Returns:
+        The recipe, with each view at the position where NVIDIA's processor writes it, and the file of the template.
+    """
     template, template_file = find_chat_template(eagle_dir)
     images = ["image"] * len(parts.robot.cameras)
     content = ["text", *images] if parts.text_first else [*images, "text"]
     text = render(template, content, parts.generate, template_file)
     for number in range(1, len(images) + 1):
         if text.count(f"<image-{number}>") != 1:
-            raise ConvertError(f"{template_file}: expected one <image-{number}> in what the template makes")
+            raise ConvertError(
+                f"{template_file}: expected exactly one <image-{number}> in the text that the template renders. Pass"
+                " Eagle's own folder with --vlm"
+            )
         text = text.replace(f"<image-{number}>", f"<image {number}><img>{{image}}</img>")
     filled = text.replace(MARK, "{prompt}")
     token = eagle["image_token_index"]

@@ -1,4 +1,7 @@
-"""The files of a GR00T checkpoint, and what all versions make of them: head, embodiment, prompt, specification."""
+"""The files of a GR00T checkpoint, and the parts of a bundle that all versions share.
+
+These parts are the action head, the embodiment, the prompt and the policy specification.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ from sinew.steps.prompt.image import Image
 from sinew.steps.prompt.template import sentence
 from sinew.steps.prompt.words_only import InstructionPrompt
 
-# Of config.json: precisions, training, and what processor_config.json says for inference
+# Fields of config.json that the converter does not read: precisions, training options, and values that
+# processor_config.json also has.
 ASIDE = (
     "model_dtype model_name backbone_model_type model_revision tune_top_llm_layers tune_llm tune_visual tune_projector"
     " tune_diffusion_model tune_vlln use_flash_attention load_bf16 collator_overwrite_image_inputs eagle_collator"
@@ -40,29 +44,34 @@ ASIDE = (
 )
 USUAL = {"reproject_vision": False, "exclude_state": False}
 LEROBOT_PREFIX = "_groot_model."
-TEXT_TOKENS = 256  # room for the instruction itself; upstream sets no limit
+TEXT_TOKENS = 256  # tokens reserved for the instruction; NVIDIA's code has no limit
 
 
 def model_type(path: Path) -> str | None:
-    """Return the ``model_type`` of a directory's config.json, or None."""
+    """Return the ``model_type`` in a directory's config.json, or None."""
     return _config_entry(path, "model_type")
 
 
 def is_lerobot(path: Path) -> bool:
-    """Return True for LeRobot's layout. Its config.json has the type "groot", or, from some versions, none at all."""
+    """Return True for LeRobot's layout. Its config.json has the type "groot". Some LeRobot versions write no type."""
     return _config_entry(path, "type") == "groot" or bool(
         _config_entry(path, "base_model_path") and _config_entry(path, "tokenizer_assets_repo")
     )
 
 
 def _config_entry(path: Path, key: str) -> str | None:
-    found = directory_config(path).get(key)
-    return found if isinstance(found, str) else None
+    entry = directory_config(path).get(key)
+    return entry if isinstance(entry, str) else None
 
 
 @dataclass(frozen=True)
 class Embodiment:
-    """The robot that a bundle is made for: its tag and its row in the weights that are kept per embodiment."""
+    """The robot for which a bundle is made.
+
+    Attributes:
+        tag: Tag of the robot.
+        number: Index of the robot in the weights that the checkpoint stores per embodiment.
+    """
 
     tag: str
     number: int
@@ -73,11 +82,14 @@ class RobotRecord:
     """The robot's description in the files.
 
     Attributes:
+        embodiment: The robot.
+        cameras: The cameras, in the model's order.
+        vectors: State and action.
         language: The instruction's key in the GR00T protocol.
         files: The files that were read.
-        notes: Assumptions.
-        history: Observation steps of the cameras, and control steps from one to the next. Of the state, the newest
-            alone is read.
+        notes: Assumptions, for the user.
+        history: Number of observation steps of the cameras, and number of control steps between two of them. Only the
+            newest state is read.
     """
 
     embodiment: Embodiment
@@ -91,16 +103,23 @@ class RobotRecord:
 
 @dataclass(frozen=True)
 class EagleParts:
-    """The parts that the layouts of Eagle's versions have.
+    """The parts that all layouts of an Eagle-based checkpoint have.
 
     Attributes:
+        architecture: Name of the architecture.
+        format: Name of the layout, for the provenance.
         head: Record with the head's sizes.
-        records: Records of config.json. Each of their entries is read or named.
-        layers: Layers of the language model that are kept.
-        backbone: Pattern before its tensors' names.
-        files: Files of the robot and all others except Eagle's.
-        text_first: True if the instruction comes before the images.
-        generate: See ``render`` and ``PromptRecipe``, as for ``formal`` and ``listed``.
+        records: Records of config.json. Each of their entries must be read or be in a list of ignored names.
+        layers: Number of layers of the language model that are used.
+        backbone: Regular expression of the prefix of Eagle's tensor names.
+        tensors: The tensors by their names in the checkpoint.
+        files: All files that were read, except Eagle's files.
+        robot: The robot's description.
+        image: The image recipe.
+        text_first: True if the instruction comes before the images in the prompt.
+        generate: True if the chat template adds the start of the answer.
+        formal: True if the instruction is written in lower case without punctuation.
+        listed: True if the instruction is written as a Python list.
     """
 
     architecture: str
@@ -123,10 +142,10 @@ class NvidiaFiles:
     """A folder of N1.6 or N1.7 in NVIDIA's layout.
 
     Attributes:
-        format: "gr00t-n1.7", for the provenance.
-        transforms: Origin of the image transforms without albumentations.
-        frames: Height and width of the cameras' frames, if the files state them.
-        notes: Assumptions.
+        format: Name of the layout, for the provenance.
+        transforms: Project whose image transforms are used if albumentations is off.
+        frames: Height and width of the camera frames in pixels, if the files contain them.
+        notes: Assumptions, for the user.
     """
 
     format = "gr00t-n1.7"
@@ -140,17 +159,22 @@ class NvidiaFiles:
         processor = path / "processor_config.json"
         if not processor.is_file():
             raise ConvertError(
-                f"{path}: no processor_config.json, which names cameras, state and action keys"
+                f"{path}: processor_config.json is missing. Copy it from the training run, because it defines the"
+                " cameras, the state and the action"
             )
         self.processor = JsonRecord(processor).part("processor_kwargs")
 
     @cached_property
     def embodiment(self) -> Embodiment:
-        """The one asked for, or the only one there is. Raises ConvertError that lists those that can be chosen."""
+        """The embodiment that the user chose, or the only one.
+
+        Raises:
+            ConvertError: The choice is missing or wrong. The message lists the possible tags.
+        """
         numbers = self.numbers
         configured = self.processor.part("modality_configs").content
-        known = [tag for tag in configured if tag in numbers and tag in self._statistics]
-        return choose(self.options.embodiment, known, numbers, self.path)
+        tags = [tag for tag in configured if tag in numbers and tag in self._statistics]
+        return choose(self.options.embodiment, tags, numbers, self.path)
 
     @property
     def name(self) -> str:
@@ -158,7 +182,7 @@ class NvidiaFiles:
 
     @cached_property
     def numbers(self) -> Mapping[str, Any]:
-        """The row of each embodiment in the weights that are kept per embodiment."""
+        """The index of each embodiment in the weights that the checkpoint stores per embodiment."""
         return JsonRecord(self.path / "embodiment_id.json").content
 
     @cached_property
@@ -166,7 +190,8 @@ class NvidiaFiles:
         file = self.path / "statistics.json"
         if not file.is_file():
             raise ConvertError(
-                f"{self.path}: no statistics.json; without it states and actions have no units"
+                f"{self.path}: statistics.json is missing. Copy it from the training run, because it defines the"
+                " scale of states and actions"
             )
         return JsonRecord(file).content
 
@@ -179,15 +204,15 @@ class NvidiaFiles:
 
     @property
     def language(self) -> str:
-        """The instruction's key on the GR00T wire."""
+        """The instruction's key in the GR00T protocol."""
         return self.modalities.keys("language")[0]
 
     def cameras(self, frames: tuple[int, int]) -> list[CameraSpec]:
-        """Return the cameras in the model's order, with frames of this height and width."""
+        """Return the cameras in the model's order, with frames of this height and width in pixels."""
         return [CameraSpec(key, *frames) for key in self.modalities.keys("video")]
 
     def robot(self, frames: tuple[int, int]) -> RobotRecord:
-        """Return the files' description of the robot, whose frames have this height and width."""
+        """Read the robot's description. ``frames`` is the height and width of its camera frames in pixels."""
         cameras, vectors = self.cameras(frames), self.vectors
         return RobotRecord(
             self.embodiment, cameras, vectors, self.language, self.files, self.notes, self.history
@@ -195,7 +220,7 @@ class NvidiaFiles:
 
     @property
     def history(self) -> tuple[int, int]:
-        """Observation steps of the cameras, and control steps from one to the next."""
+        """Number of observation steps of the cameras, and number of control steps between two of them."""
         return self.modalities.history("video")
 
     @cached_property
@@ -206,7 +231,7 @@ class NvidiaFiles:
 
     @property
     def files(self) -> list[Path]:
-        """The files that a bundle takes from this folder."""
+        """The files of this folder that the bundle depends on."""
         names = ("config.json", "processor_config.json", "statistics.json", "embodiment_id.json")
         return [*self.weights[1], *(self.path / name for name in names)]
 
@@ -217,43 +242,58 @@ class NvidiaFiles:
 
 
 def nvidia_weights(path: Path) -> tuple[dict[str, TensorSource], list[Path]]:
-    """Return a folder's tensors under NVIDIA's names (LeRobot puts a prefix before them), and their files."""
+    """Read a folder's tensors under NVIDIA's names, without the prefix that LeRobot adds, and list the weight files."""
     tensors, files = read_weights(path)
     return {name.removeprefix(LEROBOT_PREFIX): source for name, source in tensors.items()}, files
 
 
 def untied(tensors: Mapping[str, TensorSource], head: str, table: str) -> dict[str, TensorSource]:
-    """Return ``tensors`` with the embedding ``table`` and without ``head``, which is tied to it: of the two names a
-    writer keeps one, and which differs between writers."""
-    found = dict(tensors)
-    source = found.pop(head, None)
+    """Return ``tensors`` with the embedding ``table`` and without the language ``head``, which is tied to it.
+
+    A checkpoint stores the shared tensor under one of the two names, and different writers use different names.
+    """
+    remaining = dict(tensors)
+    source = remaining.pop(head, None)
     if source is not None:
-        found.setdefault(table, source)
-    return found
+        remaining.setdefault(table, source)
+    return remaining
 
 
-def choose(asked: str, known: Sequence[str], numbers: Mapping[str, Any], where: Path) -> Embodiment:
-    """Return the embodiment ``asked`` for, or the only one. Raises ConvertError that lists the known tags."""
-    listed = ", ".join(sorted(known))
-    if not known:
+def choose(tag_option: str, tags: Sequence[str], numbers: Mapping[str, Any], where: Path) -> Embodiment:
+    """Choose the embodiment of the bundle.
+
+    Args:
+        tag_option: The user's choice, or "" for the only embodiment.
+        tags: Tags that can be chosen.
+        numbers: Index of each tag in the weights.
+        where: File or folder for error messages.
+
+    Raises:
+        ConvertError: The choice is missing or wrong. The message lists the possible tags.
+    """
+    listed = ", ".join(sorted(tags))
+    if not tags:
         raise ConvertError(
-            f"{where}: expected a robot that has an id, a modality configuration and statistics, got {asked or 'none'}"
+            f"{where}: expected a robot with an id, a modality configuration and statistics, got"
+            f" {tag_option or 'none'}. Use the complete files of the training run"
         )
-    if not asked and len(known) != 1:
-        raise ConvertError(f"{where} holds several robots: give one with --embodiment TAG ({listed})")
-    tag = asked or known[0]
-    if tag not in known:
-        raise ConvertError(f"--embodiment {tag}: not one of those in {where}: {listed}")
+    if not tag_option and len(tags) != 1:
+        raise ConvertError(f"{where} contains several robots. Choose one with --embodiment TAG: {listed}")
+    tag = tag_option or tags[0]
+    if tag not in tags:
+        raise ConvertError(f"--embodiment {tag}: unknown in {where}. Use one of: {listed}")
     number = numbers[tag]
     if not isinstance(number, int) or number < 0:
-        raise ConvertError(f"{where}: the id of embodiment {tag!r} is {number!r}, expected a number")
+        raise ConvertError(f"{where}: the id of embodiment {tag!r}: expected a whole number, got {number!r}")
     return Embodiment(tag, number)
 
 
 def head_config(config: JsonRecord, masks: bool) -> HeadConfig:
-    """Return the action head of ``config`` (config.json, or its action_head_cfg in N1.5).
+    """Build the configuration of the action head.
 
-    masks: whether blocks that read the features take turns at text and images.
+    Args:
+        config: config.json, or its action_head_cfg in N1.5.
+        masks: True if the blocks that read the features alternate between text and images.
     """
     dit, refine = config.part("diffusion_model_cfg"), config.get("vl_self_attention_cfg") or {}
     layers = dit["num_layers"]
@@ -285,7 +325,7 @@ def head_config(config: JsonRecord, masks: bool) -> HeadConfig:
 
 
 def processing(image: ImageRecipe, prompt: PromptRecipe, vectors: Vectors, config: JsonRecord) -> Processing:
-    """Return the processing of a policy whose vectors are normalised part by part."""
+    """Build the processing of a policy whose state and actions are normalised part by part."""
     return Processing(
         image=image,
         prompt=prompt,
@@ -309,14 +349,14 @@ def specification(
     prompt: PromptRecipe,
     default_prompt: str = "",
 ) -> PolicySpec:
-    """Return the policy's specification."""
+    """Build the policy specification."""
     cameras, vectors = robot.cameras, robot.vectors
     rows = config["action_horizon"]
     horizon = min(vectors.horizon, rows)
     chunk = options.setting("chunk", horizon)
     if chunk > horizon:
         raise ConvertError(
-            f"--set chunk={chunk}: expected at most {horizon}, the rows that the model was trained on"
+            f"--set chunk={chunk}: expected at most {horizon}, the number of actions that the model was trained on"
         )
     keys = KeyMap(
         wire="groot",
@@ -355,12 +395,19 @@ def token_prompt(
     formal: bool,
     listed: bool = False,
 ) -> PromptRecipe:
-    """Return the recipe of a rendered template, with ``{image}`` for a view and ``{prompt}`` for the instruction.
+    """Build the prompt recipe of a rendered template.
 
-    placeholder: Id of the token in place of one image token.
+    Args:
+        template: The text, with ``{image}`` for a view and ``{prompt}`` for the instruction.
+        tokenizer: The tokenizer.
+        vocab_size: Rows of the token table.
+        placeholder: Id of the token that an image token replaces.
+        image_tokens: Number of image tokens of a view.
+        formal: True if the instruction is written in lower case without punctuation.
+        listed: True if the instruction is written as a Python list.
     """
     if (count := image_tokens * template.count("{image}")) > MAX_SIZE:
-        raise ConvertError(f"image tokens: expected at most {MAX_SIZE} of all views, got {count}")
+        raise ConvertError(f"image tokens: expected at most {MAX_SIZE} for all views together, got {count}")
     image_text = tokenizer.token_text(placeholder)
     fixed = tokenizer.encode(template.replace("{image}", image_text * image_tokens).replace("{prompt}", ""))
     return PromptRecipe(

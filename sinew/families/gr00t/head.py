@@ -1,10 +1,12 @@
 """GR00T's action head, shared by N1.5, N1.6 and N1.7.
 
-Features of the vision-language model are normed and, in N1.5 and N1.7, refined by self-attention blocks. The head's
-tokens are [state | future tokens (N1.5) | noisy actions]; even blocks of the diffusion transformer read the features,
-odd ones each other. In N1.6 and N1.7 even blocks take turns at the text's and the images' rows.
+The features of the vision-language model are normalised and, in N1.5 and N1.7, refined by self-attention blocks. The
+head's tokens are [state | future tokens (N1.5) | noisy actions]. In the diffusion transformer, even blocks attend to
+the features and odd blocks attend to the head's own tokens. In N1.6 and N1.7 the even blocks alternate between the text
+tokens and the image tokens. The output is the velocity of flow matching.
 
-Weights that upstream keeps per embodiment are plain linear layers here: the converter picks the embodiment.
+A checkpoint stores some weights per embodiment. The converter selects one embodiment, so these weights are plain linear
+layers here.
 Source: Isaac-GR00T ``action_head/flow_matching_action_head.py`` (N1.5), ``gr00t_n1d6.py``, ``gr00t_n1d7.py``.
 """
 
@@ -28,11 +30,20 @@ VL_NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The action head. ``hidden_size``: of the state encoder and the action decoder.
+    """Sizes of the action head.
 
-    refine_layers: self-attention blocks over the features. text_every: of the blocks that read the features, each
-    ``text_every``-th reads the text's rows and the others the images' rows; 0 where all read all rows.
-    future_tokens: learned tokens between state and actions. positions: rows of the table that action tokens add.
+    Attributes:
+        dit: Sizes of the diffusion transformer.
+        hidden_size: Inner width of the state encoder and the action decoder.
+        buckets: Number of time buckets.
+        positions: Rows of the position table that is added to the action tokens. 0 means no table.
+        refine_layers: Number of self-attention blocks over the features.
+        refine_heads: Heads of these blocks.
+        refine_head_dim: Width of a head of these blocks.
+        text_every: Of the blocks that read the features, each ``text_every``-th reads the text tokens, and the others
+            read the image tokens. 0 means that all blocks read all tokens.
+        future_tokens: Number of learned tokens between state and actions.
+        norm_features: True if the features are normalised first.
     """
 
     dit: DiTConfig
@@ -51,10 +62,14 @@ class HeadConfig:
 
 
 class HeadContext(NamedTuple):
-    """The part of one observation that the head reads.
+    """The part of an observation that the head reads.
 
-    prefix: tokens before the actions, [B, state and future tokens, D]. keys, values: of every block that reads
-    features, [B, L, H, D] each. text, image: bool [B, 1, L], the rows that the two kinds of blocks read.
+    Attributes:
+        prefix: Tokens before the actions, [B, state and future tokens, D].
+        keys: Keys of every block that reads the features, [B, L, H, D] each.
+        values: Values of every block that reads the features, [B, L, H, D] each.
+        text: bool [B, 1, L], True for the tokens that the text blocks read.
+        image: bool [B, 1, L], True for the tokens that the image blocks read.
     """
 
     prefix: Tensor
@@ -65,7 +80,7 @@ class HeadContext(NamedTuple):
 
 
 class ActionEncoder(nn.Module):
-    """Noisy actions and embedded time -> tokens: fc3(silu(fc2([fc1(x), time])))."""
+    """Encodes noisy actions and embedded time as tokens: fc3(silu(fc2([fc1(x), time])))."""
 
     def __init__(self, action_dim: int, size: int):
         super().__init__()
@@ -80,7 +95,9 @@ class ActionEncoder(nn.Module):
 
 
 class Head(nn.Module):
-    """The action head: features and state -> context, once; noisy actions -> velocity, per step."""
+    """The action head. It computes the context once per observation, and the velocity of noisy actions once per solver
+    step.
+    """
 
     def __init__(self, config: HeadConfig, state_dim: int, action_dim: int):
         super().__init__()
@@ -103,7 +120,15 @@ class Head(nn.Module):
         self.dit = DiT(config.dit)
 
     def refine(self, features: Tensor, valid: Tensor) -> Tensor:
-        """features: [B, L, C]; valid: bool [B, L] -> what the blocks read, [B, L, C]."""
+        """Refine the features that the blocks read.
+
+        Args:
+            features: [B, L, C].
+            valid: bool [B, L], False for padding.
+
+        Returns:
+            [B, L, C].
+        """
         x = self.vl_norm(features) if self.config.norm_features else features
         mask = valid[:, None].expand(-1, x.shape[1], -1)
         for layer in self.vl_layers:
@@ -111,7 +136,14 @@ class Head(nn.Module):
         return x
 
     def context(self, features: Tensor, is_image: Tensor, valid: Tensor, state: Tensor) -> HeadContext:
-        """features: [B, L, C]; is_image, valid: bool [B, L]; state: [B, S], normalised and padded."""
+        """Compute the part of an observation that the solver steps read.
+
+        Args:
+            features: [B, L, C], features of the vision-language model.
+            is_image: bool [B, L], True for image tokens.
+            valid: bool [B, L], False for padding.
+            state: [B, S], normalised and padded.
+        """
         keys, values = zip(*self.dit.context(self.refine(features, valid)), strict=True)
         split = self.config.text_every > 0
         text, image = (valid & ~is_image, valid & is_image) if split else (valid, valid)
@@ -126,13 +158,22 @@ class Head(nn.Module):
         return torch.cat(parts, dim=1)
 
     def embed_time(self, bucket: Tensor) -> Tensor:  # int64 [B] -> [B, D + (layers + 1) * 2 D]
-        """Return the time as the action encoder reads it, then every modulation of the transformer."""
+        """Return the time's embedding for the action encoder, followed by all modulations of the transformer."""
         time = action_sinusoids(bucket, self.config.dit.hidden_size)
         modulations = self.dit.modulations(bucket).flatten(1)
         return torch.cat([time, modulations.float()], dim=-1)
 
     def velocity(self, x: Tensor, time_embedding: Tensor, context: HeadContext) -> Tensor:
-        """x: [B, H, A]; time_embedding: :meth:`embed_time`'s -> float32 [B, H, A]."""
+        """Compute the velocity of noisy actions.
+
+        Args:
+            x: [B, H, A].
+            time_embedding: Result of :meth:`embed_time`.
+            context: Result of :meth:`context`.
+
+        Returns:
+            float32 [B, H, A].
+        """
         config, (B, H, _) = self.config, x.shape
         time, modulations = time_embedding.split(
             [config.dit.hidden_size, time_embedding.shape[1] - config.dit.hidden_size], 1

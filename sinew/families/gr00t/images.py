@@ -1,6 +1,6 @@
-"""What GR00T does to a camera frame before the vision tower sees it, as steps; and the size that comes out.
+"""GR00T's conversion of a camera frame to the input of the vision tower, as steps, and the resulting size.
 
-Source: Isaac-GR00T ``image_augmentations.py`` (N1.6, N1.7) and LeRobot ``policies/groot``; ``grid`` is the
+Source: Isaac-GR00T ``image_augmentations.py`` (N1.6, N1.7) and LeRobot ``policies/groot``. ``Grid`` is the
 ``smart_resize`` of the image processors of Qwen2-VL and Eagle 3.
 """
 
@@ -19,16 +19,25 @@ from sinew.steps.image.resize import Resize
 from sinew.steps.image.short_side import ShortSide
 from sinew.steps.image.square import Square
 
-DEFAULT_EDGE, DEFAULT_CROP = 256, 0.95  # defaults of the processors' signatures
+# Default arguments of NVIDIA's processors: side in pixels, and share of a side.
+DEFAULT_EDGE, DEFAULT_CROP = 256, 0.95
 
 
 def image_recipe(
     files: NvidiaFiles, vision: JsonRecord, grid: ImageStep
 ) -> tuple[ImageRecipe, tuple[int, int]]:
-    """Return the recipe of N1.6 and N1.7, and height and width of the frames that it is made for.
+    """Build the image recipe of N1.6 and N1.7.
 
-    vision: the image processor's preprocessor_config.json; grid: its own resize, behind the geometric steps. Raises
-    ConvertError where the files leave the geometry open.
+    Args:
+        files: The checkpoint's files.
+        vision: preprocessor_config.json of the vision-language model.
+        grid: The resize of the vision-language model's image processor, which comes after the geometric steps.
+
+    Returns:
+        The recipe, and the height and width in pixels of the frames that the recipe is made for.
+
+    Raises:
+        ConvertError: The files do not define the geometry.
     """
     processor, options = files.processor, files.options
     frames = frame_size(options) or files.frames
@@ -40,7 +49,8 @@ def image_recipe(
         fraction = crop[0] / target[0]
     if not edge or not fraction:
         raise ConvertError(
-            f"{processor.path}: neither an image edge with a crop_fraction nor target and crop sizes"
+            f"{processor.path}: expected shortest_image_edge and crop_fraction, or image_target_size and"
+            " image_crop_size"
         )
     if processor.get("use_albumentations"):
         short = ShortSide(edge=edge, method="area")
@@ -55,18 +65,22 @@ def image_recipe(
 
 
 def _decide(frames: tuple[int, int] | None, squared: bool | None, edge: int) -> tuple[int, int]:
-    """Return the size of the frames. Raises ConvertError with the option that sets it."""
+    """Return the size of the frames.
+
+    Raises:
+        ConvertError: The files do not contain the size. The message names the option that sets it.
+    """
     if squared:
         return frames or (edge, edge)
     if frames is None:
         raise ConvertError(
-            "this policy keeps the aspect ratio of its cameras, and no file says how large their frames are: give"
-            " --set frames=HEIGHTxWIDTH, or --set letterbox=true if it was trained with black bars"
+            "this policy keeps the aspect ratio of its camera frames, and its files do not contain their size. Pass"
+            " --set frames=HEIGHTxWIDTH, or --set letterbox=true if the policy was trained with black bars"
         )
     if squared is None and frames[0] != frames[1]:
         raise ConvertError(
-            "no file says whether frames that are not square got black bars: give --set letterbox=true (NVIDIA's code"
-            " since March 2026, always) or --set letterbox=false (before, and LeRobot)"
+            "the files do not record whether frames that are not square have black bars. Pass --set letterbox=true for"
+            " NVIDIA's code since March 2026, or --set letterbox=false for older code and for LeRobot"
         )
     return frames
 
@@ -84,20 +98,26 @@ def _without_albumentations(
         )
     else:
         if not target or not crop:
-            raise ConvertError(f"{processor.path}: image_target_size and image_crop_size are missing")
+            raise ConvertError(
+                f"{processor.path}: image_target_size and image_crop_size are missing. Add them, or pass --set"
+                " transforms=lerobot for a LeRobot policy"
+            )
         steps = (
             Resize(height=target[0], width=target[1], method="bilinear"),
             Crop(height=crop[0], width=crop[1], rounded=True),
             Resize(height=target[0], width=target[1], method="bilinear"),
         )
-        squared = True if squared is None else squared  # these transforms always put bars
+        # NVIDIA's transforms without albumentations always add black bars.
+        squared = True if squared is None else squared
     return (Square(), *steps) if squared else steps
 
 
 def with_grid(
     steps: tuple[ImageStep, ...], frames: tuple[int, int], grid: ImageStep, vision: JsonRecord
 ) -> ImageRecipe:
-    """Return the recipe of ``steps`` followed by the image processor's own resize and normalisation."""
+    """Build the recipe from ``steps``, followed by the resize and normalisation of the vision-language model's
+    processor.
+    """
     mean, std = tuple(vision["image_mean"]), tuple(vision["image_std"])
     recipe = ImageRecipe(0, 0, steps=(*steps, grid), mean=mean, std=std)
     height, width = recipe.size_after(*frames)
@@ -105,7 +125,7 @@ def with_grid(
 
 
 def frame_size(options: ConvertOptions) -> tuple[int, int] | None:
-    """Return height and width of ``--set frames=HEIGHTxWIDTH``."""
+    """Return height and width of ``--set frames=HEIGHTxWIDTH``, or None if it is not set."""
     text = options.setting("frames", None)
     if text is None:
         return None

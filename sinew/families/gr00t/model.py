@@ -1,9 +1,9 @@
-"""GR00T N1.5, N1.6 and N1.7 (NVIDIA, arXiv 2503.14734 and Isaac-GR00T's branches).
+"""GR00T N1.5, N1.6 and N1.7 (NVIDIA, arXiv 2503.14734, and the branches of Isaac-GR00T).
 
-A vision-language model reads views and instruction. A diffusion transformer (:mod:`.gr00t_head`) turns noise into
-actions and reads the features of the last kept language layer. Four Euler steps run from noise (t = 0) to actions (t
-= 1). The time is one of a thousand buckets. The instruction's tokens contain a placeholder for every image token, so
-views are where the prompt's template puts them.
+A vision-language model reads views and instruction. A diffusion transformer (:mod:`.head`) converts noise to an action
+chunk and attends to the features of the last used language layer. Four Euler steps run from noise (t = 0) to actions (t
+= 1). The time is rounded down to one of a thousand buckets. The prompt contains a placeholder token for every image
+token, so the prompt template defines the position of the views.
 """
 
 from __future__ import annotations
@@ -34,9 +34,18 @@ SOLVER = Solver(start=0.0, end=1.0)
 
 @dataclass(frozen=True)
 class Gr00tConfig:
-    """The fields that all versions share. Sizes in tokens and dimensions.
+    """Fields that all versions share. Sizes are in tokens and dimensions.
 
-    image_token: the id of the placeholder; rows and cols: image tokens of one view.
+    Attributes:
+        language: Sizes of the language model.
+        head: Sizes of the action head.
+        vocab_size: Rows of the token table.
+        chunk_size: Actions in a chunk.
+        max_state_dim: Width of the padded state.
+        max_action_dim: Width of a padded action.
+        image_token: Id of the placeholder token.
+        rows: Rows of image tokens of a view.
+        cols: Columns of image tokens of a view.
     """
 
     language: DecoderConfig
@@ -55,7 +64,12 @@ class Gr00tConfig:
 
 @dataclass(frozen=True)
 class Gr00tQwenConfig(Gr00tConfig):
-    """N1.7. position_sections: how many rotary frequencies turn with time, row and column."""
+    """Sizes of N1.7.
+
+    Attributes:
+        vision: Sizes of Qwen3-VL's tower.
+        position_sections: Number of rotary frequencies that turn with time, row and column.
+    """
 
     vision: QwenViTConfig
     position_sections: tuple[int, int, int]
@@ -63,14 +77,19 @@ class Gr00tQwenConfig(Gr00tConfig):
 
 @dataclass(frozen=True)
 class Gr00tEagleConfig(Gr00tConfig):
-    """N1.5 and N1.6. unshuffle: patches along a side of one image token; 1 where every patch is one (N1.5)."""
+    """Sizes of N1.5 and N1.6.
+
+    Attributes:
+        vision: Sizes of the SigLIP tower.
+        unshuffle: Patches along a side of one image token. 1 means that every patch is an image token (N1.5).
+    """
 
     vision: ViTConfig
     unshuffle: int
 
 
 class Gr00t(Model):
-    """The part that all versions share: placing image tokens, running the language model, and the head."""
+    """The part that all versions share: the placement of image tokens, the language model and the head."""
 
     solver = SOLVER
     per_embodiment: ClassVar[tuple[str, ...]] = (
@@ -88,14 +107,20 @@ class Gr00t(Model):
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> HeadContext:
-        """Return the context; arguments as in ``Model.read``. ``tokens`` hold a placeholder per image token."""
+        """Compute the context. The arguments are those of ``Model.read``. ``tokens`` contains a placeholder per image
+        token.
+        """
         is_image, valid = self.seen(image_tokens, camera_mask, tokens, token_mask)
         return self.head.context(self.features(image_tokens, is_image, tokens, valid), is_image, valid, state)
 
     def seen(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return which tokens belong to an available view, and which are valid at all: bool [B, L] each."""
+        """Compute which tokens the language model may attend to.
+
+        Returns:
+            Two masks, bool [B, L] each: the image tokens of the available views, and all valid tokens.
+        """
         placed = (tokens == self.config.image_token) & token_mask  # [B, L]
         count = image_tokens.shape[2]
         view = ((placed.long().cumsum(dim=1) - 1) // count).clamp(0, image_tokens.shape[1] - 1)
@@ -114,21 +139,33 @@ class Gr00t(Model):
 
     @abstractmethod
     def features(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
-        """Return the language model's features for the head, [B, L, C]."""
+        """Compute the language model's features that the head reads, [B, L, C]."""
 
     def embed(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Return the language model's input [B, L, C], then what each tap adds to it, zero outside the images."""
+        """Return the language model's input [B, L, C], and for each tap the tensor that it adds, which is zero outside
+        images.
+        """
         table = self.language.embed_tokens
         flat = image_tokens.flatten(1, 2).to(table.dtype)  # [B, V * N, (1 + taps) * C]
         placed = tokens == self.config.image_token
         index = (placed.long().cumsum(dim=1) - 1).clamp(0, flat.shape[1] - 1)  # [B, L]
         rows = flat.gather(1, index[..., None].expand(-1, -1, flat.shape[2]))
         x, *taps = rows.split(self.config.language.hidden_size, dim=-1)
-        here = is_image[..., None]
-        return (torch.where(here, x, table(tokens)), *(torch.where(here, tap, 0.0) for tap in taps))
+        mask = is_image[..., None]
+        return (torch.where(mask, x, table(tokens)), *(torch.where(mask, tap, 0.0) for tap in taps))
 
     def decode(self, x: Tensor, rotate: Rotation, valid: Tensor, taps: Sequence[Tensor] = ()) -> Tensor:
-        """x: [B, L, C]; taps: added to the output of the first layers -> hidden states before any final norm."""
+        """Run the layers of the language model.
+
+        Args:
+            x: [B, L, C].
+            rotate: Rotary positions.
+            valid: bool [B, L], False for padding.
+            taps: Tensors that are added to the outputs of the first layers.
+
+        Returns:
+            Hidden states before any final norm, [B, L, C].
+        """
         mask = block_mask(valid, torch.ones_like(valid))
         for index, layer in enumerate(self.language.layers):
             x, _ = layer(x, rotate, mask)
@@ -137,7 +174,9 @@ class Gr00t(Model):
         return x
 
     def embed_time(self, t: Tensor) -> Tensor:
-        """Return :meth:`Head.embed_time` of the time's bucket, cut in double precision as the reference cuts it."""
+        """Return the embedding of the time's bucket. The bucket is computed in double precision, as in the
+        reference.
+        """
         return self.head.embed_time((t * self.config.head.buckets).long())
 
     def act(self, x: Tensor, time_embedding: Tensor, context: HeadContext) -> Tensor:
@@ -145,7 +184,9 @@ class Gr00t(Model):
 
 
 class Gr00tEagle(Gr00t):
-    """Eagle (SigLIP and Qwen3) under the head: N1.5 and N1.6. The language model's final norm is applied."""
+    """N1.5 and N1.6: Eagle (SigLIP and Qwen3) as the backbone. The features come after the language model's final
+    norm.
+    """
 
     config_type = Gr00tEagleConfig
 
@@ -167,7 +208,7 @@ class Gr00tEagle(Gr00t):
         return [FoldSite(self.vision, "norm", (self.connector,))] if self.config.unshuffle == 1 else []
 
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """pixels: float32 [B, V, 3, height, width] -> [B, V, tokens, C]."""
+        """Encode pixels, float32 [B, V, 3, height, width], to image tokens [B, V, tokens, C]."""
         patch = self.config.vision.patch_size
         rows, cols = (side // patch for side in pixels.shape[-2:])
         return self.connect(self.vision(pixels.flatten(0, 1)), rows, cols).unflatten(0, pixels.shape[:2])
@@ -178,7 +219,7 @@ class Gr00tEagle(Gr00t):
         )
 
     def features(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
-        """Return the normed hidden states of the last kept language layer, [B, L, C]."""
+        """Return the normalised hidden states of the last used language layer, [B, L, C]."""
         config = self.config.language
         (x,) = self.embed(image_tokens, is_image, tokens)
         rotate = Rotation.at(valid.long().cumsum(dim=1) - 1, config.head_dim, config.rope_theta)
@@ -186,7 +227,7 @@ class Gr00tEagle(Gr00t):
 
 
 class Gr00tQwen(Gr00t):
-    """Qwen3-VL under the head: N1.7. Features are those of the last kept layer, before any final norm."""
+    """N1.7: Qwen3-VL as the backbone. The features are those of the last used layer, before any final norm."""
 
     config_type: ClassVar[type] = Gr00tQwenConfig
 
@@ -200,11 +241,11 @@ class Gr00tQwen(Gr00t):
         return self.config.vision.merge
 
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """pixels: float32 [B, V, 3, height, width] -> [B, V, tokens, (1 + taps) * C]."""
+        """Encode pixels, float32 [B, V, 3, height, width], to image tokens [B, V, tokens, (1 + taps) * C]."""
         return self.vision(pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])
 
     def features(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
-        """Return the hidden states of the last kept language layer, [B, L, C]."""
+        """Return the hidden states of the last used language layer, [B, L, C]."""
         config = self.config.language
         x, *taps = self.embed(image_tokens, is_image, tokens)
         rotate = rotate_axes(self.positions(is_image, valid), config.head_dim, config.rope_theta, self.axes())
@@ -213,18 +254,20 @@ class Gr00tQwen(Gr00t):
     def positions(self, is_image: Tensor, valid: Tensor) -> Tensor:
         """Return time, row and column of every token, int64 [B, L, 3].
 
-        Text counts by one on all axes. An image starts at the end of the text before it. Its tokens share the time
-        and form a grid, and the text after it continues after the grid's longer side.
+        A text token advances all axes by one. An image starts at the end of the text before it. Its tokens have the
+        same time and form a grid, and the text after an image continues after the longer side of the grid.
         """
         rows, cols = self.config.rows, self.config.cols
         images, texts = is_image.long().cumsum(dim=1), (valid & ~is_image).long().cumsum(dim=1)
-        seen = torch.where(is_image, images - 1, images)  # image tokens before this one
-        inside = torch.where(is_image, seen % (rows * cols), 0)
-        start = torch.where(is_image, texts, texts - 1) + seen // (rows * cols) * max(rows, cols)
+        earlier = torch.where(is_image, images - 1, images)  # number of image tokens before this token
+        inside = torch.where(is_image, earlier % (rows * cols), 0)
+        start = torch.where(is_image, texts, texts - 1) + earlier // (rows * cols) * max(rows, cols)
         return torch.stack([start, start + inside // cols, start + inside % cols], dim=-1)
 
     def axes(self) -> tuple[int, ...]:
-        """Axis of each rotary frequency: time, with every third one for row and for column."""
+        """Return the axis of each rotary frequency: row and column take every third of the first frequencies, time the
+        others.
+        """
         _, rows, cols = self.config.position_sections
         half = self.config.language.head_dim // 2
         return tuple(

@@ -1,4 +1,7 @@
-"""GR00T N1.5: cameras, vectors and embodiments in its two layouts, and the facts that they leave out."""
+"""GR00T N1.5: read cameras, state, actions and embodiments from NVIDIA's layout and from LeRobot's layout.
+
+Some facts are not in the files of either layout. This module contains them as constants or assumptions.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,8 @@ from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.crop import Crop
 from sinew.steps.image.resize import Resize
 
-TAGS = {
-    "new_embodiment": 31,
-    "oxe_droid": 17,
-    "agibot_genie1": 26,
-    "gr1": 24,
-}  # gr00t/data/embodiment_tags.py
+# Embodiment numbers in NVIDIA's gr00t/data/embodiment_tags.py.
+TAGS = {"new_embodiment": 31, "oxe_droid": 17, "agibot_genie1": 26, "gr1": 24}
 PACK, UNPACK = "groot_pack_inputs_v3", "groot_action_unpack_unnormalize_v1"
 PACKED = ProcessorStep(
     "action_horizon max_state_dim max_action_dim embodiment_tag embodiment_mapping",
@@ -46,7 +45,7 @@ PACKED = ProcessorStep(
 SCHEMA = Schema(
     defaults={"chunk_size": 50},
     fixed={"lora_rank": 0},
-    # of training, or of the base model, whose own file says it
+    # Fields that only training uses, and fields that the base model's own file contains.
     unread="n_action_steps max_state_dim max_action_dim normalization_mapping image_size base_model_path"
     " tokenizer_assets_repo embodiment_tag tune_llm tune_visual tune_projector tune_diffusion_model lora_alpha"
     " lora_dropout lora_full_model warmup_ratio use_bf16 video_backend balance_dataset_weights"
@@ -63,29 +62,34 @@ SCHEMA = Schema(
     },
 )
 LEROBOT_ASSETS = "lerobot/eagle2hg-processor-groot-n1p5"
-CROP = 0.95  # crop of the video transforms in NVIDIA's data configurations
+# Share of a frame's sides that the video transforms of NVIDIA's data configurations keep.
+CROP = 0.95
 TASK = "annotation.human.task_description"
 
 
 def assets(path: Path) -> tuple[str, str]:
-    """Return the name of the repository with Eagle's files and the flag that gives it."""
+    """Return the name of the repository with Eagle's files, and the option that sets it."""
     return str(JsonRecord(path / "config.json").get("tokenizer_assets_repo", LEROBOT_ASSETS)), "--vlm"
 
 
 def read(path: Path, options: ConvertOptions, preprocessor: JsonRecord) -> EagleParts:
-    """Return the parts of an N1.5 directory in either layout. Raises :class:`ConvertError`."""
+    """Read the parts of an N1.5 directory in either layout.
+
+    Raises:
+        ConvertError: The checkpoint is not supported.
+    """
     config = JsonRecord(path / "config.json")
     if is_lerobot(path):
         base_name = str(config.get("base_model_path", "nvidia/GR00T-N1.5-3B"))
         base = find_model_dir(base_name, options.base, path, "--base", "config.json")
         if model_type(base) != "gr00t_n1_5":
             raise ConvertError(
-                f"{base / 'config.json'}: expected the base of a GR00T N1.5 fine-tune (gr00t_n1_5), got"
-                f" {model_type(base)!r}"
+                f"{base / 'config.json'}: expected the base model of a GR00T N1.5 fine-tune (gr00t_n1_5), got"
+                f" {model_type(base)!r}. Pass its folder with --base"
             )
-        widths, found = JsonRecord(base / "config.json"), _lerobot(path, options)
+        widths, robot_record = JsonRecord(base / "config.json"), _lerobot(path, options)
     else:
-        widths, found = config, _nvidia(path, options)
+        widths, robot_record = config, _nvidia(path, options)
     backbone = widths.part("backbone_cfg")
     backbone.expect(project_to_dim=None)
     tensors, files = nvidia_weights(path)
@@ -94,8 +98,8 @@ def read(path: Path, options: ConvertOptions, preprocessor: JsonRecord) -> Eagle
         widths.part("action_head_cfg"),
         backbone["select_layer"],
         tensors,
-        [*files, *found.files, widths.path],
-        found,
+        [*files, *robot_record.files, widths.path],
+        robot_record,
         image_recipe(preprocessor, options.setting("center_crop", not is_lerobot(path))),
         is_lerobot(path),
         widths,
@@ -108,12 +112,24 @@ def parts(
     layers: int,
     tensors: dict[str, TensorSource],
     files: list[Path],
-    found: RobotRecord,
+    robot_record: RobotRecord,
     image: ImageRecipe,
     lerobot: bool,
     config: JsonRecord,
 ) -> EagleParts:
-    """Return the parts of N1.5. found: The robot's description."""
+    """Collect the parts of N1.5.
+
+    Args:
+        form: Name of the layout, for the provenance.
+        head: Record with the head's sizes.
+        layers: Number of layers of the language model that are used.
+        tensors: The tensors by their names in the checkpoint.
+        files: All files that were read, except Eagle's files.
+        robot_record: The robot's description.
+        image: The image recipe.
+        lerobot: True for LeRobot's layout.
+        config: The record of config.json.
+    """
     return EagleParts(
         architecture="gr00t_n1_5",
         format=form,
@@ -123,7 +139,7 @@ def parts(
         backbone=r"backbone\.eagle_model\.",
         tensors=tensors,
         files=files,
-        robot=found,
+        robot=robot_record,
         image=image,
         text_first=False,
         generate=True,
@@ -133,7 +149,12 @@ def parts(
 
 
 def image_recipe(preprocessor: JsonRecord, crop: bool) -> ImageRecipe:
-    """Return the recipe of frames; crop: NVIDIA's, to 95 % of a frame first."""
+    """Build the recipe of frames.
+
+    Args:
+        preprocessor: preprocessor_config.json of Eagle.
+        crop: True crops a frame to 95 % first, as in NVIDIA's data configurations.
+    """
     height, width = (preprocessor.part("size")[side] for side in ("height", "width"))
     resize = Resize(height=height, width=width, method="bicubic")
     if crop:
@@ -146,29 +167,36 @@ def image_recipe(preprocessor: JsonRecord, crop: bool) -> ImageRecipe:
 def _nvidia(path: Path, options: ConvertOptions) -> RobotRecord:
     file = path / "experiment_cfg" / "metadata.json"
     if not file.is_file():
-        raise ConvertError(f"{path}: no experiment_cfg/metadata.json, which holds statistics and cameras")
+        raise ConvertError(
+            f"{path}: experiment_cfg/metadata.json is missing. Copy it from the training run, because it defines"
+            " statistics and cameras"
+        )
     horizon = JsonRecord(path / "config.json").part("action_head_cfg")["action_horizon"]
     return robot(JsonRecord(file), horizon, options)
 
 
 def robot(metadata: JsonRecord, horizon: int, options: ConvertOptions) -> RobotRecord:
-    """Return the chosen robot's description in NVIDIA's metadata.json. Raises :class:`ConvertError`."""
+    """Read the chosen robot from NVIDIA's metadata.json.
+
+    Raises:
+        ConvertError: The choice is missing or wrong, or the robot's embodiment number is unknown.
+    """
     file = metadata.path
     numbers: dict[str, Any] = dict(TAGS)
     if (number := options.setting("embodiment_id", None)) is not None:
         numbers |= dict.fromkeys(metadata.content, number)
-    known = [tag for tag in metadata.content if tag in numbers]
+    tags = [tag for tag in metadata.content if tag in numbers]
     if options.embodiment and options.embodiment not in metadata.content:
         raise ConvertError(
-            f"--embodiment {options.embodiment}: not one of those in {file}: {', '.join(metadata.content)}"
+            f"--embodiment {options.embodiment}: unknown in {file}. Use one of: {', '.join(metadata.content)}"
         )
-    asked = [options.embodiment] if options.embodiment else list(metadata.content)
-    if not set(asked) & set(known):
+    candidates = [options.embodiment] if options.embodiment else list(metadata.content)
+    if not set(candidates) & set(tags):
         raise ConvertError(
-            f"{file}: no file says which row of the weights {', '.join(asked)} uses: give --set embodiment_id=N, as"
-            f" training had it ({', '.join(f'{number} of {tag}' for tag, number in TAGS.items())})"
+            f"{file}: the embodiment number of {', '.join(candidates)} is unknown. Pass the number of the training with"
+            f" --set embodiment_id=N ({', '.join(f'{number} of {tag}' for tag, number in TAGS.items())})"
         )
-    embodiment = choose(options.embodiment, known, numbers, file)
+    embodiment = choose(options.embodiment, tags, numbers, file)
     record = metadata.part(embodiment.tag)
     modalities, statistics = record.part("modalities"), record.part("statistics")
     cameras = modalities.part("video")
@@ -179,7 +207,7 @@ def robot(metadata: JsonRecord, horizon: int, options: ConvertOptions) -> RobotR
     action = _parts(modalities.part("action"), statistics.part("action"), clip=False)
     state = _parts(modalities.part("state"), statistics.part("state"), clip=False)
     notes = (
-        "the normalisation of N1.5's keys is not in its files: min_max assumed, as most data configurations have",
+        "N1.5's files do not contain the normalisation of each key; assuming min_max, as in most data configurations",
     )
     return RobotRecord(embodiment, specs, vectors_of(state, action, horizon), TASK, [file], notes)
 
@@ -187,8 +215,8 @@ def robot(metadata: JsonRecord, horizon: int, options: ConvertOptions) -> RobotR
 def _parts(keys: JsonRecord, statistics: JsonRecord, clip: bool) -> tuple[VectorPart, ...]:
     parts = []
     for key in keys.content:
-        found = statistics.part(key)
-        low, high = (np.asarray(found[name], np.float64) for name in ("min", "max"))
+        stats = statistics.part(key)
+        low, high = (np.asarray(stats[name], np.float64) for name in ("min", "max"))
         parts.append(VectorPart(key, len(low), min_max(low, high, clip)))
     return tuple(parts)
 
@@ -197,11 +225,14 @@ def _lerobot(path: Path, options: ConvertOptions) -> RobotRecord:
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     pack, unpack = checkpoint.pipelines.step(PRE, PACK), checkpoint.pipelines.step(POST, UNPACK)
     if pack is None or unpack is None:
-        raise ConvertError(f"{path}: no {PRE}.json and {POST}.json, which hold the statistics")
+        raise ConvertError(
+            f"{path}: {PRE}.json and {POST}.json are missing. Copy them from the training run, because they contain"
+            " the statistics"
+        )
     settings = pack.get("config", {})
     numbers: Mapping[str, Any] = settings.get("embodiment_mapping") or {}
-    asked = options.embodiment or str(settings.get("embodiment_tag", "new_embodiment"))
-    embodiment = choose(asked, list(numbers), numbers, path / "policy_preprocessor.json")
+    tag = options.embodiment or str(settings.get("embodiment_tag", "new_embodiment"))
+    embodiment = choose(tag, list(numbers), numbers, path / "policy_preprocessor.json")
     state = bounds(checkpoint, pack, "observation.state")
     action = bounds(checkpoint, unpack, "action")
     cameras = [camera for _, camera in sorted(zip(checkpoint.slots, checkpoint.cameras, strict=True))]
@@ -217,17 +248,30 @@ def part(name: str, low: np.ndarray, high: np.ndarray) -> VectorPart:
 def bounds(
     checkpoint: LeRobotCheckpoint, step: Mapping[str, Any], feature: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the least and largest values of a feature, float32 [D] each, from a step's file of statistics. Names in it
-    that are of no feature become a note."""
+    """Read the bounds of a feature from the statistics file of a pipeline step.
+
+    Statistics that do not belong to any feature are recorded in a note.
+
+    Args:
+        checkpoint: The opened checkpoint.
+        step: Configuration of the pipeline step.
+        feature: Name of the feature.
+
+    Returns:
+        The lowest and highest values, float32 [D] each.
+    """
     path, file = checkpoint.path, step.get("state_file")
     sources = read_safetensors(path / Path(file).name) if isinstance(file, str) else {}
     features = [*checkpoint["input_features"], *checkpoint["output_features"]]
     if unread := unknown_statistics(sources, features):
         checkpoint.notes.append(unread_statistics(unread))
-    found = [sources.get(f"{feature}.{name}") for name in ("min", "max")]
-    if None in found:
-        raise ConvertError(f"{path}: no statistics min and max of {feature!r} among the processors' files")
-    low, high = (read_array(source).reshape(-1) for source in found if source is not None)
+    limits = [sources.get(f"{feature}.{name}") for name in ("min", "max")]
+    if None in limits:
+        raise ConvertError(
+            f"{path}: the statistics min and max of {feature!r} are missing in the files of the processors. Save the"
+            " policy again with LeRobot"
+        )
+    low, high = (read_array(source).reshape(-1) for source in limits if source is not None)
     return low, high
 
 

@@ -1,8 +1,12 @@
-"""GR00T N1.7 as LeRobot's fine-tunes have it: one weight file, and pipelines that hold geometry and statistics.
+"""GR00T N1.7 as LeRobot fine-tunes store it: one weight file, and pipelines that contain geometry and statistics.
 
-The model's sizes are those of the base that config.json names (--base). What ends the postprocessor says whose units
-actions have: ``groot_n1_7_action_decode_v1`` decodes group by group with the base's own statistics or those of relative
-actions, ``groot_action_unpack_unnormalize_v2`` a whole vector with the data set's.
+The model has the sizes of the base model that config.json names (--base). The last step of the postprocessor defines
+the units of the actions:
+
+* ``groot_n1_7_action_decode_v1`` decodes each group of actions with the statistics of the base model, or with those of
+  relative actions.
+* ``groot_action_unpack_unnormalize_v2`` decodes the whole vector with the statistics of the data set.
+
 Source: LeRobot ``policies/groot/{configuration,modeling,processor}_groot.py``, ``utils.py`` (commit 7427f318).
 """
 
@@ -58,7 +62,8 @@ SCHEMA = Schema(
     },
     fixed=n15.SCHEMA.fixed,
     unread=f"{n15.SCHEMA.unread} tune_vlln tune_top_llm_layers model_params_fp32 use_flash_attention rtc_ramp_rate"
-    " use_relative_actions relative_exclude_joints",  # the pipelines' steps say the last two
+    # The pipelines' steps contain the last two of these fields.
+    " use_relative_actions relative_exclude_joints",
     steps={"relative_actions_processor": RELATIVE, PACK: PACKED, ENCODE: ENCODED},
     after={
         DECODE: ProcessorStep(
@@ -67,7 +72,7 @@ SCHEMA = Schema(
         ),
         UNPACK: ProcessorStep(
             "env_action_dim",
-            # config.json's action_decode_transform takes their place when LeRobot loads the pipeline
+            # LeRobot replaces these two fields by config.json's action_decode_transform when it loads the pipeline.
             "libero_gripper_action libero_gripper_binarize",
             {"normalize_min_max": (True,), "clip_normalized_action": (True,)},
         ),
@@ -75,7 +80,7 @@ SCHEMA = Schema(
         "device_processor": DEVICE,
     },
 )
-GEOMETRY = {  # defaults of ENCODE
+GEOMETRY = {  # default arguments of the ENCODE step
     "image_crop_size": None,
     "image_target_size": None,
     "shortest_image_edge": None,
@@ -83,12 +88,13 @@ GEOMETRY = {  # defaults of ENCODE
     "use_albumentations": False,
     "letter_box_transform": False,
 }
-ALIASES = {"wrist_image": "image2"}  # a base's camera -> the name that LeRobot's LIBERO data sets have for it
+# The name of a base model's camera -> the name of this camera in LeRobot's LIBERO data sets.
+ALIASES = {"wrist_image": "image2"}
 LIBERO, GRIPPER = "libero", Threshold((), offset=0.5, below=1.0, above=-1.0)
 
 
 def recognises(path: Path) -> bool:
-    """Return True where a LeRobot folder's preprocessor is N1.7's."""
+    """Return True if a LeRobot folder's preprocessor is that of N1.7."""
     file = path / f"{PRE}.json"
     steps = JsonRecord(file).get("steps") if file.is_file() else None
     names = [step.get("registry_name") for step in steps or () if isinstance(step, dict)]
@@ -96,7 +102,7 @@ def recognises(path: Path) -> bool:
 
 
 class LeRobotFiles(NvidiaFiles):
-    """A LeRobot folder of N1.7 under the names and the configuration of NVIDIA's."""
+    """A LeRobot folder of N1.7 with the interface of NVIDIA's folder."""
 
     format = "gr00t-n1.7-lerobot"
     transforms = "lerobot"
@@ -105,7 +111,7 @@ class LeRobotFiles(NvidiaFiles):
         self.path, self.options = path, options
         for name in ("frames", "transforms", "embodiment_id"):
             if name in options.settings:
-                raise ConvertError(f"--set {name}: the files of a LeRobot fine-tune say it; leave it out")
+                raise ConvertError(f"--set {name}: a LeRobot fine-tune contains this value. Omit the option")
         self.checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
         pipelines = self.checkpoint.pipelines
         ends = [name for name in (DECODE, UNPACK) if pipelines.step(POST, name) is not None]
@@ -119,9 +125,10 @@ class LeRobotFiles(NvidiaFiles):
         self._base = find_model_dir(
             str(self.checkpoint["base_model_path"]), options.base, path, "--base", "config.json"
         )
-        if (found := model_type(self._base)) != "Gr00tN1d7":
+        if (base_type := model_type(self._base)) != "Gr00tN1d7":
             raise ConvertError(
-                f"{self._base / 'config.json'}: expected the base of a GR00T N1.7 fine-tune (Gr00tN1d7), got {found!r}"
+                f"{self._base / 'config.json'}: expected the base model of a GR00T N1.7 fine-tune (Gr00tN1d7), got"
+                f" {base_type!r}. Pass its folder with --base"
             )
         base = JsonRecord(self._base / "config.json")
         steps = self.checkpoint["num_inference_timesteps"]
@@ -139,14 +146,14 @@ class LeRobotFiles(NvidiaFiles):
 
     @cached_property
     def embodiment(self) -> Embodiment:
-        """The one that was fine-tuned, whose statistics these are."""
+        """The embodiment of the fine-tune, to which the statistics belong."""
         tag, numbers = str(self.checkpoint["embodiment_tag"]), self.pack.get("embodiment_mapping") or {}
-        asked = self.options.embodiment or tag
-        return choose(asked, [tag] if tag in numbers else [], numbers, self.processor.path)
+        choice = self.options.embodiment or tag
+        return choose(choice, [tag] if tag in numbers else [], numbers, self.processor.path)
 
     @property
     def language(self) -> str:
-        """The instruction's key on the GR00T wire, where LeRobot has its own for the task."""
+        """The instruction's key in the GR00T protocol. LeRobot's own key for the task differs."""
         return n15.TASK
 
     @property
@@ -157,45 +164,51 @@ class LeRobotFiles(NvidiaFiles):
 
     @property
     def history(self) -> tuple[int, int]:
-        """One step, as ``video_horizon`` may be 1 alone."""
+        """One observation step, because LeRobot only supports a ``video_horizon`` of 1."""
         return 1, 1
 
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Assumptions for facts that the files leave out."""
+        """Assumptions for facts that the files do not contain, for the user."""
         return tuple(self.checkpoint.notes)
 
     def cameras(self, frames: tuple[int, int]) -> list[CameraSpec]:
-        """Return the cameras by the base's keys, or where it names none of them in the order of their names."""
+        """Return the cameras in the order of the base model's keys, or of their names if no camera has such a key."""
         keys = self.pack.get("video_modality_keys") or []
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-            raise ConvertError(f"{self.processor.path}: video_modality_keys: expected names, got {keys!r}")
-        found = {key: next((n for n in (key, ALIASES.get(key)) if n in self._views), None) for key in keys}
-        names = [name for name in found.values() if name is not None]
+            raise ConvertError(
+                f"{self.processor.path}: video_modality_keys: expected a list of names, got {keys!r}"
+            )
+        camera_of_key = {
+            key: next((n for n in (key, ALIASES.get(key)) if n in self._views), None) for key in keys
+        }
+        names = [name for name in camera_of_key.values() if name is not None]
         if not names:
             return [self._views[name] for name in sorted(self._views)]
-        absent = [key for key, name in found.items() if name is None]
-        left = [camera.name for slot, camera in self._views.items() if slot not in names]
-        if absent or left:
+        absent = [key for key, name in camera_of_key.items() if name is None]
+        unused = [camera.name for slot, camera in self._views.items() if slot not in names]
+        if absent or unused:
             self.checkpoint.notes.append(
-                f"cameras, as LeRobot chooses them by the base's keys {', '.join(keys)}: without"
-                f" {', '.join([*absent, *left])}"
+                f"cameras are chosen by the base model's keys {', '.join(keys)}, as in LeRobot; not used:"
+                f" {', '.join([*absent, *unused])}"
             )
         return [self._views[name] for name in names]
 
     @cached_property
     def vectors(self) -> Vectors:
         """State and action with their normalisation, as LeRobot computes it."""
-        found = read_vectors(self.modalities, self.processor.content, same=np.equal)
-        self._fits("input_features", "STATE", STATE, found.state)
-        self._fits("output_features", "ACTION", ACTION, found.action)
-        steps = (*found.action_steps, *self._gripper(found), *self.checkpoint.action_steps())
-        horizon = min(found.horizon, self.checkpoint.size("chunk_size"))
-        return replace(found, action_steps=steps, horizon=horizon)
+        vectors = read_vectors(self.modalities, self.processor.content, same=np.equal)
+        self._fits("input_features", "STATE", STATE, vectors.state)
+        self._fits("output_features", "ACTION", ACTION, vectors.action)
+        steps = (*vectors.action_steps, *self._gripper(vectors), *self.checkpoint.action_steps())
+        horizon = min(vectors.horizon, self.checkpoint.size("chunk_size"))
+        return replace(vectors, action_steps=steps, horizon=horizon)
 
     @cached_property
     def modalities(self) -> Modalities:
-        """The groups of state and action with their statistics: one of each where the whole vector is decoded."""
+        """The groups of state and action with their statistics. There is one group each if the whole vector is
+        decoded.
+        """
         tag, where = self.embodiment.tag, self.path / f"{POST}.json"
         pipelines = self.checkpoint.pipelines
         low, high = self._statistics_of(pipelines.step(PRE, PACK), STATE)
@@ -219,7 +232,9 @@ class LeRobotFiles(NvidiaFiles):
             state[key] = dict(zip(names, (low[start:end], high[start:end]), strict=True))
             start = end
         if start != len(low):
-            raise ConvertError(f"{where}: expected groups of {len(low)} values of {STATE}, got {start}")
+            raise ConvertError(
+                f"{where}: expected groups with {len(low)} values of {STATE} in total, got {start}"
+            )
         record = {
             "state": {"modality_keys": list(state)},
             "action": {
@@ -232,7 +247,7 @@ class LeRobotFiles(NvidiaFiles):
 
     @property
     def files(self) -> list[Path]:
-        """The files that a bundle takes from this folder, and the base's configuration."""
+        """The files of this folder that the bundle depends on, and the configuration of the base model."""
         return [*self.checkpoint.files, self.config.path]
 
     @cached_property
@@ -247,14 +262,14 @@ class LeRobotFiles(NvidiaFiles):
     def _statistics_of(self, step: Mapping[str, Any] | None, feature: str) -> tuple[np.ndarray, np.ndarray]:
         return n15.bounds(self.checkpoint, step or {}, feature)
 
-    def _fits(self, group: str, kind: str, key: str, found: VectorSpec) -> None:
-        if (expected := self.checkpoint.vector(group, kind, key).dim) != found.dim:
+    def _fits(self, group: str, kind: str, key: str, vector: VectorSpec) -> None:
+        if (expected := self.checkpoint.vector(group, kind, key).dim) != vector.dim:
             raise ConvertError(
-                f"{self.path}: statistics of {key}: expected {expected} values as in config.json, got {found.dim}"
+                f"{self.path}: statistics of {key}: expected {expected} values as in config.json, got {vector.dim}"
             )
 
-    def _gripper(self, found: Vectors) -> tuple[VectorStep, ...]:
-        """The sign that LIBERO's simulator expects of a gripper, where config.json asks for it."""
+    def _gripper(self, vectors: Vectors) -> tuple[VectorStep, ...]:
+        """Return LIBERO's conversion of the gripper action to a sign, if config.json requires it."""
         transform = self.checkpoint["action_decode_transform"]
         if transform == "auto":
             transform = LIBERO if self.checkpoint["embodiment_tag"] == "libero_sim" else None
@@ -265,16 +280,17 @@ class LeRobotFiles(NvidiaFiles):
                 f"{self.checkpoint.file}: action_decode_transform: expected libero or none, got {transform!r}"
             )
         if self.end == UNPACK:
-            return (replace(GRIPPER, dims=(found.action.dim - 1,)),) if found.action.dim >= 7 else ()
-        dims = tuple(i for i, name in enumerate(found.action.names) if name.rpartition(".")[0] == "gripper")
+            return (replace(GRIPPER, dims=(vectors.action.dim - 1,)),) if vectors.action.dim >= 7 else ()
+        dims = tuple(i for i, name in enumerate(vectors.action.names) if name.rpartition(".")[0] == "gripper")
         if len(dims) != 1:
             raise ConvertError(
-                f"{self.path}: action_decode_transform=libero: expected a group 'gripper' of one value, got {len(dims)}"
+                f"{self.path}: action_decode_transform=libero: expected one group 'gripper' with one value, got"
+                f" {len(dims)}"
             )
         return (replace(GRIPPER, dims=dims),)
 
 
 def _upper(config: Mapping[str, Any]) -> dict[str, Any]:
-    """One action group's representation as NVIDIA spells it; LeRobot reads small letters too."""
-    words = {key: str(config.get(key)).upper().replace("+", "_") for key in ("rep", "type", "format")}
-    return {**words, "state_key": config.get("state_key")}
+    """Return an action group's representation in NVIDIA's spelling. LeRobot also accepts lower-case letters."""
+    fields = {key: str(config.get(key)).upper().replace("+", "_") for key in ("rep", "type", "format")}
+    return {**fields, "state_key": config.get("state_key")}

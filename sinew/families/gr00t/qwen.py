@@ -1,4 +1,4 @@
-"""GR00T N1.7: Qwen3-VL (Cosmos-Reason2) under the head."""
+"""Convert GR00T N1.7, whose backbone is Qwen3-VL (Cosmos-Reason2)."""
 
 from __future__ import annotations
 
@@ -33,17 +33,25 @@ from sinew.steps.image.grid import Grid
 ARCHITECTURE = "gr00t_n1_7"
 BACKBONE = r"backbone\.model\.model\."
 VLM_FILES = "config.json tokenizer*.json *preprocessor_config.json chat_template* special_tokens*"
-VISION_EPS = 1e-6  # fixed in Qwen3-VL's code
-DEFAULT_TASK = "Perform the task."  # LeRobot's, for an empty instruction
+VISION_EPS = 1e-6  # a constant in Qwen3-VL's code
+DEFAULT_TASK = "Perform the task."  # LeRobot's text for an empty instruction
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read an N1.7 directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read an N1.7 directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not supported.
+    """
     return assemble(NvidiaFiles(path, options))
 
 
 def assemble(files: NvidiaFiles) -> Conversion:
-    """Return the conversion of opened files. Raises :class:`ConvertError`."""
+    """Build the conversion of opened files.
+
+    Raises:
+        ConvertError: The checkpoint is not supported.
+    """
     path, options = files.path, files.options
     config, processor = files.config, files.processor
     vlm_dir = find_model_dir(str(config["model_name"]), options.vlm, path, "--vlm", VLM_FILES)
@@ -63,16 +71,19 @@ def assemble(files: NvidiaFiles) -> Conversion:
     for camera in cameras:
         if (size := image.size_after(camera.height, camera.width)) != (image.height, image.width):
             raise ConvertError(
-                f"{processor.path}: expected frames of all cameras to become {image.height}x{image.width}, got"
-                f" {size[0]}x{size[1]} of {camera.name!r}, whose frames are {camera.height}x{camera.width}"
+                f"{processor.path}: expected that the frames of all cameras become {image.height}x{image.width}"
+                f" pixels, but frames of {camera.name!r} ({camera.height}x{camera.width}) become {size[0]}x{size[1]}"
             )
     tokenizer = find_tokenizer(options, vlm_dir)
     template, template_file = find_chat_template(vlm_dir)
-    images = robot.history[0] * len(cameras)  # step after step, the oldest first
+    images = robot.history[0] * len(cameras)  # one step after the other, the oldest first
     rendered = render(template, ["image"] * images + ["text"], False, template_file)
     placeholder = tokenizer.token_text(vlm["image_token_id"])
     if rendered.count(placeholder) != images:
-        raise ConvertError(f"{template_file}: expected one {placeholder} per image")
+        raise ConvertError(
+            f"{template_file}: expected exactly one {placeholder} per image in the rendered text. Pass the model's"
+            " own folder with --vlm"
+        )
     filled = rendered.replace(placeholder, "{image}").replace(MARK, "{prompt}")
     prompt = token_prompt(
         filled,
@@ -104,7 +115,14 @@ def assemble(files: NvidiaFiles) -> Conversion:
 
 
 def model_config(config: JsonRecord, vlm: JsonRecord, rows: int, cols: int) -> Gr00tQwenConfig:
-    """Return the model of a checkpoint's config.json and its language model's, for views of rows x cols tokens."""
+    """Build the model's configuration.
+
+    Args:
+        config: config.json of the checkpoint.
+        vlm: config.json of the vision-language model.
+        rows: Rows of image tokens of a view.
+        cols: Columns of image tokens of a view.
+    """
     text = vlm.part("text_config")
     language = qwen3(text, config["select_layer"], config["backbone_embedding_dim"])
     return Gr00tQwenConfig(
@@ -123,21 +141,27 @@ def model_config(config: JsonRecord, vlm: JsonRecord, rows: int, cols: int) -> G
 
 
 def position_sections(text: JsonRecord) -> tuple[int, int, int]:
-    """Return the numbers of rotary frequencies of a Qwen3-VL for time, row and column."""
+    """Return the number of rotary frequencies of Qwen3-VL that turn with time, row and column."""
     sections = (text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})
     time, row, column = sections.get("mrope_section") or (0, 0, 0)
     if not sections.get("mrope_interleaved") or not time:
-        raise ConvertError(f"{text.path}: expected interleaved rotary positions with three sections")
+        raise ConvertError(
+            f"{text.path}: rope_scaling: expected interleaved rotary positions (mrope_interleaved) with three sections."
+            " Pass the configuration of a Qwen3-VL model with --vlm"
+        )
     return time, row, column
 
 
 def grid_step(preprocessor: JsonRecord, unit: int, method: Literal["bicubic", "bicubic_float"]) -> Grid:
-    """Return the image processor's own resize, to multiples of ``unit`` pixels."""
+    """Return the resize of the image processor, to multiples of ``unit`` pixels."""
     size = preprocessor.get("size", {})
     smallest = size.get("shortest_edge", preprocessor.get("min_pixels"))
     largest = size.get("longest_edge", preprocessor.get("max_pixels"))
     if smallest is None or largest is None:
-        raise ConvertError(f"{preprocessor.path}: no size.shortest_edge and longest_edge")
+        raise ConvertError(
+            f"{preprocessor.path}: size.shortest_edge and size.longest_edge are missing. Pass the model's own folder"
+            " with --vlm"
+        )
     return Grid(unit=unit, min_pixels=smallest, max_pixels=largest, method=method)
 
 
@@ -146,7 +170,7 @@ def vision_config(vision: JsonRecord) -> QwenViTConfig:
     vision.expect(hidden_act="gelu_pytorch_tanh")
     side = int(vision["num_position_embeddings"] ** 0.5)
     if side**2 != vision["num_position_embeddings"]:
-        raise ConvertError(f"{vision.path}: vision_config.num_position_embeddings is not a square")
+        raise ConvertError(f"{vision.path}: vision_config.num_position_embeddings: expected a square number")
     return QwenViTConfig(
         blocks=tower(
             vision,

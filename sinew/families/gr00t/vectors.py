@@ -1,4 +1,4 @@
-"""State and action of a GR00T checkpoint: modality configuration and statistics -> normalisation as data.
+"""State and action of a GR00T checkpoint: convert the modality configuration and the statistics to normalisation data.
 
 Source: Isaac-GR00T ``gr00t/data/state_action/state_action_processor.py`` and ``gr00t/data/utils.py`` (N1.6, N1.7).
 """
@@ -28,7 +28,12 @@ class Vectors:
     """The state and the actions of a policy.
 
     Attributes:
-        horizon: Actions of a chunk with a meaning.
+        state: Names of the state.
+        action: Names of an action.
+        state_parts: Parts of the state with their normalisation.
+        action_parts: Parts of an action with their normalisation.
+        action_steps: Conversions of the actions after the normalisation.
+        horizon: Number of valid actions in a chunk.
     """
 
     state: VectorSpec
@@ -40,7 +45,7 @@ class Vectors:
 
 
 class Modalities:
-    """One embodiment's modality configuration and statistics, with errors that name files and fields."""
+    """The modality configuration and the statistics of one embodiment. Errors name the file and the field."""
 
     def __init__(self, record: Mapping[str, Any], statistics: Mapping[str, Any], tag: str, where: Path):
         self.record, self.statistics, self.tag, self.where = record, statistics, tag, where
@@ -49,92 +54,106 @@ class Modalities:
         """Return the keys of a modality in the order in which the model reads them."""
         keys = self._modality(modality).get("modality_keys")
         if not isinstance(keys, list) or not keys or not all(isinstance(key, str) for key in keys):
-            raise ConvertError(f"{self.where}: {self.tag}.{modality} has no list of modality_keys")
+            raise ConvertError(f"{self.where}: {self.tag}.{modality}.modality_keys: expected a list of names")
         return tuple(keys)
 
     def moments(self, modality: str) -> list[int]:
-        """Return the steps that are sampled, relative to now."""
-        found = self._modality(modality).get("delta_indices")
-        if not isinstance(found, list) or not found or not all(isinstance(i, int) for i in found):
-            raise ConvertError(f"{self.where}: {self.tag}.{modality} has no list of delta_indices")
-        return found
+        """Return the sampled time steps, relative to the current step."""
+        indices = self._modality(modality).get("delta_indices")
+        if not isinstance(indices, list) or not indices or not all(isinstance(i, int) for i in indices):
+            raise ConvertError(
+                f"{self.where}: {self.tag}.{modality}.delta_indices: expected a list of whole numbers"
+            )
+        return indices
 
     def only_now(self, modality: str) -> None:
-        """Raise ConvertError unless the policy reads one moment of ``modality``."""
+        """Raise ConvertError unless the policy reads only the current step of ``modality``."""
         if self.moments(modality) != [0]:
             raise ConvertError(
                 f"{self.where}: {self.tag}.{modality}.delta_indices: expected [0], got {self.moments(modality)}"
-                f" (a history of the {modality} is not supported for this version of GR00T)"
+                f"; Sinew does not support a history of the {modality} for this version of GR00T"
             )
 
     def history(self, modality: str) -> tuple[int, int]:
-        """Return the number of observation steps of ``modality``, and the control steps from one to the next.
+        """Return the number of observation steps of ``modality``, and the number of control steps between two of them.
 
         Raises:
-            ConvertError: The last one is not now, they have no common distance, or there are too many.
+            ConvertError: The last step is not the current step, the distances differ, or there are too many steps.
         """
         offsets = self.moments(modality)
         strides = {later - earlier for earlier, later in pairwise(offsets)} or {1}
         stride = min(strides)
         if offsets[-1] != 0 or len(strides) > 1 or history_problem(len(offsets), stride):
             raise ConvertError(
-                f"{self.where}: {self.tag}.{modality}.delta_indices: expected at most {MAX_HISTORY} steps at one"
-                f" distance, of which the last is 0 and the first at least -{MAX_HISTORY_STEPS}, such as [-20, 0], got"
-                f" {offsets}"
+                f"{self.where}: {self.tag}.{modality}.delta_indices: expected at most {MAX_HISTORY} steps at equal"
+                f" distances, of which the last is 0 and the first at least -{MAX_HISTORY_STEPS}, for example [-20, 0],"
+                f" got {offsets}"
             )
         return len(offsets), stride
 
     def listed(self, modality: str, name: str) -> tuple[str, ...]:
-        """Return an optional list of keys, such as ``sin_cos_embedding_keys``."""
+        """Return an optional list of keys of a modality, for example ``sin_cos_embedding_keys``."""
         return tuple(self._modality(modality).get(name) or ())
 
     def flag(self, modality: str, name: str) -> bool:
-        """Return an optional switch of a modality."""
+        """Return an optional boolean field of a modality."""
         return bool(self._modality(modality).get(name))
 
     def actions(self) -> list[dict[str, Any]]:
-        """The representation of each action key, in order; absolute if the files do not state it."""
+        """Return the representation of each action key, in order. The default is absolute actions."""
         count = len(self.keys("action"))
         configs = self._modality("action").get("action_configs") or [{}] * count
         if len(configs) != count:
             raise ConvertError(
-                f"{self.where}: {self.tag}.action has {len(configs)} action_configs for {count} keys"
+                f"{self.where}: {self.tag}.action.action_configs: expected {count} entries, one per key, got"
+                f" {len(configs)}"
             )
         return configs
 
     def stats(self, kind: str, key: str, names: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
         """Return two statistics of one key, float64 [D] or [T, D] each."""
-        found = []
+        arrays = []
         for name in names:
             try:
                 values = np.asarray(self.statistics[kind][key][name], np.float64)
             except (KeyError, TypeError, ValueError):
                 raise ConvertError(
-                    f"{self.where.parent}: no statistics {kind}.{key}.{name} of {self.tag!r}; statistics.json has to"
-                    " hold those of the robot that the policy was trained on"
+                    f"{self.where.parent}: the statistics {kind}.{key}.{name} of {self.tag!r} are missing. Use the"
+                    " statistics.json of the robot that the policy was trained on"
                 ) from None
             if values.ndim not in (1, 2) or not values.size or not np.isfinite(values).all():
-                raise ConvertError(f"statistics {kind}.{key}.{name} of {self.tag!r} are not finite vectors")
-            found.append(values)
-        first, second = found
+                raise ConvertError(
+                    f"statistics {kind}.{key}.{name} of {self.tag!r}: expected finite vectors. Compute the statistics"
+                    " again"
+                )
+            arrays.append(values)
+        first, second = arrays
         if first.shape != second.shape:
-            raise ConvertError(f"statistics {kind}.{key} of {self.tag!r} differ in their shapes")
+            raise ConvertError(
+                f"statistics {kind}.{key} of {self.tag!r}: expected equal shapes, got {first.shape} and {second.shape}"
+            )
         return first, second
 
     def _modality(self, name: str) -> Mapping[str, Any]:
-        found = self.record.get(name)
-        if not isinstance(found, dict):
-            raise ConvertError(f"{self.where}: the modality {name!r} of {self.tag!r} is missing")
-        return found
+        modality = self.record.get(name)
+        if not isinstance(modality, dict):
+            raise ConvertError(
+                f"{self.where}: {self.tag}: the modality {name!r} is missing. Use the complete files of the training"
+                " run"
+            )
+        return modality
 
 
 def read_vectors(
     modalities: Modalities, settings: Mapping[str, Any], same: Callable[..., Any] = np.isclose
 ) -> Vectors:
-    """Return the vectors of an embodiment.
+    """Build the state and action vectors of an embodiment.
 
-    settings: the processor's own (``processor_kwargs``). same: upstream's test for a state's value that is constant,
-    of its bounds: ``np.isclose`` in NVIDIA's code, ``np.equal`` in LeRobot's.
+    Args:
+        modalities: The embodiment's modality configuration.
+        settings: The processor's own settings (``processor_kwargs``).
+        same: Test whether the two bounds of a state value are equal, so that the value is constant. NVIDIA's code uses
+            ``np.isclose``, LeRobot uses ``np.equal``.
     """
     bounds = ("q01", "q99") if settings.get("use_percentiles") else ("min", "max")
     sin_cos = modalities.listed("state", "sin_cos_embedding_keys")
@@ -147,7 +166,7 @@ def read_vectors(
     for key in modalities.keys("state"):
         (low, high) = modalities.stats("state", key, bounds)
         dim = low.shape[-1]
-        if blank:  # the model was trained on zeros
+        if blank:  # The model was trained with a state of zeros.
             part = VectorPart(key, dim, min_max(np.zeros(dim), np.zeros(dim), clip))
         elif key in sin_cos:
             part = VectorPart(key, dim, Normalization("identity"), sin_cos=True)
@@ -165,7 +184,7 @@ def read_vectors(
     steps: list[VectorStep] = []
     for key, config in zip(modalities.keys("action"), modalities.actions(), strict=True):
         relative = config.get("rep") == "RELATIVE" and bool(settings.get("use_relative_action"))
-        # Upstream takes the relative actions' own range whatever use_percentiles says.
+        # NVIDIA's code always uses the minimum and maximum of relative actions, even with use_percentiles.
         kind, names = ("relative_action", ("min", "max")) if relative else ("action", bounds)
         if key in modalities.listed("action", "mean_std_embedding_keys"):
             normalization = standard(*modalities.stats(kind, key, ("mean", "std")), horizon=horizon)
@@ -197,13 +216,14 @@ def _relative(
     reference = config.get("state_key") or key
     if reference not in offsets:
         raise ConvertError(
-            f"{modalities.where}: action {key!r} is relative to the state {reference!r}, which is not among"
+            f"{modalities.where}: action {key!r} is relative to the unknown state {reference!r}. Use one of:"
             f" {', '.join(offsets)}"
         )
     part = offsets[reference]
     if part.stop - part.start != dim:
         raise ConvertError(
-            f"{modalities.where}: action {key!r} has {dim} values, the state {reference!r} another number"
+            f"{modalities.where}: action {key!r}: expected as many values as the state {reference!r}, which has"
+            f" {part.stop - part.start}, got {dim}"
         )
     dims, state_dims = tuple(range(start, start + dim)), tuple(range(part.start, part.stop))
     if config.get("type") == "NON_EEF":
@@ -211,25 +231,32 @@ def _relative(
     form = str(config.get("format"))
     if config.get("type") != "EEF" or POSES.get(form) != dim:
         raise ConvertError(
-            f"{modalities.where}: relative action {key!r} of {dim} values: expected NON_EEF, or EEF as"
-            f" {' or '.join(POSES)}, got {config.get('type')} as {form}"
+            f"{modalities.where}: relative action {key!r} of {dim} values: expected type NON_EEF, or type EEF with"
+            f" format {' or '.join(POSES)}, got type {config.get('type')} with format {form}"
         )
     return ComposePose(dims, state_dims=state_dims)
 
 
 def named(parts: Sequence[VectorPart]) -> VectorSpec:
-    """Return a vector whose dimensions are called after their parts, as the GR00T wire groups them."""
+    """Return a vector whose dimensions are named after their parts, as the GR00T protocol groups them."""
     names = tuple(f"{part.name}.{i}" for part in parts for i in range(part.dim))
     return VectorSpec(len(names), names)
 
 
 def min_max(low: np.ndarray, high: np.ndarray, clip: bool, horizon: int = 0) -> Normalization:
-    """Return the normalisation to [-1, 1]; statistics [T, D] are those of each of the first ``horizon`` steps."""
+    """Return a normalisation to [-1, 1].
+
+    Args:
+        low: Minimum, [D], or [T, D] for statistics of each time step.
+        high: Maximum, like ``low``.
+        clip: True clips the result to [-1, 1].
+        horizon: Number of actions of a chunk, for statistics [T, D].
+    """
     return _per_step("min_max", {"min": low, "max": high}, clip, horizon)
 
 
 def standard(mean: np.ndarray, std: np.ndarray, horizon: int = 0) -> Normalization:
-    """Return (x - mean) / std; where std is zero, upstream leaves the value as it is."""
+    """Return the normalisation (x - mean) / std. A value whose std is zero is unchanged, as in NVIDIA's code."""
     still = std == 0
     return _per_step(
         "mean_std", {"mean": np.where(still, 0, mean), "std": np.where(still, 1, std)}, False, horizon
@@ -242,7 +269,9 @@ def _per_step(mode: Any, stats: Mapping[str, np.ndarray], clip: bool, horizon: i
     if first.ndim == 2:
         rows = horizon
         if len(first) < horizon:
-            raise ConvertError(f"statistics of {len(first)} steps for a chunk of {horizon}")
+            raise ConvertError(
+                f"statistics: expected at least {horizon} time steps, the length of a chunk, got {len(first)}"
+            )
         stats = {name: values[:horizon] for name, values in stats.items()}
     listed = {name: tuple(float(v) for v in values.reshape(-1)) for name, values in stats.items()}
     return Normalization(mode, listed, eps=0.0, convention="gr00t", clip=clip, rows=rows)

@@ -1,4 +1,7 @@
-"""Names and forms of GR00T's tensors. Weights that upstream keeps per embodiment are cut to one here."""
+"""Rules that convert the names and shapes of GR00T's tensors.
+
+Some weights are stored per embodiment, and the rules select one embodiment.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ BLOCK = (
 
 
 def head_rules(embodiment: int) -> Rules:
-    """Return the rules of the action head, for the embodiment of this number."""
+    """Return the rules for the action head's tensors.
+
+    Args:
+        embodiment: Index of the embodiment to select.
+    """
 
     def weight(source: TensorSource) -> TensorSource:  # [embodiments, in, out] -> [out, in]
         return transpose(pick(source, embodiment))
@@ -40,7 +47,7 @@ def head_rules(embodiment: int) -> Rules:
 
 
 def transformer_rules(head: str) -> Rules:
-    """Return the rules of the diffusion transformer below ``head``, and of its tables."""
+    """Return the rules for the diffusion transformer and the token tables with the name prefix ``head``."""
     dit, embedder = head + r"model\.", "timestep_encoder.timestep_embedder."
     time = f"{embedder}linear_1=time_in {embedder}linear_2=time_out"
     return (
@@ -51,7 +58,12 @@ def transformer_rules(head: str) -> Rules:
 
 
 def siglip_rules(upstream: str, patch: int) -> Rules:
-    """Return the rules of a SigLIP tower. Its pooling head is not used."""
+    """Return the rules for a SigLIP tower. Its pooling head is not used.
+
+    Args:
+        upstream: Prefix of the tensor names.
+        patch: Side of a patch in pixels.
+    """
 
     def patches(source: TensorSource) -> TensorSource:
         if len(source.shape) != 2:
@@ -70,7 +82,7 @@ def siglip_rules(upstream: str, patch: int) -> Rules:
 
 
 def qwen_vision_rules(upstream: str) -> Rules:
-    """Return the rules of Qwen3-VL's tower. Both frames of a patch become channels of one picture."""
+    """Return the rules for Qwen3-VL's tower. The two frames of a patch become channels of one picture."""
 
     def patches(
         source: TensorSource,

@@ -1,4 +1,4 @@
-"""VLA-JEPA: GR00T's head over a language model that is read at marked tokens, in LeRobot's layout."""
+"""VLA-JEPA in LeRobot's layout: Qwen3-VL, and GR00T's action head over the outputs at special tokens."""
 
 from sinew.core.registry import Family
 

@@ -1,7 +1,7 @@
-"""LeRobot VLA-JEPA checkpoint -> bundle: Qwen3-VL and the action head; the world model is left out.
+"""Convert LeRobot VLA-JEPA checkpoints: Qwen3-VL and the action head. The world model is omitted.
 
-What the language model is made of (widths, tokenizer, chat template, image processor) lies in the hub repository that
-``qwen_model_name`` names and is given with --vlm. Source: LeRobot ``policies/vla_jepa`` (0.6).
+The widths, tokenizer, chat template and image processor of the language model are in the hub repository that
+``qwen_model_name`` names, or in the folder of --vlm. Source: LeRobot ``policies/vla_jepa`` (0.6).
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ NAMES = (ARCHITECTURE,)
 recognises = of_type(*NAMES)
 OPTIONS = ("vlm", "tokenizer", "stats", "stats_key", "dataset")
 SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING, "ignore": IGNORE_SETTING}
-DEFAULT_TASK = "Execute the robot action."  # upstream's, without a task
-PRESETS = {"DiT-B": (12, 64), "DiT-L": (32, 48), "DiT-test": (2, 8)}  # heads and their width
+DEFAULT_TASK = "Execute the robot action."  # LeRobot's text for an empty task
+PRESETS = {"DiT-B": (12, 64), "DiT-L": (32, 48), "DiT-test": (2, 8)}  # number of heads, and width of a head
 CONTEXT, HEAD = r"model\.qwen\.model\.model\.", r"model\.action_model\."
 WORLD = (ENCODER, "model.video_predictor.")
-SPARE_POSITIONS = 4  # spare positions of the head's table
+# Rows that LeRobot adds to the head's position table.
+SPARE_POSITIONS = 4
 GRIPPER = ProcessorStep("gripper_dim threshold")
 SCHEMA = Schema(
     defaults={
@@ -104,12 +105,20 @@ SCHEMA = Schema(
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported VLA-JEPA.
+    """
     return assemble(LeRobotCheckpoint(path, options, SCHEMA))
 
 
 def assemble(checkpoint: LeRobotCheckpoint) -> Conversion:
-    """Return the conversion of an opened checkpoint. Raises :class:`ConvertError`."""
+    """Build the conversion of an opened checkpoint.
+
+    Raises:
+        ConvertError: The checkpoint is not supported.
+    """
     path, options = checkpoint.path, checkpoint.options
     vlm_dir = find_model_dir(str(checkpoint["qwen_model_name"]), options.vlm, path, "--vlm", VLM_FILES)
     vlm = JsonRecord(vlm_dir / "config.json")
@@ -126,7 +135,7 @@ def assemble(checkpoint: LeRobotCheckpoint) -> Conversion:
     template, template_file = find_chat_template(vlm_dir)
     prompt = prompt_recipe(checkpoint, vlm, tokenizer, template, template_file, rows * cols)
     check_depth(checkpoint, vlm.part("text_config"))
-    checkpoint.check_tokens(*(held.token for held in prompt.held))
+    checkpoint.check_tokens(*(item.token for item in prompt.held))
     model = model_config(checkpoint, vlm, prompt, vectors, (rows, cols))
     spec = checkpoint.policy_spec(
         ARCHITECTURE,
@@ -139,7 +148,9 @@ def assemble(checkpoint: LeRobotCheckpoint) -> Conversion:
         default_prompt=DEFAULT_TASK,
     )
     if not has_state:
-        checkpoint.notes.append("no state among the features: the head gets no state token, as upstream")
+        checkpoint.notes.append(
+            "the features contain no state, so the head has no state token, as in LeRobot"
+        )
     return Conversion(
         format=checkpoint.format or "lerobot-vla-jepa",
         config=model,
@@ -154,13 +165,13 @@ def assemble(checkpoint: LeRobotCheckpoint) -> Conversion:
 
 
 def check_depth(checkpoint: LeRobotCheckpoint, text: JsonRecord) -> None:
-    """Raise ConvertError where --vlm names a language model of another depth than the checkpoint's."""
+    """Raise ConvertError if the language model of --vlm has another number of layers than the checkpoint's."""
     pattern = re.compile(CONTEXT + r"language_model\.layers\.(\d+)\..*")
-    found = [int(match[1]) for name in checkpoint.tensors if (match := pattern.fullmatch(name))]
-    if found and max(found) + 1 != text["num_hidden_layers"]:
+    indices = [int(match[1]) for name in checkpoint.tensors if (match := pattern.fullmatch(name))]
+    if indices and max(indices) + 1 != text["num_hidden_layers"]:
         raise ConvertError(
-            f"{text.path}: {text.name}num_hidden_layers: expected {max(found) + 1}, as the checkpoint has, got"
-            f" {text['num_hidden_layers']}: --vlm names another model"
+            f"{text.path}: {text.name}num_hidden_layers: expected {max(indices) + 1}, as in the checkpoint, got"
+            f" {text['num_hidden_layers']}. Pass the checkpoint's model with --vlm"
         )
 
 
@@ -171,7 +182,7 @@ def model_config(
     vectors: tuple[VectorSpec, VectorSpec],
     grid: tuple[int, int],
 ) -> JepaConfig:
-    """Return the sizes of the model. grid: rows and columns of a view's image tokens."""
+    """Build the model's configuration. ``grid`` has the rows and columns of a view's image tokens."""
     image, marker = prompt.held
     text = vlm.part("text_config")
     heads, head_dim = PRESETS[checkpoint.one_of("action_model_type", *PRESETS)]
@@ -211,14 +222,15 @@ def model_config(
 
 
 def rules(tensors: Mapping[str, TensorSource], model: JepaConfig, has_state: bool) -> Rules:
-    """Return the rules of all tensors that inference reads."""
+    """Return the rules for all tensors that inference reads."""
     embedded = any(name.endswith("language_model.embed_tokens.weight") for name in tensors)
     coder = HEAD + r"(state_encoder|action_encoder|action_decoder)\.layer(\d)\.(.*)"
     return (
         *(() if has_state else (Rule(HEAD + r"state_encoder\..*"),)),
         Rule(coder, (r"head.\1.fc\2.\3",)),
         *transformer_rules(HEAD),
-        # The table is tied to the output layer, and LeRobot stores it under that name alone.
+        # The token table is tied to the output layer. LeRobot stores the tensor under the name of the output layer
+        # only.
         *(() if embedded else (Rule(r"model\.qwen\.model\.lm_head\.(.*)", (r"language.embed_tokens.\1",)),)),
         *language_rules(CONTEXT + r"language_model\.", model.language.num_layers, norm=""),
         *qwen_vision_rules(CONTEXT + r"visual\."),

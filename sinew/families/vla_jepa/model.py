@@ -1,8 +1,9 @@
-"""VLA-JEPA without its world model, which inference does not read (LeRobot ``policies/vla_jepa``).
+"""VLA-JEPA without its world model, which inference does not need (LeRobot ``policies/vla_jepa``).
 
-Qwen3-VL reads views and instruction. The prompt ends in learned "embodied action" tokens; their outputs of the last
-language layer, before the final norm, are all that the action head reads. The head is GR00T's: a diffusion transformer
-whose even blocks read those rows and whose odd blocks read [state | future tokens | noisy actions].
+Qwen3-VL reads views and instruction. The prompt ends with learned "embodied action" tokens. The action head reads only
+the outputs of the last language layer at these tokens, before the final norm. The head is GR00T's diffusion
+transformer. Its even blocks attend to these outputs, and its odd blocks attend to [state | future tokens | noisy
+actions]. The solver integrates the head's velocity to an action chunk.
 """
 
 from __future__ import annotations
@@ -19,22 +20,33 @@ from sinew.families.gr00t.model import Gr00tQwen, Gr00tQwenConfig
 
 @dataclass(frozen=True, kw_only=True)
 class JepaConfig(Gr00tQwenConfig):
-    """marker: the id of the embodied action token; markers: how many of them a prompt holds."""
+    """Sizes of VLA-JEPA.
+
+    Attributes:
+        marker: Id of the embodied action token.
+        markers: Number of embodied action tokens in a prompt.
+        max_state_dim: Size of the state. 0 if the policy has no state token.
+    """
 
     marker: int
     markers: int
-    max_state_dim: int = 0  # policies without a state have no state token
+    max_state_dim: int = 0
 
 
 class VLAJepa(Gr00tQwen):
+    """VLA-JEPA: Qwen3-VL and GR00T's action head."""
+
     config_type: ClassVar[type] = JepaConfig
     per_embodiment: ClassVar[tuple[str, ...]] = ()
-    float32_modules = ("head",)  # upstream builds the head in float32 whatever the language model's dtype
+    # LeRobot creates the head in float32 for every dtype of the language model.
+    float32_modules = ("head",)
 
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> HeadContext:
-        """Return the context; arguments as in ``Model.read``. ``tokens`` hold a placeholder per image token."""
+        """Compute the context. The arguments are those of ``Model.read``. ``tokens`` contains a placeholder per image
+        token.
+        """
         is_image, valid = self.seen(image_tokens, camera_mask, tokens, token_mask)
         features = self.features(image_tokens, is_image, tokens, valid)  # [B, L, C]
         index = self.marked(tokens, valid)

@@ -1,4 +1,7 @@
-"""VLA-JEPA's images, prompt, statistics and gripper as data of a bundle. Source: LeRobot ``policies/vla_jepa``."""
+"""Convert VLA-JEPA's images, prompt, statistics and gripper to the data of a bundle.
+
+Source: LeRobot ``policies/vla_jepa``.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ from sinew.steps.vector.threshold import Threshold
 
 PREP, CLIP = "vla_jepa_image_prep", "vla_jepa_clip_actions"
 SNAP, BINARIZE = "vla_jepa_pre_snap_gripper", "vla_jepa_binarize_gripper"
-SWITCHES = {  # postprocessor's steps -> the configuration's switches, for checkpoints without pipelines
+# Steps of the postprocessor -> fields of config.json, for checkpoints without pipelines.
+SWITCHES = {
     CLIP: "clip_normalized_actions",
     SNAP: "pre_snap_gripper_action",
     BINARIZE: "binarize_gripper_action",
@@ -34,25 +38,32 @@ ENCODER = "model.video_encoder."
 
 
 def image_processor(vlm_dir: Path) -> JsonRecord:
-    """Return Qwen's image processor, from processor_config.json or, before transformers 5, preprocessor_config.json."""
+    """Return Qwen's image processor.
+
+    The file is processor_config.json, or preprocessor_config.json before transformers 5.
+    """
     whole = vlm_dir / "processor_config.json"
     if whole.is_file() and "image_processor" in (record := JsonRecord(whole)).content:
-        found = record.part("image_processor")
+        processor = record.part("image_processor")
     else:
-        found = JsonRecord(vlm_dir / "preprocessor_config.json")
-    found.expect(do_resize=True, do_normalize=True, resample=3)
-    return found
+        processor = JsonRecord(vlm_dir / "preprocessor_config.json")
+    processor.expect(do_resize=True, do_normalize=True, resample=3)
+    return processor
 
 
 def image_recipe(checkpoint: LeRobotCheckpoint, processor: JsonRecord, grid: ImageStep) -> ImageRecipe:
-    """Return the steps from a frame to pixels, all in floats. Raises ConvertError where cameras end in two sizes."""
+    """Build the steps from a frame to pixels, all in floating point.
+
+    Raises:
+        ConvertError: The frames of the cameras get different sizes.
+    """
     checkpoint.refuse_image_scales()
     size = checkpoint["resize_images_to"]
     prep = checkpoint.pipelines.config(PRE, PREP)
     if "resize_to" in prep and prep["resize_to"] != size:
         raise ConvertError(
-            f"{checkpoint.path / PRE}.json: {PREP}: resize_to: expected config.json's resize_images_to"
-            f" = {json.dumps(size)}, got {json.dumps(prep['resize_to'])}"
+            f"{checkpoint.path / PRE}.json: {PREP}: resize_to: expected {json.dumps(size)}, the resize_images_to in"
+            f" config.json, got {json.dumps(prep['resize_to'])}"
         )
     steps: tuple[ImageStep, ...] = (grid,)
     if (sides := checkpoint.sides("resize_images_to")) is not None:
@@ -63,8 +74,8 @@ def image_recipe(checkpoint: LeRobotCheckpoint, processor: JsonRecord, grid: Ima
     sizes = {camera.name: recipe.size_after(*_frame(camera)) for camera in checkpoint.cameras}
     if len(set(sizes.values())) > 1:
         raise ConvertError(
-            f"{checkpoint.file}: resize_images_to: expected one size for all cameras, whose frames become"
-            f" {', '.join(f'{name} {h}x{w}' for name, (h, w) in sizes.items())} without it"
+            f"{checkpoint.file}: resize_images_to: expected a size, because the frames of the cameras have different"
+            f" sizes without it: {', '.join(f'{name} {h}x{w}' for name, (h, w) in sizes.items())}"
         )
     height, width = next(iter(sizes.values()))
     return replace(recipe, height=height, width=width)
@@ -75,12 +86,12 @@ def _frame(camera: CameraSpec) -> tuple[int, int]:
 
 
 def added_tokens(checkpoint: LeRobotCheckpoint) -> tuple[list[str], str]:
-    """Return the action tokens, four for each row of a chunk, and the embodied action token."""
+    """Return the action tokens, four per action of a chunk, and the embodied action token."""
     pattern, embodied = checkpoint["special_action_token"], checkpoint["embodied_action_token"]
     if not isinstance(pattern, str) or pattern.count("{}") != 1 or not isinstance(embodied, str):
         raise ConvertError(
-            f"{checkpoint.file}: special_action_token, embodied_action_token: expected texts, the first with one {{}},"
-            f" got {pattern!r}, {embodied!r}"
+            f"{checkpoint.file}: special_action_token, embodied_action_token: expected two texts, the first with one"
+            f" {{}}, got {pattern!r}, {embodied!r}"
         )
     return [pattern.replace("{}", str(i)) for i in range(4 * checkpoint.size("chunk_size"))], embodied
 
@@ -93,9 +104,10 @@ def prompt_recipe(
     template_file: Path,
     image_tokens: int,
 ) -> PromptRecipe:
-    """Return the prompt: the chat template around upstream's sentence, with its added tokens written out."""
+    """Build the prompt: the chat template around LeRobot's sentence, including the added tokens."""
     actions, embodied = added_tokens(checkpoint)
-    # With the world model upstream asks the encoder for its tubelet; the encoder's patches show it.
+    # With the world model LeRobot reads the tubelet size from the video encoder. The shape of the encoder's patches
+    # shows the size.
     tubelet = next(
         (
             source.shape[2]
@@ -118,10 +130,15 @@ def prompt_recipe(
     rendered = render(template, ["image"] * len(checkpoint.cameras) + ["text"], True, template_file)
     placeholder = tokenizer.token_text(vlm["image_token_id"])
     if rendered.count(placeholder) != len(checkpoint.cameras):
-        raise ConvertError(f"{template_file}: expected one {placeholder} per image")
+        raise ConvertError(
+            f"{template_file}: expected exactly one {placeholder} per image in the rendered text. Pass the model's"
+            " own folder with --vlm"
+        )
     text = rendered.replace(MARK, filled)
     if "{" in text or "}" in text:
-        raise ConvertError(f"{checkpoint.file}: prompt_template: expected no braces in its text")
+        raise ConvertError(
+            f"{checkpoint.file}: prompt_template: the text must not contain other braces than its fields. Remove them"
+        )
     text = text.replace(placeholder, "{image}").replace(MARK, "{prompt}")
     vocabulary = max(vlm.part("text_config")["vocab_size"], tokenizer.tokenizer.get_vocab_size())
     recipe = token_prompt(text, tokenizer, vocabulary, vlm["image_token_id"], image_tokens, False)
@@ -129,8 +146,12 @@ def prompt_recipe(
 
 
 def fill(checkpoint: LeRobotCheckpoint, values: Mapping[str, str]) -> str:
-    """Return ``prompt_template`` with its three fields filled. Raises ConvertError for any other use of braces."""
-    template, found, out = checkpoint["prompt_template"], [], []
+    """Return ``prompt_template`` with its three fields filled.
+
+    Raises:
+        ConvertError: The template has other fields or braces.
+    """
+    template, fields, out = checkpoint["prompt_template"], [], []
     with named(f"{checkpoint.file}: prompt_template"):
         parsed = list(string.Formatter().parse(template))
     for text, field, form, conversion in parsed:
@@ -138,13 +159,13 @@ def fill(checkpoint: LeRobotCheckpoint, values: Mapping[str, str]) -> str:
         if field is not None:
             if field not in values or form or conversion:
                 raise ConvertError(
-                    f"{checkpoint.file}: prompt_template: expected fields {', '.join(values)}, got {field!r}"
+                    f"{checkpoint.file}: prompt_template: expected only the fields {', '.join(values)}, got {field!r}"
                 )
-            found.append(field)
+            fields.append(field)
             out.append(values[field])
-    if found.count("instruction") != 1 or found.count("e_actions") != 1:
+    if fields.count("instruction") != 1 or fields.count("e_actions") != 1:
         raise ConvertError(
-            f"{checkpoint.file}: prompt_template: expected {{instruction}} and {{e_actions}} once, got {found}"
+            f"{checkpoint.file}: prompt_template: expected {{instruction}} and {{e_actions}} exactly once, got {fields}"
         )
     return "".join(out)
 
@@ -156,18 +177,23 @@ def processing(
     vectors: tuple[VectorSpec, VectorSpec],
     has_state: bool,
 ) -> Processing:
-    """Return the processing. Raises ConvertError where relative actions have no state."""
+    """Build the processing.
+
+    Raises:
+        ConvertError: The actions are relative, and the policy has no state.
+    """
     action = checkpoint.normalization(ACTION, "ACTION")
     named = {name for name in SWITCHES if checkpoint.pipelines.step(POST, name) is not None}
     if not checkpoint.pipelines.there:
         named = {name for name, key in SWITCHES.items() if checkpoint[key]}
-        if action.mode != "min_max":  # upstream clips nothing else
+        # LeRobot clips only actions that are normalised by minimum and maximum.
+        if action.mode != "min_max":
             named.discard(CLIP)
     elif action.mode == "min_max":
         for name, key in SWITCHES.items():
             if name not in named and checkpoint.config.get(key) is True:
                 checkpoint.notes.append(
-                    f"config.json has {key}=true, and {POST}.json has no step {name}: it is not done"
+                    f"config.json has {key}=true, but {POST}.json has no step {name}, so this step is omitted"
                 )
     action = replace(action, clip=CLIP in named)
     if SNAP in named:
@@ -175,7 +201,8 @@ def processing(
         action = replace(action, snap=(dim,), snap_at=threshold)
     if not has_state and is_relative(checkpoint):
         raise ConvertError(
-            f"{checkpoint.file}: relative actions: expected a state among the features, got none"
+            f"{checkpoint.file}: relative actions require a state, but the input features contain none. Train the"
+            " policy with a state"
         )
     steps = checkpoint.action_steps() if has_state else ()
     if BINARIZE in named:
@@ -194,7 +221,7 @@ def processing(
 
 
 def is_relative(checkpoint: LeRobotCheckpoint) -> Any:
-    """Return a true value for a checkpoint whose actions are relative to the state."""
+    """Return a true value if the actions of a checkpoint are relative to the state."""
     step = checkpoint.pipelines.config(PRE, "relative_actions_processor")
     return (
         step.get("enabled") if checkpoint.pipelines.there else checkpoint.config.get("use_relative_actions")
@@ -202,18 +229,24 @@ def is_relative(checkpoint: LeRobotCheckpoint) -> Any:
 
 
 def gripper(checkpoint: LeRobotCheckpoint, step: str, action_dim: int) -> tuple[int, float]:
-    """Return the gripper's dimension and threshold: the step's own, else the configuration's, names first."""
-    names, wanted = checkpoint.config.get("action_feature_names"), checkpoint["gripper_joint_names"] or []
+    """Return the gripper's dimension and threshold.
+
+    The values of the pipeline step come first, then a match of the joint names, then the values of the configuration.
+    """
+    names, joint_names = (
+        checkpoint.config.get("action_feature_names"),
+        checkpoint["gripper_joint_names"] or [],
+    )
     dim = checkpoint["gripper_dim"]
     if isinstance(names, list) and not checkpoint.pipelines.there:
-        tokens = [str(token).lower() for token in wanted if token]
+        tokens = [str(token).lower() for token in joint_names if token]
         hits = [i for i, name in enumerate(names) if any(token in str(name).lower() for token in tokens)]
         dim = hits[0] if hits else dim
     record = checkpoint.pipelines.config(POST, step)
     dim, threshold = record.get("gripper_dim", dim), record.get("threshold", checkpoint["gripper_threshold"])
     if type(dim) is not int or not 0 <= dim < action_dim or not isinstance(threshold, int | float):
         raise ConvertError(
-            f"{checkpoint.path}: {step}: expected a dimension below {action_dim} and a threshold,"
-            f" got {dim!r} and {threshold!r}"
+            f"{checkpoint.path}: {step}: expected gripper_dim below {action_dim} and a number as threshold, got {dim!r}"
+            f" and {threshold!r}"
         )
     return dim, float(threshold)
