@@ -81,7 +81,7 @@ def longer(sections: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "options", "said"),
     [
-        (second, {}, r"expected one file checkpoints/\*.pt, got 2; give one: .*step-000020"),
+        (second, {}, r"expected one file checkpoints/\*.pt, got 2; pass one of them: .*step-000020"),
         (lambda run: (run / WEIGHTS).unlink(), {}, r"expected one file checkpoints/\*.pt, got 0"),
         (
             edit(CONFIG, lambda r: r["vla"].update(base_vlm="siglip-224px+7b")),
@@ -113,10 +113,10 @@ def longer(sections: dict[str, Any]) -> None:
         (
             lambda run: None,
             {"stats_key": "aloha"},
-            "no statistics 'aloha'; give one with --stats-key: bridge",
+            "no statistics 'aloha'; pass --stats-key with one of: bridge",
         ),
-        (lambda run: None, {"stats_key": ""}, "statistics of 2 data sets; give one with --stats-key"),
-        (lambda run: None, {"cameras": ("a", "b")}, "--cameras: expected one, .*, got 2"),
+        (lambda run: None, {"stats_key": ""}, "statistics of 2 data sets; pass --stats-key with one of"),
+        (lambda run: None, {"cameras": ("a", "b")}, "--cameras: expected one name, .*, got 2"),
         (
             lambda run: None,
             {"settings": {"solver_steps": "30"}},
@@ -127,12 +127,12 @@ def longer(sections: dict[str, Any]) -> None:
         (
             weights(lambda s: s.pop("action_model")),
             {},
-            "got no action_model: weights of OpenVLA's training, or of a language model alone",
+            "got no action_model. These are weights of OpenVLA or of a language model",
         ),
         (
             weights(lambda s: s.pop("vision_backbone")),
             {},
-            "expected model with .*, got no vision_backbone$",
+            "expected the modules .*, got no vision_backbone$",
         ),
         (weights(narrow), {}, "action_dim: expected 6, got 7"),
         (weights(longer), {}, "future_action_window_size: expected 32, got 15"),
@@ -155,7 +155,7 @@ def test_what_is_refused_before_it_is_too_small_a_robot(run: Path) -> None:
     """An arm without a gripper: upstream's code takes number 6 for one, whatever it is."""
     edit(CONFIG, lambda record: record.update(action_dim=6))(run)
     weights(narrow)(run)
-    with pytest.raises(ConvertError, match="actions: expected 7 numbers or more, .*, got 6"):
+    with pytest.raises(ConvertError, match="actions: expected at least 7 values, .*, got 6"):
         convert(run, run.parent / "out.gguf", **given(run))
 
 
@@ -166,13 +166,16 @@ def test_the_lines_that_a_user_types(run: Path, tmp_path: Path, capsys: pytest.C
     frame, out = tmp_path / "frame.png", tmp_path / "cogact.gguf"
     Image.fromarray(np.full((48, 64, 3), 90, np.uint8)).save(frame)
     options, words = given(run), []
-    for flag, field in (("--stats-key", "stats_key"), ("--tokenizer", "tokenizer")):
+    for verb, flag, field in (("pass", "--stats-key", "stats_key"), ("with", "--tokenizer", "tokenizer")):
         assert main(["convert", str(run), str(out), *words]) == 1
-        assert f"with {flag}" in " ".join(capsys.readouterr().err.split())
+        assert f"{verb} {flag}" in " ".join(capsys.readouterr().err.split())
         words += [flag, str(options[field])]
     assert main(["convert", str(run / WEIGHTS), str(out), *words, "--set", "solver_steps=2"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "guidance scale 1.5, as upstream's servers have it: --set guidance_scale=SCALE" in told
+    assert (
+        "guidance scale 1.5, the default of CogACT's servers; change it with --set guidance_scale=SCALE"
+        in told
+    )
     ask = [
         "infer",
         str(out),
@@ -218,7 +221,7 @@ def test_the_moving_average_is_left_aside_and_said(run: Path) -> None:
     assert {name.partition(".")[0] for name in found.dropped} >= {"ema_diffusion", "action_model"}
     assert found.config.guidance_scale == 3.0
     assert any("ema_diffusion" in note for note in found.notes)
-    assert any("guidance scale 3, as given" in note for note in found.notes)
+    assert any("guidance scale 3, as set by the user" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -134,12 +134,15 @@ def odd(tensors: Tensors) -> None:
     ("change", "said"),
     [
         (drop("local_goal.0.weight"), r"does not fit its config: .*pose_proj"),
-        (drop("decoder.positional_encoding.pos_enc"), "pos_enc is missing; expected OmniVLA-edge's tensors"),
+        (
+            drop("decoder.positional_encoding.pos_enc"),
+            "pos_enc is missing; expected the tensors of omnivla-edge.pth",
+        ),
         (
             drop("goal_encoder._blocks.3._bn1.running_var"),
             r"goal_encoder._blocks.3._bn1.running_var is missing",
         ),
-        (channels, r"goal_encoder_img: expected 6 channels, .*, got 3 \(late fusion\)"),
+        (channels, r"goal_encoder_img: expected 6 channels .*, got 3. Sinew does not support late fusion"),
         (shorter, "obs_encoder: expected the 16 blocks of efficientnet-b0, got 15"),
         (odd, "action_predictor.0: expected a multiple of 4 rows, got 30"),
     ],
@@ -159,9 +162,9 @@ def test_damaged_files_are_refused(
     [
         (
             {"goals": "language+image"},
-            r"--set goals: expected one that the policy was trained for \(satellite, .*",
+            r"--set goals: expected a goal that the policy was trained for \(use satellite, .*",
         ),
-        ({"goals": "pose,pose"}, "--set goals: expected different ones"),
+        ({"goals": "pose,pose"}, "--set goals: expected each goal once"),
         ({"reach": "0"}, "--set reach"),
         ({"steps": "3"}, "--set steps: expected a setting of omnivla-edge"),
     ],
@@ -196,7 +199,7 @@ def test_the_lines_that_a_user_types(home: Path, tmp_path: Path, capsys: pytest.
     assert "--vlm" in " ".join(capsys.readouterr().err.split())
     assert main([*line, "--vlm", str(home / "clip"), "--set", "waypoint_spacing=0.25"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "0.25 metres between waypoints, as given" in told
+    assert "0.25 metres between waypoints, as set by the user" in told
     assert "goals: 4 pose, 7 language" in told
     ask = ["infer", str(out), "--image", str(frame), "--prompt", "the bin", "--engine", "eager"]
     assert main([*ask, "--state", "1,0,1,0,7", "--json"]) == 0
@@ -235,8 +238,8 @@ def test_the_large_model_is_given_no_satellite_pictures(seven: tuple[Policy, Gol
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ("action_head--120000_checkpoint.pt", r"no action_head--\*_checkpoint.pt beside the weights"),
-        ("pose_projector--120000_checkpoint.pt", r"no pose_projector--\*_checkpoint.pt beside the weights"),
+        ("action_head--120000_checkpoint.pt", r"no action_head--\*_checkpoint.pt next to the weights"),
+        ("pose_projector--120000_checkpoint.pt", r"no pose_projector--\*_checkpoint.pt next to the weights"),
         ("model.safetensors", "no model.safetensors here"),
         ("preprocessor_config.json", "preprocessor_config.json: No such file"),
     ],

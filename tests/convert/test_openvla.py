@@ -84,10 +84,8 @@ def test_views_that_no_file_counts(golden, tmp_path, case):
         convert(golden / case / "checkpoint", out, cameras=cameras)
         found[name] = Bundle(out).manifest
     assert [camera.name for camera in found["assumed"].spec.cameras] == ["full_image", "wrist_image"]
-    assert (
-        "as no file says them; yours, in their order, with --cameras" in found["assumed"].provenance.notes[1]
-    )
-    assert found["given"].provenance.notes[1].endswith("cameras front, left, right, as given")
+    assert "pass yours in their order with --cameras" in found["assumed"].provenance.notes[1]
+    assert found["given"].provenance.notes[1].endswith("cameras front, left, right, as set by --cameras")
     policy = load(tmp_path / "given.gguf", engine="eager")
     seen = make_observation(policy.spec, None, "pick it up", None) | {"seed": 0}
     actions = policy.infer(seen).actions
@@ -127,7 +125,7 @@ def test_several_statistics(checkpoint):
         lambda record: record.update(other=record["libero_spatial_no_noops"]),
     )
     message = refused(path)
-    assert "--stats-key: libero_spatial_no_noops, other" in message
+    assert "--stats-key with one of: libero_spatial_no_noops, other" in message
     assert "no statistics 'third'" in refused(path, stats_key="third")
     convert(path, path.parent / "a.gguf", stats_key="other")
     assert "'other'" in Bundle(path.parent / "a.gguf").manifest.provenance.notes[0]
@@ -189,14 +187,15 @@ def test_action_tokens_in_parallel_are_asked_for(checkpoint, golden, openvla_bun
     """Their files are those of OpenVLA's tokens; only the wish for a chunk, or a projector, tells them apart."""
     for file in (path := checkpoint()).glob("action_head--*.pt"):
         file.unlink()
-    assert "unless that was trained to decode action tokens in parallel: --set decoding=parallel" in refused(
-        path
+    assert (
+        "pass --set decoding=parallel if the policy was trained to decode action tokens in parallel"
+        in refused(path)
     )
     assert "--set decoding=parallel" in refused(path, settings={"decoding": "in_turn"})
     assert "lm_head" in refused(path, settings={"decoding": "parallel"})  # this fixture's file has none
     plain = checkpoint("openvla-ar")
     assert refused(plain, settings={"chunk": 8}).startswith("--set chunk=8: ")
-    assert "belong to no robot known here; give --set chunk=N" in refused(
+    assert "no known robot has actions of 7 values and states of 0 values; pass --set chunk=N" in refused(
         plain, settings={"decoding": "parallel"}
     )
     assert "--set decoding: expected one of in_turn, parallel" in refused(
@@ -206,7 +205,7 @@ def test_action_tokens_in_parallel_are_asked_for(checkpoint, golden, openvla_bun
     with pytest.raises(ConvertError, match="--set decoding=parallel: .* has an action head"):
         convert(whole, path.parent / "out.gguf", settings={"decoding": "parallel"})
     assert (
-        "--set decoding=parallel is OFT's"
+        "pass --set decoding=parallel for OFT's"
         in Bundle(openvla_bundle("openvla-ar")).manifest.provenance.notes[-1]
     )
 
@@ -214,7 +213,7 @@ def test_action_tokens_in_parallel_are_asked_for(checkpoint, golden, openvla_bun
 def test_no_projector_for_the_adapter(checkpoint):
     path = checkpoint("vla-adapter")
     (path / "proprio_projector--checkpoint.pt").unlink()
-    assert "belong to no robot" in refused(path)
+    assert "no known robot has" in refused(path)
     settings = {"chunk": 8, "statistics": "bounds_q99"}
     assert "reads the state" in refused(path, settings=settings, cameras=("a", "b"))
 
@@ -244,7 +243,10 @@ def test_configs_that_are_not_understood(checkpoint, change, message):
     [
         (lambda c: c["vision_config"].update(vit_act_bits=4), "vit_weight_bits, vit_act_bits"),
         (lambda c: c.update(vision_feature_select_strategy="default"), "expected 'full', got 'default'"),
-        (lambda c: c.update(vision_feature_layer=-9), "vision_feature_layer: expected -1 to -3"),
+        (
+            lambda c: c.update(vision_feature_layer=-9),
+            "vision_feature_layer: expected a number from -3 to -1",
+        ),
         (lambda c: c["text_config"].update(num_hidden_layers=1), "does not fit its config"),
     ],
 )

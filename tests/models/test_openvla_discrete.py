@@ -92,7 +92,7 @@ def test_tokens_and_actions_are_the_references(oft, golden):
     np.testing.assert_array_equal(model.tokens(context)[0].numpy(), ids)
     np.testing.assert_allclose(policy.infer(observation(g)).actions, actions, rtol=0, atol=1e-6)
     notes = " ".join(policy.manifest.provenance.notes)
-    assert "a chunk at once; the state is read" in notes
+    assert "a whole chunk at once; the state is read" in notes
 
 
 # An export takes half a minute; OFT's with a head is in test_openvla_parity.py.

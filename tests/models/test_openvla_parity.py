@@ -170,5 +170,5 @@ def test_bins_of_tokens(openvla_bundle):
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, np.full((1, 7), expected[0]))
     assert replace(model.config, action_tokens_end=31000).action_tokens_end == 31000
-    with pytest.raises(ValueError, match="vocabulary"):
+    with pytest.raises(ValueError, match="action_tokens_end: expected"):
         replace(model.config, action_tokens_end=40000)

@@ -1,8 +1,9 @@
-"""BitVLA checkpoints -> bundles (Wang et al. 2025, arXiv 2506.07530).
+"""Convert BitVLA checkpoints (Wang et al. 2025, arXiv 2506.07530) to bundles.
 
-OpenVLA-OFT's sequence and head with BitNet b1.58 as language model and a SigLIP tower whose linear layers may be
-ternary as well. Files hold bfloat16 master weights; the bundle holds what inference computes on: rows of two bits and
-one scale for each matrix. Source: ustcwhy/BitVLA and its fork of transformers.
+BitVLA has the token sequence and the head of OpenVLA-OFT. Its language model is BitNet b1.58, and the linear layers of
+its SigLIP tower may be ternary too. The checkpoint contains bfloat16 master weights. The bundle contains the weights
+that inference uses: packed codes of two bits and one scale per matrix. Source: ustcwhy/BitVLA and its fork of
+transformers.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ from sinew.steps.prompt.drop import Drop
 from sinew.steps.prompt.template import sentence
 
 NAMES = ("bitvla",)
-# Fields of config.json that are not read: the tensors and the tokenizer have these numbers, or only other forms of the
-# policy need them
+# Fields of config.json that are not read. The tensors and the tokenizer have the same numbers, or only other forms of
+# the policy need them.
 ASIDE = "image_seq_length image_token_index n_action_bins norm_stats pad_token_id vocab_size ignore_index"
 USUAL = {"multimodal_projector_bias": True}
 OPTIONS = openvla.OPTIONS
 SETTINGS = {name: setting for name, setting in openvla.SETTINGS.items() if name != "decoding"}
-TEXT = {  # BitNet b1.58 2B, whose values its files leave out
+# Defaults of BitNet b1.58 2B, which a checkpoint omits.
+TEXT = {
     "hidden_size": 2560,
     "intermediate_size": 6912,
     "num_hidden_layers": 30,
@@ -69,7 +71,7 @@ BIT_VISION = r"vision\.towers\.0\..*\.(attn\.[qkvo]_proj|mlp\.fc[12])\.weight"
 
 
 def recognises(path: Path) -> bool:
-    """Return True for a directory whose language model is BitNet, for any model_type."""
+    """Return True for a directory whose language model is BitNet, with any model_type."""
     config = directory_config(path)
     text = config.get("text_config")
     kind = text.get("model_type") if isinstance(text, dict) else None
@@ -77,7 +79,11 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported BitVLA.
+    """
     return assemble(PrismaticCheckpoint(path, options), ternary)
 
 
@@ -86,12 +92,22 @@ def assemble(
     pack: Callable[[dict[str, TensorSource], bool], dict[str, TensorSource]],
     form: str = "bitvla",
 ) -> Conversion:
-    """Return the conversion of an opened checkpoint. pack: as :func:`ternary`. Raises :class:`ConvertError`."""
+    """Build the conversion of an opened checkpoint.
+
+    Args:
+        checkpoint: The opened checkpoint.
+        pack: Function that packs the master weights, like :func:`ternary`.
+        form: Name of the layout, for the provenance.
+
+    Raises:
+        ConvertError: The checkpoint is not supported.
+    """
     path, options = checkpoint.path, checkpoint.options
     action, state = checkpoint.part("action_head"), checkpoint.part("proprio_projector")
     if not action or not state:
         raise ConvertError(
-            f"{path}: expected action_head--*_checkpoint.pt and proprio_projector--*_checkpoint.pt beside the weights"
+            f"{path}: action_head--*_checkpoint.pt and proprio_projector--*_checkpoint.pt must be next to the"
+            " weights. Copy these files of the checkpoint to the folder"
         )
     action_dim, state_dim = openvla.sizes(checkpoint, action, state)
     robot = openvla.robot_of(path, options, action_dim, state_dim, True)
@@ -112,7 +128,9 @@ def assemble(
             stop_token=tokenizer.token_id(STOP),
         )
     except KeyError as error:
-        raise ConvertError(f"{path}: tensor {error} is missing") from None
+        raise ConvertError(
+            f"{path}: the tensor {error} is missing in the checkpoint. Use a complete checkpoint"
+        ) from None
     except ValueError as error:
         raise ConvertError(f"{path / 'config.json'}: {error}") from None
     template = f"{SYSTEM}{VIEWS}{STATE_TOKEN}{QUESTION}<|eot_id|>Assistant: "
@@ -134,7 +152,9 @@ def assemble(
 
 
 def bundle_name(name: str) -> str:
-    """Upstream tensor name -> module path in :class:`sinew.families.openvla.model.OpenVLAOFT`."""
+    """Return the module path in :class:`sinew.families.openvla.model.OpenVLAOFT` for a checkpoint's name of a
+    tensor.
+    """
     name = rename(name, PREFIXES)
     for old, new in SUB_NORMS:
         name = name.replace(old, new)
@@ -142,33 +162,42 @@ def bundle_name(name: str) -> str:
 
 
 def views_after(tokenizer: TokenizerFiles) -> int:
-    """Return the number of tokens before the views: the system's text, the same in every prompt."""
+    """Return the number of tokens before the views. They are the system text, which is the same in every prompt."""
     ids = Tokenizer.from_str(tokenizer.text).encode(SYSTEM + VIEWS).ids
     return ids.index(tokenizer.token_id(VIEWS))
 
 
 def vision(checkpoint: PrismaticCheckpoint) -> tuple[ViTConfig, tuple[str, ...]]:
-    """Return the tower up to the layer whose output is read, and prefixes of what nothing reads."""
+    """Return the sizes of the tower up to the layer whose output is used, and the prefixes of tensors that are not
+    read.
+    """
     config = checkpoint.config.part("vision_config").filled(VISION)
     where = config.path
     bits = config["vit_weight_bits"], config["vit_act_bits"]
     if bits not in ((1, 8), (32, 32)):
-        raise ConvertError(f"{where}: vit_weight_bits, vit_act_bits: expected 1, 8 or 32, 32, got {bits}")
+        raise ConvertError(
+            f"{where}: vit_weight_bits, vit_act_bits: expected 1 and 8, or 32 and 32, got {bits[0]} and {bits[1]}"
+        )
     checkpoint.config.expect(vision_feature_select_strategy="full", projector_hidden_act="gelu")
     total = config["num_hidden_layers"]
     depth = (
         total + 1 + checkpoint.config["vision_feature_layer"]
-    )  # index in [embeddings, output of each block]
+        # Index in the list [embeddings, output of block 1, output of block 2, ...].
+    )
     if not 0 < depth <= total:
-        raise ConvertError(f"{where}: vision_feature_layer: expected -1 to -{total}, got {depth - total - 1}")
+        raise ConvertError(
+            f"{where}: vision_feature_layer: expected a number from -{total} to -1, got {depth - total - 1}"
+        )
     with named(f"{where}: vision_config"):
-        found = widths.tower(config, num_layers=depth, final_norm=False, ternary=bits[0] == 1)
+        tower_config = widths.tower(config, num_layers=depth, final_norm=False, ternary=bits[0] == 1)
     unread = tuple(f"vision.towers.0.layers.{index}." for index in range(depth, total))
-    return found, ("vision.towers.0.head.", "vision.towers.0.norm.", *unread)
+    return tower_config, ("vision.towers.0.head.", "vision.towers.0.norm.", *unread)
 
 
 def decoder(checkpoint: PrismaticCheckpoint) -> DecoderConfig:
-    """Return the sizes of the language model. Its ``hidden_act`` is silu, but the code always squares a ReLU."""
+    """Return the sizes of the language model. The code squares a ReLU, although the configuration's ``hidden_act`` is
+    silu.
+    """
     text = checkpoint.config.part("text_config").filled(TEXT)
     with named(f"{text.path}: text_config"):
         return widths.decoder(
@@ -190,11 +219,13 @@ def image_recipe(checkpoint: PrismaticCheckpoint, tower: ViTConfig) -> ImageReci
     return ImageRecipe(side, side, mean=mean, std=std, steps=steps)
 
 
-# ----------------------------------------------------------------------------- ternary weights
-
-
 def ternary(tensors: dict[str, TensorSource], with_vision: bool) -> dict[str, TensorSource]:
-    """Return the tensors with packed rows and a scale in the place of each master weight."""
+    """Return the tensors with packed codes and a scale in place of each ternary master weight.
+
+    Args:
+        tensors: The tensors under Sinew's names.
+        with_vision: True if the vision tower is ternary too.
+    """
     out: dict[str, TensorSource] = {}
     pattern = re.compile(f"{BIT_LINEAR}|{BIT_VISION}" if with_vision else BIT_LINEAR)
     for name, source in tensors.items():
@@ -214,6 +245,6 @@ def packed(weights: np.ndarray) -> np.ndarray:
 
 
 def scale(weights: np.ndarray) -> np.ndarray:
-    found = quantize(weights, "ternary")[1]
-    assert found is not None
-    return found
+    scales = quantize(weights, "ternary")[1]
+    assert scales is not None
+    return scales

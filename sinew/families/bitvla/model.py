@@ -1,4 +1,4 @@
-"""BitVLA computes as OpenVLA-OFT does; which weights are ternary is in its configuration."""
+"""BitVLA's model, which is OpenVLA-OFT's. The configuration defines which weights are ternary."""
 
 from sinew.families.openvla.model import OpenVLAOFT
 

@@ -1,5 +1,7 @@
-"""CogACT (Li et al. 2024, arXiv 2411.19650): OpenVLA's eyes and language model, and a diffusion transformer that reads
-one state of theirs."""
+"""CogACT (Li et al. 2024, arXiv 2411.19650): OpenVLA's vision towers and language model, and a diffusion transformer.
+
+The diffusion transformer reads one hidden state of the language model.
+"""
 
 from sinew.core.registry import Family
 

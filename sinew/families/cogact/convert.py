@@ -1,8 +1,9 @@
-"""Convert CogACT's runs: the files of microsoft/CogACT's training and its hub repositories.
+"""Convert CogACT runs: the files that microsoft/CogACT's training writes, and its hub repositories.
 
-A run is ``config.json``, ``dataset_statistics.json`` and ``checkpoints/*.pt``. You may also name one of these files.
-Names of tensors are Prismatic's, which are turned into those of OpenVLA's files. The towers and the language model
-are described by no file: ``base_vlm`` names them. The tokenizer is Llama 2's (``--tokenizer``).
+A run consists of ``config.json``, ``dataset_statistics.json`` and ``checkpoints/*.pt``. You may pass the folder or one
+of the .pt files. The tensors have the names of Prismatic, which the converter changes to the names of OpenVLA's files.
+No file describes the towers and the language model. ``base_vlm`` in config.json names them. The tokenizer is Llama 2's
+(``--tokenizer``).
 Sources: microsoft/CogACT (vla/load.py, vla/cogactvla.py, action_model/), openvla/openvla (prismatic/conf/models.py,
 vla-scripts/extern/convert_openvla_weights_to_hf.py).
 """
@@ -37,7 +38,7 @@ from sinew.steps.image.resize import Resize
 from sinew.steps.prompt.last import Last
 
 NAMES = ("cogact",)
-# Of config.json: how and where Prismatic's training runs
+# Fields of config.json that only concern Prismatic's training.
 ASIDE = (
     "data_root_dir run_root_dir pretrained_checkpoint is_resume resume_step resume_epoch run_id run_id_note"
     " save_interval image_aug seed hf_token trackers wandb_project wandb_entity repeated_diffusion_steps"
@@ -46,23 +47,31 @@ ASIDE = (
 OPTIONS = ("tokenizer", "stats", "stats_key", "cameras")
 SETTINGS = {
     "guidance_scale": Setting(
-        float, "of what is seen and asked for against nothing; 1 asks the head once a step (1.5)", 1, 100
+        float,
+        "scale of classifier-free guidance; 1 turns guidance off, with one head run per step (default 1.5)",
+        1,
+        100,
     ),
     "solver_steps": SOLVER_STEPS_SETTING,
 }
-# The same towers and language model
+# Both names mean the same towers and language model.
 BASES = ("prism-dinosiglip-224px+7b", "prism-dinosiglip-224px-controlled+7b")
 SIDE = 224
-MEAN, STD = (  # statistics of the towers: timm's for DINOv2 and SigLIP
+# Pixel statistics of the towers: timm's values for DINOv2 and SigLIP.
+MEAN, STD = (
     (0.485, 0.456, 0.406, 0.5, 0.5, 0.5),
     (0.229, 0.224, 0.225, 0.5, 0.5, 0.5),
 )
-LLAMA_HEADS, LLAMA_EPS = 32, 1e-5  # meta-llama/Llama-2-7b-hf; OpenVLA's own files fall back to 1e-6
+# Values of meta-llama/Llama-2-7b-hf. OpenVLA's own files use the default of 1e-6.
+LLAMA_HEADS, LLAMA_EPS = 32, 1e-5
 DIT_HEADS = {"DiT-S": 4, "DiT-B": 12, "DiT-L": 16}
-DIT_WIDTHS = {384: "DiT-S", 768: "DiT-B", 1024: "DiT-L"}  # where config.json does not name it
+# Width -> name of the head, for a config.json that does not contain the name.
+DIT_WIDTHS = {384: "DiT-S", 768: "DiT-B", 1024: "DiT-L"}
 STEPS, GUIDANCE = 10, 1.5  # defaults of CogACT's examples and servers
-GRIPPER, OPEN_AT = 6, 0.5  # the number that upstream makes 0 or 1, and where
-PADDED_TO = 64  # a multiple that the table of tokens is filled up to: Llama's 32000, <PAD>, and rows to spare
+# Index of the gripper value, which CogACT rounds to 0 or 1, and the threshold.
+GRIPPER, OPEN_AT = 6, 0.5
+# The token table has Llama's 32000 rows and <PAD>, and is padded to a multiple of this number.
+TOKEN_TABLE_MULTIPLE = 64
 SECTIONS = ("vision_backbone", "projector", "llm_backbone", "action_model")
 NATIVE = [
     Rule(r"vision_backbone\.dino_featurizer\.(.*)\.gamma", (r"vision_backbone.featurizer.\1.scale_factor",)),
@@ -87,18 +96,18 @@ DEAD = ("language_model.lm_head.", "action_model.net.history_embedder.", "ema_di
 
 
 def run_of(path: Path) -> Path:
-    """Return the folder of the run that a path names, itself or a file of its ``checkpoints``."""
+    """Return the folder of the run for a path, which is the folder itself or a file in its ``checkpoints``."""
     return path.parents[1] if path.suffix == ".pt" and path.parent.name == "checkpoints" else path
 
 
 def recognises(path: Path) -> bool:
-    """Return True for a run of Prismatic's training whose configuration names its first language model."""
+    """Return True for a run of Prismatic's training whose configuration names a base VLM."""
     vla = directory_config(run_of(path)).get("vla")
     return isinstance(vla, dict) and "base_vlm" in vla
 
 
 class CogACTCheckpoint(PrismaticCheckpoint):
-    """A run, under the names of tensors that OpenVLA's files have."""
+    """A CogACT run. Its tensors have the names of OpenVLA's files."""
 
     format = "cogact"
 
@@ -112,37 +121,45 @@ class CogACTCheckpoint(PrismaticCheckpoint):
                 f"{self.record.path}: vla.base_vlm: expected {' or '.join(BASES)}, got {base!r}"
             )
         self.record.expect(past_action_window_size=0)
-        known = {"timm_model_ids": list(HEADS), "image_sizes": [SIDE, SIDE]}
-        self.config = JsonRecord(self.record.path, known)
+        facts = {"timm_model_ids": list(HEADS), "image_sizes": [SIDE, SIDE]}
+        self.config = JsonRecord(self.record.path, facts)
 
     @cached_property
     def tensors(self) -> dict[str, TensorSource]:
-        found = read_torch(self.weights)
+        stored = read_torch(self.weights)
         self.files.append(self.weights)
-        self.unread = unread_note(self.weights, found, "model")
-        inside = {name.removeprefix("model."): t for name, t in found.items() if name.startswith("model.")}
+        self.unread = unread_note(self.weights, stored, "model")
+        inside = {name.removeprefix("model."): t for name, t in stored.items() if name.startswith("model.")}
         sections = {name.partition(".")[0] for name in inside}
         if missing := [name for name in SECTIONS if name not in sections]:
             hint = ""
             if missing == ["action_model"]:
-                hint = ": weights of OpenVLA's training, or of a language model alone; CogACT's have a head"
+                hint = ". These are weights of OpenVLA or of a language model. CogACT's weights have a head"
             raise ConvertError(
-                f"{self.weights}: expected model with {', '.join(SECTIONS)}, got no {', '.join(missing)}{hint}"
+                f"{self.weights}: expected the modules {', '.join(SECTIONS)}, got no {', '.join(missing)}{hint}"
             )
         return apply(inside, NATIVE)
 
 
 def only_checkpoint(run: Path) -> Path:
-    """Return the one file of weights of a run. Raises :class:`ConvertError` where there are none, or several."""
-    found = sorted(run.glob("checkpoints/*.pt"))
-    if len(found) != 1:
-        named_ = f"; give one: {', '.join(map(str, found[:4]))}" if found else ""
-        raise ConvertError(f"{run}: expected one file checkpoints/*.pt, got {len(found)}{named_}")
-    return found[0]
+    """Return the only file of weights of a run.
+
+    Raises:
+        ConvertError: There is no such file, or more than one.
+    """
+    files = sorted(run.glob("checkpoints/*.pt"))
+    if len(files) != 1:
+        named_ = f"; pass one of them: {', '.join(map(str, files[:4]))}" if files else ""
+        raise ConvertError(f"{run}: expected one file checkpoints/*.pt, got {len(files)}{named_}")
+    return files[0]
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a run, the weights aside. Raises :class:`ConvertError`."""
+    """Read a run. The tensors are read later.
+
+    Raises:
+        ConvertError: The run is not a supported CogACT.
+    """
     checkpoint = CogACTCheckpoint(path, options)
     vision, rules, dead = towers(checkpoint)
     with named(checkpoint.weights):
@@ -153,16 +170,19 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     robot = replace(OPENVLA, chunk=config.chunk_size, cameras=options.cameras or OPENVLA.cameras)
     if len(robot.cameras) != 1:
         raise ConvertError(
-            f"--cameras: expected one, which is all that CogACT sees, got {len(robot.cameras)}"
+            f"--cameras: expected one name, because CogACT reads one camera, got {len(robot.cameras)}"
         )
-    checkpoint.statistics  # noqa: B018 - what is wrong with them is said before a tokenizer is asked for
+    # Check the statistics now, before the user is told to pass a tokenizer.
+    checkpoint.statistics  # noqa: B018
     tokenizer = find_tokenizer(
-        options, checkpoint.path, whose="Llama 2's (OpenVLA's repository has it, too), which no run holds,"
+        options,
+        checkpoint.path,
+        whose="Llama 2's tokenizer, which is not part of a run (OpenVLA's repository has it),",
     )
     prompt = (*openvla.openvla_prompt(tokenizer), Last(tokenizer.token_id("</s>")))
     head = openvla.HeadPart("cogact", config, HEAD, DEAD, prompt)
     image = ImageRecipe(SIDE, SIDE, (Resize(SIDE, SIDE, method="pil_bicubic"),), MEAN, STD)
-    pad = config.vocab_size - PADDED_TO
+    pad = config.vocab_size - TOKEN_TABLE_MULTIPLE
     processing = openvla.processing(checkpoint, head, robot, pad, image)
     return Conversion(
         format=checkpoint.format,
@@ -183,7 +203,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def model_config(checkpoint: CogACTCheckpoint, vision: tuple[Any, ...]) -> CogACTConfig:
-    """Return the sizes of the tensors. Sizes in ``config.json`` must agree."""
+    """Read the sizes from the tensors. The sizes in ``config.json`` must agree."""
     tensors = checkpoint.tensors
 
     def shape(name: str) -> tuple[int, ...]:
@@ -199,10 +219,12 @@ def model_config(checkpoint: CogACTCheckpoint, vision: tuple[Any, ...]) -> CogAC
     checkpoint.record.expect(future_action_window_size=rows - 2, action_dim=dim)
     if dim <= GRIPPER:
         raise ConvertError(
-            f"{checkpoint.weights}: actions: expected {GRIPPER + 1} numbers or more, the last a gripper's, got {dim}"
+            f"{checkpoint.weights}: actions: expected at least {GRIPPER + 1} values, of which the last is the"
+            f" gripper, got {dim}"
         )
     kind = checkpoint.record.get("action_model_type", DIT_WIDTHS.get(size))
-    if kind not in tuple(DIT_HEADS):  # which a list in the file may be asked of, too
+    # Use a tuple, because the value in the file may be a list, which cannot be hashed.
+    if kind not in tuple(DIT_HEADS):
         raise ConvertError(
             f"{checkpoint.record.path}: action_model_type: expected {', '.join(DIT_HEADS)}, got {kind!r}"
         )
@@ -231,13 +253,15 @@ def model_config(checkpoint: CogACTCheckpoint, vision: tuple[Any, ...]) -> CogAC
 
 
 def snapped(processing: Processing) -> Normalization:
-    """Return the training project's normalisation of actions: each number within [-1, 1], the gripper 0 or 1, then
-    quantiles for masked-in numbers. A range of -1 to 1 needs no change.
+    """Return CogACT's normalisation of actions.
+
+    Each value is clipped to [-1, 1], and the gripper is rounded to 0 or 1. Then values that the mask includes are
+    scaled by quantiles. The other values get the range -1 to 1, which does not change them.
     """
-    found = [(part.dim, part.normalization.stats) for part in processing.action_parts]
-    found = found or [(processing.padded_action_dim, processing.action.stats)]
+    parts = [(part.dim, part.normalization.stats) for part in processing.action_parts]
+    parts = parts or [(processing.padded_action_dim, processing.action.stats)]
     stats = {
-        name: tuple(value for dim, stats in found for value in stats.get(name, (end,) * dim))
+        name: tuple(value for dim, stats in parts for value in stats.get(name, (end,) * dim))
         for name, end in (("q01", -1.0), ("q99", 1.0))
     }
     return Normalization(
@@ -246,7 +270,7 @@ def snapped(processing: Processing) -> Normalization:
 
 
 def plain_norms(config: CogACTConfig) -> dict[str, TensorSource]:
-    """Return the weights of the head's norms, which have none: ones and zeros."""
+    """Return constant weights for the head's norms, ones and zeros, because the head's norms have no weights."""
     size = config.head.hidden_size
     norms = ["norm", *(f"layers.{i}.norm{n}" for i in range(config.head.num_layers) for n in (1, 2))]
     return {
@@ -257,16 +281,18 @@ def plain_norms(config: CogACTConfig) -> dict[str, TensorSource]:
 
 
 def notes(checkpoint: CogACTCheckpoint, config: CogACTConfig, camera: str) -> tuple[str, ...]:
-    """Return notes about facts that no file states, and about ignored parts of the files."""
-    usual = "guidance_scale" not in checkpoint.options.settings
-    reason = ", as upstream's servers have it: --set guidance_scale=SCALE" if usual else ", as given"
-    found = [
+    """Return notes about facts that are in no file, and about ignored parts of the files."""
+    is_default = "guidance_scale" not in checkpoint.options.settings
+    reason = (
+        ", the default of CogACT's servers; change it with --set guidance_scale=SCALE"
+        if is_default
+        else ", as set by the user"
+    )
+    lines = [
         f"statistics {checkpoint.statistics[0]!r} (bounds_q99); camera {camera}",
         f"guidance scale {config.guidance_scale:g}{reason}",
     ]
-    found += checkpoint.unread
+    lines += checkpoint.unread
     if any(name.startswith("ema_diffusion.") for name in checkpoint.tensors):
-        found.append(
-            "the moving average of the head (ema_diffusion) is left aside, as upstream's inference does"
-        )
-    return (*found, *checkpoint.record.leftover(ASIDE))
+        lines.append("the moving average of the head (ema_diffusion) is ignored, as in CogACT's inference")
+    return (*lines, *checkpoint.record.leftover(ASIDE))

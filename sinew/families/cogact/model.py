@@ -1,12 +1,12 @@
-"""CogACT (Li et al. 2024, arXiv 2411.19650): a diffusion transformer over a chunk, conditioned on one state of a
-language model.
+"""CogACT (Li et al. 2024, arXiv 2411.19650): a diffusion transformer over a chunk, with one hidden state as condition.
 
-* Views are inside the prompt, as in OpenVLA. The final state of the prompt's last token, an end of sentence, is the
-cognition.
-* The head's sequence is [cognition + time | noisy actions], with learned positions. Its output for the actions is
-their noise.
-* Guidance (Ho and Salimans 2022, arXiv 2207.12598): each step runs the head twice, the second time with a learned row
-in place of the cognition. The result goes ``guidance_scale`` times the way from that output to the first.
+* The views are inside the prompt, as in OpenVLA. The prompt ends with an end-of-sentence token, whose final hidden
+  state is the "cognition".
+* The head's sequence is [cognition + time | noisy actions], with learned positions. The head predicts the noise in the
+  actions.
+* Classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598): each step runs the head twice, the second time with
+  a learned vector in place of the cognition. The result is the second output plus ``guidance_scale`` times the
+  difference from the second output to the first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ LEVELS = NoiseLevels(100, spacing="even")
 
 @dataclass(frozen=True, kw_only=True)
 class CogACTConfig(PrismaticConfig):
-    """``head``: its blocks. ``guidance_scale``: from 1 on; at 1 the head is asked once."""
+    """Sizes of CogACT.
+
+    Attributes:
+        head: Sizes of the diffusion transformer.
+        guidance_scale: Scale of the guidance, at least 1. With 1 the head runs once per step.
+    """
 
     head: BlockConfig
     guidance_scale: float = 1.5
@@ -45,19 +50,21 @@ class CogACTConfig(PrismaticConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1.0 <= self.guidance_scale < math.inf:
-            raise ValueError(f"guidance_scale: expected 1 or more, got {self.guidance_scale}")
+            raise ValueError(f"guidance_scale: expected a number of at least 1, got {self.guidance_scale}")
 
 
 class Cognition(NamedTuple):
-    """The part of the observation that a step reads: [B, K, C], the cognition, and with guidance the row that
-    replaces it.
+    """The part of an observation that a solver step reads.
+
+    Attributes:
+        conditions: [B, K, C], the cognition, and with guidance the vector that replaces it.
     """
 
     conditions: Tensor
 
 
 class CognitionHead(nn.Module):
-    """The diffusion transformer."""
+    """The diffusion transformer of CogACT."""
 
     layers: Sequence[ViTLayer]
 
@@ -86,7 +93,15 @@ class CognitionHead(nn.Module):
         return self.time_out(F.silu(self.time_in(waves)))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """x: [B, H, A], noisy actions; condition: [B, 1, C], with the time in it -> the noise in x, [B, H, A]."""
+        """Predict the noise in the actions.
+
+        Args:
+            x: [B, H, A], noisy actions.
+            condition: [B, 1, C], the sum of condition and time.
+
+        Returns:
+            [B, H, A].
+        """
         h = torch.cat([condition.to(self.action_in.dtype), self.action_in(x)], dim=1) + self.places
         for layer in self.layers:
             h = layer(h)
@@ -94,6 +109,8 @@ class CognitionHead(nn.Module):
 
 
 class CogACT(PrismaticVLM):
+    """CogACT: OpenVLA's towers and language model, and a diffusion transformer."""
+
     config_type = CogACTConfig
     config: CogACTConfig
     float32_modules: ClassVar[tuple[str, ...]] = ("head",)
@@ -106,7 +123,9 @@ class CogACT(PrismaticVLM):
     def cognition(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor
     ) -> Tensor:
-        """Return the final state of the prompt's last token, [B, 1, C]. Arguments as in :meth:`read`."""
+        """Return the final hidden state of the prompt's last token, [B, 1, C]. The arguments are those of
+        :meth:`read`.
+        """
         x, valid = self.sequence(image_tokens, camera_mask, tokens, token_mask)
         positions = valid.long().cumsum(dim=1) - 1
         h, _ = self.language(x, positions, block_mask(valid, torch.ones_like(valid)))
@@ -115,11 +134,11 @@ class CogACT(PrismaticVLM):
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> Cognition:
-        told = self.head.condition(self.cognition(image_tokens, camera_mask, tokens, token_mask))
+        condition = self.head.condition(self.cognition(image_tokens, camera_mask, tokens, token_mask))
         if self.config.guidance_scale == 1.0:
-            return Cognition(told)
-        none = self.head.condition(self.head.none).expand(told.shape[0], 1, -1)
-        return Cognition(torch.cat([told, none], dim=1))
+            return Cognition(condition)
+        none = self.head.condition(self.head.none).expand(condition.shape[0], 1, -1)
+        return Cognition(torch.cat([condition, none], dim=1))
 
     def embed_time(self, t: Tensor) -> Tensor:
         return self.head.time(t)
@@ -131,5 +150,5 @@ class CogACT(PrismaticVLM):
         noise = self.head(each, conditions.flatten(0, 1)[:, None]).float()
         if kinds == 1:
             return noise
-        told, untold = noise.unflatten(0, (-1, kinds)).unbind(1)
-        return untold + self.config.guidance_scale * (told - untold)
+        guided, unguided = noise.unflatten(0, (-1, kinds)).unbind(1)
+        return unguided + self.config.guidance_scale * (guided - unguided)

@@ -1,5 +1,7 @@
-"""OmniVLA and OmniVLA-edge (Hirose et al. 2025, arXiv 2509.19480): navigation policies whose goal is a picture, a pose,
-a satellite picture, words, or several of them."""
+"""OmniVLA and OmniVLA-edge (Hirose et al. 2025, arXiv 2509.19480): navigation policies with several kinds of goals.
+
+A goal is a picture, a pose, a satellite picture, a text, or a combination of these.
+"""
 
 from sinew.core.registry import Family
 

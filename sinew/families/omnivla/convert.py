@@ -1,4 +1,4 @@
-"""OmniVLA's directories -> bundles: OpenVLA's files, with a head and a projector of poses in files of torch's.
+"""Convert OmniVLA's directories: OpenVLA's files, and torch files with the action head and the pose projector.
 
 Source: NHirose/OmniVLA (inference/run_omnivla.py, prismatic/extern/hf/, prismatic/models/action_heads.py).
 """
@@ -38,17 +38,16 @@ NAMES = ("omnivla",)
 OPTIONS = ("tokenizer",)
 SETTINGS = robot.SETTINGS
 CLASS = "OpenVLAForActionPrediction_MMNv1"
-KNOWN = tuple(
-    n for n, goal in enumerate(GOALS) if "satellite" not in goal
-)  # upstream's runner gives no such picture
-SPOKEN = tuple(float(n) for n, goal in enumerate(GOALS) if "language" in goal)
-SILENT = "In: No language instruction\nOut:"
+# OmniVLA's runner does not support goals with satellite pictures.
+SUPPORTED_GOALS = tuple(n for n, goal in enumerate(GOALS) if "satellite" not in goal)
+TEXT_GOALS = tuple(float(n) for n, goal in enumerate(GOALS) if "language" in goal)
+NO_TEXT_PROMPT = "In: No language instruction\nOut:"
 CAMERAS = ("current", "goal")
-CHUNK = 8  # prismatic/vla/constants.py
+CHUNK = 8  # a constant in prismatic/vla/constants.py
 
 
 def recognises(path: Path) -> bool:
-    """Return True for a directory of OpenVLA's with a projector of poses, or whose config names OmniVLA's class."""
+    """Return True for an OpenVLA directory with a pose projector, or with OmniVLA's class in config.json."""
     config = directory_config(path)
     if config.get("model_type") != "openvla":
         return False
@@ -56,14 +55,20 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported OmniVLA.
+    """
     checkpoint = PrismaticCheckpoint(path, options)
     head, pose = checkpoint.part("action_head"), checkpoint.part("pose_projector")
-    pose = pose or checkpoint.part("proprio_projector")  # as the first of them were called
+    # The first OmniVLA checkpoints named this file proprio_projector.
+    pose = pose or checkpoint.part("proprio_projector")
     for what, part in (("action_head", head), ("pose_projector", pose)):
         if not part:
             raise ConvertError(
-                f"{path}: no {what}--*_checkpoint.pt beside the weights; it belongs to the checkpoint"
+                f"{path}: no {what}--*_checkpoint.pt next to the weights. Copy this file of the checkpoint to the"
+                " folder"
             )
     text = checkpoint.text_config(openvla.TEXT)
     vision, rules, dead = towers(checkpoint)
@@ -79,7 +84,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             max_state_dim=POSE + 1,
             stop_token=tokenizer.token_id("</s>"),
         )
-    state, state_steps = robot.state(KNOWN, True, options)
+    state, state_steps = robot.state(SUPPORTED_GOALS, True, options)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint.config["pad_token_id"]
     prompt = openvla.openvla_prompt(tokenizer)
     whole = openvla.image_recipe(checkpoint)
@@ -115,7 +120,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
                 max_tokens=openvla.MAX_TOKENS,
                 vocab_size=config.vocab_size,
                 pad_token_id=pad,
-                steps=(*prompt[:-1], OnlyFor(POSE, SPOKEN, SILENT), prompt[-1]),
+                steps=(*prompt[:-1], OnlyFor(POSE, TEXT_GOALS, NO_TEXT_PROMPT), prompt[-1]),
             ),
             state=Normalization("identity"),
             action=Normalization("identity"),
@@ -130,8 +135,8 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         dead=(*dead, "language_model.lm_head."),
         sources=[*dict.fromkeys(checkpoint.files), tokenizer.path],
         notes=(
-            *robot.notes(KNOWN, True, options),
-            "goals of satellite pictures are refused, as upstream's runner gives its model none",
+            *robot.notes(SUPPORTED_GOALS, True, options),
+            "goals with satellite pictures are rejected, because OmniVLA's runner does not support them",
             *checkpoint.config.leftover(openvla.ASIDE, openvla.USUAL),
         ),
     )

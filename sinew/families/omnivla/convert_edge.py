@@ -1,7 +1,7 @@
-"""OmniVLA-edge's file -> bundle: ``omnivla-edge.pth``, what torch wrote of the model's tensors and nothing else.
+"""Convert OmniVLA-edge's file ``omnivla-edge.pth``, in which torch stored only the model's tensors.
 
-Sizes are those of the tensors; heads and the camera's rate are constants of upstream's runner. The text encoder is
-OpenAI's CLIP ViT-B/32, which upstream loads beside it: ``--vlm`` names its folder in transformers' layout.
+The sizes are read from the tensors. The number of heads and the camera rate are constants in OmniVLA's runner. The text
+encoder is OpenAI's CLIP ViT-B/32, which is a separate model: ``--vlm`` names its folder in transformers' layout.
 Sources: NHirose/OmniVLA and LadissonLai/OmniVLA (inference/model_omnivla_edge.py, run_omnivla_edge.py,
 utils_policy.py), lukemelas/EfficientNet-PyTorch (model.py, utils.py), openai/CLIP (clip/model.py, clip/clip.py).
 """
@@ -43,27 +43,22 @@ from sinew.steps.prompt.instruction import Instruction
 NAMES = ("omnivla-edge",)
 OPTIONS = ("vlm", "tokenizer")
 SETTINGS = {
-    "goals": Setting(str, "what goals are given by, separated by commas (all of " + ", ".join(GOALS) + ")"),
+    "goals": Setting(
+        str, "the kinds of goals to support, separated by commas (default: all of" + ", ".join(GOALS) + ")"
+    ),
     **robot.SETTINGS,
 }
 FILE, VLM = "omnivla-edge.pth", "openai/clip-vit-base-patch32"
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
-SIDE, LARGE = (
-    96,
-    224,
-)  # sides of frames, and of the newest one with text: imgsize and imgsize_clip of the runner
-HEADS, HEAD_DIM = (
-    4,
-    64,
-)  # mha_num_attention_heads of the transformer; CLIP's model.py divides any width
-PARTS = (
-    "weight",
-    "bias",
-    "running_mean",
-    "running_var",
-)  # tensors of a batch norm, in the order of :func:`folded`
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # pixel statistics of ImageNet
+# Side of a frame and side of the newest frame with text, in pixels: imgsize and imgsize_clip in OmniVLA's runner.
+SIDE, LARGE_SIDE = 96, 224
+HEADS = 4  # the transformer's mha_num_attention_heads
+HEAD_DIM = 64  # CLIP's code computes the number of heads from this width
+# The tensors of a batch norm, in the order of the arguments of folded().
+PARTS = ("weight", "bias", "running_mean", "running_var")
 TOWERS = {"obs_encoder": "frames", "goal_encoder_img": "image", "goal_encoder": "satellite"}
-CONVS = {  # EfficientNet: a convolution, the norm after it, and our name of both as one
+# EfficientNet's name of a convolution -> the name of the norm after it, and Sinew's name of the folded convolution.
+CONVS = {
     "_conv_stem": ("_bn0", "stem"),
     "_expand_conv": ("_bn0", "expand"),
     "_depthwise_conv": ("_bn1", "depthwise"),
@@ -71,7 +66,8 @@ CONVS = {  # EfficientNet: a convolution, the norm after it, and our name of bot
     "_conv_head": ("_bn1", "head"),
 }
 GATES = {"_se_reduce": "squeeze", "_se_expand": "excite"}
-READ = {  # what reads each kind of goal, by upstream's names and by ours
+# Kind of goal -> the layer that reads it, by the name in the checkpoint and by Sinew's name.
+READ = {
     "pose": (r"local_goal\.0", "pose_proj"),
     "satellite": ("compress_obs_enc_map", "satellite_proj"),
     "image": ("compress_goal_enc_img", "image_proj"),
@@ -103,44 +99,49 @@ TEXT = (
     Rule(r"text_model\.final_layer_norm\.(.+)", (r"language.norm.\1",)),
     Rule(r"text_projection\.(.+)", (r"language.project.\1",)),
 )
-# Classifiers of ImageNet, a distance that the runner drops, the layer that the stack was copied from, and the other
-# half of CLIP
+# Unused tensors: ImageNet classifiers, a distance that the runner discards, the layer that torch copied to make the
+# stack, and CLIP's vision tower.
 DEAD = (
     *(f"{tower}._fc." for tower in TOWERS),
     *("dist_predictor.", "decoder.sa_layer.", "film_model.final_classifier."),
     *("vision_model.", "visual_projection.", "logit_scale", "text_model.embeddings.position_ids"),
 )
-OF_KIND = {  # what is left aside where no goal reads a kind
+# Prefixes of the tensors that are not needed if no supported goal has this kind.
+UNUSED_WITHOUT_KIND = {
     "pose": ("local_goal.",),
     "satellite": ("goal_encoder.", "compress_obs_enc_map."),
     "image": ("goal_encoder_img.", "compress_goal_enc_img."),
     "language": ("film_model.", "compress_goal_enc_lan."),
 }
-WHAT = f"expected OmniVLA-edge's tensors, as {FILE} of its repository has them"
+EXPECTED = f"use {FILE} of OmniVLA-edge's repository"
 
 
 def file_of(path: Path) -> Path:
-    """Return the file of weights that a path names: itself, or the one in a folder."""
+    """Return the file of weights: the path itself, or the file in the folder."""
     return path / FILE if path.is_dir() else path
 
 
 def recognises(path: Path) -> bool:
-    """Return True for the file of the published name, for its folder, and for any other ``.pth`` file."""
-    found = file_of(path)
-    return found.suffix == ".pth" and found.is_file()
+    """Return True for the file with the published name, for its folder, and for any other ``.pth`` file."""
+    file = file_of(path)
+    return file.suffix == ".pth" and file.is_file()
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported OmniVLA-edge.
+    """
     file, goals = file_of(path), goals_of(options)
-    found = read_torch(file)
+    weights_of_file = read_torch(file)
     read_kinds = kinds(goals)
-    dead = (*DEAD, *(name for kind in KINDS if kind not in read_kinds for name in OF_KIND[kind]))
-    tensors, sources = dict(found), [file]
+    dead = (*DEAD, *(name for kind in KINDS if kind not in read_kinds for name in UNUSED_WITHOUT_KIND[kind]))
+    tensors, sources = dict(weights_of_file), [file]
     clip: tuple[JsonRecord, TokenizerFiles] | None = None
     if "language" in read_kinds:
-        beside, tokenizer, weights, files = clip_of(file, options)
-        clip, tensors = (beside, tokenizer), tensors | weights
+        clip_config, tokenizer, weights, files = clip_of(file, options)
+        clip, tensors = (clip_config, tokenizer), tensors | weights
         sources += [*files, tokenizer.path]
     sizes = TensorSizes(file, tensors)
     with named(file):
@@ -159,36 +160,40 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def goals_of(options: ConvertOptions) -> tuple[int, ...]:
-    """Return upstream's numbers of the goals that are asked for, all of them where none is."""
+    """Return the numbers of the goals in ``--set goals``, or of all goals if the option is not set."""
     text = str(options.setting("goals", "")) or ",".join(GOALS)
-    known = {frozenset(goal.split("+")): number for number, goal in enumerate(GOALS)}
-    found = []
+    numbers = {frozenset(goal.split("+")): number for number, goal in enumerate(GOALS)}
+    chosen = []
     for word in (part.strip() for part in text.split(",")):
-        number = known.get(frozenset(word.split("+")))
-        if number is None or number in found:
-            problem = "one that the policy was trained for" if number is None else "different ones"
-            raise ConvertError(f"--set goals: expected {problem} ({', '.join(GOALS)}), got {word!r}")
-        found.append(number)
-    return tuple(sorted(found))
+        number = numbers.get(frozenset(word.split("+")))
+        if number is None or number in chosen:
+            problem = "a goal that the policy was trained for" if number is None else "each goal once"
+            raise ConvertError(f"--set goals: expected {problem} (use {', '.join(GOALS)}), got {word!r}")
+        chosen.append(number)
+    return tuple(sorted(chosen))
 
 
 class TensorSizes:
-    """The shapes of a checkpoint's tensors; one that is not there is an error that names it."""
+    """The shapes of a checkpoint's tensors. A missing tensor raises an error with its name."""
 
     def __init__(self, file: Path, tensors: dict[str, TensorSource]):
         self.file, self.tensors = file, tensors
 
     def of(self, name: str, axes: int) -> tuple[int, ...]:
-        """Return the shape of a tensor with so many axes. Raises :class:`ConvertError`."""
+        """Return the shape of a tensor.
+
+        Raises:
+            ConvertError: The tensor is missing or has another number of axes.
+        """
         source = self.tensors.get(name)
         if source is None:
-            raise ConvertError(f"{self.file}: {name} is missing; {WHAT}")
+            raise ConvertError(f"{self.file}: the tensor {name} is missing; {EXPECTED}")
         if len(source.shape) != axes:
             raise ConvertError(f"{self.file}: {name}: expected {axes} axes, got {list(source.shape)}")
         return source.shape
 
     def count(self, pattern: str) -> int:
-        """Return how many different numbers the pattern's group matches."""
+        """Return the number of different numbers that the group of the pattern matches."""
         return len({int(m[1]) for name in self.tensors if (m := re.match(pattern, name))})
 
 
@@ -205,7 +210,8 @@ def model_config(
         )
     if "image" in read_kinds and (got := sizes.of("goal_encoder_img._conv_stem.weight", 4)[1]) != 6:
         raise ConvertError(
-            f"{sizes.file}: goal_encoder_img: expected 6 channels, a frame and the goal, got {got} (late fusion)"
+            f"{sizes.file}: goal_encoder_img: expected 6 channels (a frame and the goal), got {got}. Sinew does not"
+            " support late fusion"
         )
     state = POSE * ("pose" in read_kinds) + (len(goals) > 1)
     return EdgeConfig(
@@ -222,7 +228,7 @@ def model_config(
         reduced=tuple(sizes.of(f"decoder.output_layers.{n}.weight", 2)[0] for n in range(1, outputs)),
         chunk_size=chunk // POSE,
         max_state_dim=history * state,
-        large_side=LARGE if clip else 0,
+        large_side=LARGE_SIDE if clip else 0,
         film=film_config(sizes) if clip else None,
         language=text_config(sizes, clip[0]) if clip else None,
     )
@@ -249,7 +255,7 @@ def film_config(sizes: TensorSizes) -> FilmConfig:
         widths=tuple(
             sizes.of(f"{end}.{n}.0.weight", 4)[0] for n in range(sizes.count(re.escape(end) + r"\.(\d+)\."))
         ),
-        rows=LARGE // 8,  # three convolutions of stride 2
+        rows=LARGE_SIDE // 8,  # Three convolutions with stride 2 come before.
     )
 
 
@@ -271,47 +277,58 @@ def text_config(sizes: TensorSizes, record: JsonRecord) -> ClipTextConfig:
 def clip_of(
     file: Path, options: ConvertOptions
 ) -> tuple[JsonRecord, TokenizerFiles, dict[str, TensorSource], list[Path]]:
-    """Return the configuration, tokenizer and tensors of the text encoder, and their files. Raises
-    :class:`ConvertError`."""
+    """Read the text encoder from the folder of --vlm.
+
+    Returns:
+        Its configuration, tokenizer, tensors and files.
+
+    Raises:
+        ConvertError: The folder does not contain CLIP in transformers' layout.
+    """
     patterns = "config.json tokenizer*.json model.safetensors"
     home = find_model_dir(VLM, options.vlm, file.parent, "--vlm", patterns)
     record = JsonRecord(home / "config.json")
     tensors, files = read_weights(home)
     if "text_model.embeddings.token_embedding.weight" not in tensors:
-        raise ConvertError(f"{home}: expected CLIP in transformers' layout, got no text_model.embeddings")
+        raise ConvertError(
+            f"{home}: expected CLIP in transformers' layout, got no text_model.embeddings. Pass its folder with --vlm"
+        )
     return record, find_tokenizer(options, home, whose="CLIP's"), tensors, [home / "config.json", *files]
 
 
 def our_tensors(
-    found: dict[str, TensorSource], config: EdgeConfig, dead: tuple[str, ...]
+    sources: dict[str, TensorSource], config: EdgeConfig, dead: tuple[str, ...]
 ) -> dict[str, TensorSource]:
-    """Return the model's tensors under its names, and those that are not read under upstream's."""
-    left = {name: source for name, source in found.items() if name.startswith(dead)}
-    own = {n: s for n, s in found.items() if n not in left and not n.endswith("num_batches_tracked")}
+    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names."""
+    unread = {name: source for name, source in sources.items() if name.startswith(dead)}
+    own = {n: s for n, s in sources.items() if n not in unread and not n.endswith("num_batches_tracked")}
     out: dict[str, TensorSource] = {}
     for theirs, ours in TOWERS.items():
         out |= tower_tensors(own, f"{theirs}.", f"vision.{ours}.")
     if config.film is not None:
         out |= film_tensors(own)
         out["vision.film.places"] = constant("vision.film.places", map_places(config.film.rows))
-    table_of_places = reshape(own.pop("decoder.positional_encoding.pos_enc"), -1, config.head.hidden_size)
-    out["places"] = picked(table_of_places, config)
+    positions = reshape(own.pop("decoder.positional_encoding.pos_enc"), -1, config.head.hidden_size)
+    out["places"] = picked(positions, config)
     out["reads"] = constant("reads", np.array(table(config.goals), np.float32))
     outputs = tuple(
         Rule(rf"decoder\.output_layers\.{n + 1}\.(.+)", (rf"reduce.{n}.\1",))
         for n in range(len(config.reduced))
     )
-    return left | out | apply(own, (*RULES, *outputs, *TEXT))
+    return unread | out | apply(own, (*RULES, *outputs, *TEXT))
 
 
 def picked(places: TensorSource, config: EdgeConfig) -> TensorSource:
-    """Return the rows of the table of positions that frames have, and the kinds of goals that are read."""
-    kept = [*range(config.history), *(config.history + KINDS.index(kind) for kind in config.kinds)]
-    return computed(lambda x: x[kept], places, shape=(len(kept), config.head.hidden_size))
+    """Select the rows of the position table for the frames and for the supported kinds of goals."""
+    indices = [*range(config.history), *(config.history + KINDS.index(kind) for kind in config.kinds)]
+    return computed(lambda x: x[indices], places, shape=(len(indices), config.head.hidden_size))
 
 
 def map_places(count: int) -> np.ndarray:
-    """Return column and row of each place of a map, -1 to 1, float32 [2, count, count], rounded as torch's arange."""
+    """Return column and row of each position of a map, from -1 to 1, float32 [2, count, count].
+
+    The values are rounded as in torch's arange.
+    """
     import torch
 
     line = torch.arange(-1, 1 + 0.00001, 2 / (count - 1)).numpy()
@@ -319,14 +336,18 @@ def map_places(count: int) -> np.ndarray:
 
 
 def norm_parts(own: dict[str, TensorSource], name: str) -> list[TensorSource]:
-    """Take the parts of a batch norm out of the tensors. Raises :class:`ConvertError` where one is missing."""
+    """Remove the tensors of a batch norm from ``own`` and return them.
+
+    Raises:
+        ConvertError: A tensor is missing.
+    """
     if missing := [part for part in PARTS if f"{name}.{part}" not in own]:
-        raise ConvertError(f"{name}.{missing[0]} is missing; {WHAT}")
+        raise ConvertError(f"the tensor {name}.{missing[0]} is missing; {EXPECTED}")
     return [own.pop(f"{name}.{part}") for part in PARTS]
 
 
 def tower_tensors(own: dict[str, TensorSource], theirs: str, ours: str) -> dict[str, TensorSource]:
-    """Take a tower out of the tensors, each norm folded into the convolution before it."""
+    """Remove a tower's tensors from ``own``, and return them with each norm folded into the convolution before it."""
     out = {}
     for name in [name for name in own if name.startswith(theirs) and name.endswith("weight")]:
         if name not in own:
@@ -347,7 +368,7 @@ def tower_tensors(own: dict[str, TensorSource], theirs: str, ours: str) -> dict[
 def as_one(
     name: str, weight: TensorSource, bias: TensorSource | None, norm: list[TensorSource], eps: float
 ) -> dict[str, TensorSource]:
-    """Return a convolution and the batch norm behind it as one convolution, whose name is given."""
+    """Fold a batch norm into the convolution before it. Returns weight and bias under ``name``."""
     scale, shift, mean, variance = norm
     sources = [weight, scale, shift, mean, variance, *([bias] if bias else [])]
 
@@ -362,8 +383,11 @@ def as_one(
 
 
 def film_tensors(own: dict[str, TensorSource]) -> dict[str, TensorSource]:
-    """Take the convolutions that words change out of the tensors, with those before and behind them: a norm behind an
-    activation stays as a factor and a summand, one behind a convolution becomes part of it."""
+    """Remove the tensors of the FiLM network from ``own``, and return them with their norms converted.
+
+    A norm after an activation becomes a factor and a summand. A norm after a convolution is folded into the
+    convolution.
+    """
     out = {}
     for theirs, ours in (("initial", "begin"), ("intermediate", "end")):
         prefix = f"film_model.{theirs}_feature_extractor.layers."
@@ -388,13 +412,13 @@ def film_tensors(own: dict[str, TensorSource]) -> dict[str, TensorSource]:
 def factors(
     part: int, scale: np.ndarray, shift: np.ndarray, mean: np.ndarray, variance: np.ndarray
 ) -> np.ndarray:
-    """Return the factor or the summand of a frozen batch norm: float64 [C, 1, 1]."""
+    """Return the factor (part 0) or the summand (part 1) of a frozen batch norm, float64 [C, 1, 1]."""
     both = folded(np.ones((len(scale), 1, 1, 1)), scale, shift, mean, variance, FILM_EPS)
     return both[part].reshape(-1, 1, 1)
 
 
 def spec(config: EdgeConfig, file: Path, options: ConvertOptions) -> PolicySpec:
-    words = {"max_prompt_tokens": config.language.positions} if config.language else silent.SPEC
+    prompt_fields = {"max_prompt_tokens": config.language.positions} if config.language else silent.SPEC
     return PolicySpec(
         architecture="omnivla_edge",
         name=file.stem,
@@ -408,7 +432,7 @@ def spec(config: EdgeConfig, file: Path, options: ConvertOptions) -> PolicySpec:
         control_hz=robot.HZ,
         n_action_steps=1,
         history=config.history,
-        **words,
+        **prompt_fields,
     )
 
 
@@ -442,11 +466,11 @@ def processing(
 
 
 def notes(config: EdgeConfig, options: ConvertOptions) -> tuple[str, ...]:
-    """Return notes about facts that no file states."""
-    found = [
+    """Return notes about facts that are in no file."""
+    lines = [
         *robot.notes(config.goals, "pose" in config.kinds, options),
-        f"{HEADS} heads and {robot.HZ:g} Hz, as upstream's runner has them",
+        f"{HEADS} attention heads and {robot.HZ:g} Hz, the constants of OmniVLA's runner",
     ]
     if config.language is not None:
-        found.append("a text of more tokens than CLIP's is refused, where upstream cuts it")
-    return tuple(found)
+        lines.append("a text with more tokens than CLIP's limit is rejected; OmniVLA's runner would cut it")
+    return tuple(lines)

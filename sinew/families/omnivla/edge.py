@@ -1,11 +1,12 @@
-"""OmniVLA-edge (Hirose et al. 2025, arXiv 2509.19480): small towers and a transformer over one row for each frame of
-the history and one for each kind of goal.
+"""OmniVLA-edge (Hirose et al. 2025, arXiv 2509.19480): small vision towers and a transformer, for navigation.
 
-* Each frame of the history is a row; a pose, two satellite pictures, a picture of the goal, and words with the newest
-  frame are one each. Which of the four are read is the goal's number, one of :data:`goals.GOALS`.
-* Words scale and shift what convolutions see in the newest frame, which is larger there (FiLM: Perez et al. 2018).
-* The answer is read off the mean of the rows that are there, and off the goal's number: steps of a path, which add up,
-  and the heading at each as a cosine and a sine.
+* Each frame of the history is one token. Each kind of goal is one token too: a pose, two satellite pictures, a picture
+  of the goal, and a text with the newest frame. The number of the goal (:data:`goals.GOALS`) defines which of the four
+  goal tokens are read.
+* A convolutional network reads the newest frame in a larger size. The text scales and shifts its features (FiLM: Perez
+  et al. 2018).
+* The output layers read the mean of the available tokens, and the goal's number. They return the steps of a path, which
+  are summed up, and the heading at each step as cosine and sine.
 """
 
 from __future__ import annotations
@@ -32,8 +33,14 @@ from sinew.models.base import Regression
 
 @dataclass(frozen=True)
 class FilmConfig:
-    """``widths``: channels of the convolutions behind those that words change, which have ``channels`` themselves.
-    ``rows``: of the map that words change, which is as wide."""
+    """Sizes of the FiLM network, whose features the text scales and shifts.
+
+    Attributes:
+        channels: Channels of the features that the text changes.
+        blocks: Number of FiLM blocks.
+        widths: Channels of the convolutions after the FiLM blocks.
+        rows: Rows and columns of the feature map that the text changes.
+    """
 
     channels: int
     blocks: int
@@ -45,7 +52,7 @@ class FilmConfig:
 
     @property
     def out_size(self) -> int:
-        """Count of numbers that remain of a frame."""
+        """Number of features that the network returns per frame."""
         rows = self.rows
         for _ in self.widths:
             rows = -(-rows // 2)
@@ -57,12 +64,19 @@ class EdgeConfig:
     """Sizes of OmniVLA-edge.
 
     Attributes:
-        goals: The training project's numbers of the supported goals.
-        side: Side of a frame.
-        large_side: Side of the newest frame together with text; 0 without text.
-        head: Blocks of the transformer.
-        reduced: Widths of the layers after it.
-        max_state_dim: Numbers of all observation steps. The last number of each is the goal's, if there are several.
+        vision: Sizes of the EfficientNet towers.
+        goals: Numbers of the supported goals in the training project.
+        history: Number of observation steps.
+        side: Side of a frame in pixels.
+        head: Sizes of the transformer blocks.
+        reduced: Widths of the layers after the transformer.
+        chunk_size: Steps of a path.
+        max_state_dim: Size of the states of all observation steps. If there are several goals, the last value of each
+            state is the goal's number.
+        large_side: Side of the newest frame in pixels, for goals with text. 0 without text.
+        film: Sizes of the FiLM network. None without text.
+        language: Sizes of the text encoder. None without text.
+        max_action_dim: Size of an action.
     """
 
     vision: EfficientNetConfig
@@ -85,27 +99,28 @@ class EdgeConfig:
             raise ValueError(f"max_action_dim: expected {POSE}, got {self.max_action_dim}")
         if self.max_state_dim != self.history * self.state_dim:
             raise ValueError(
-                f"max_state_dim: expected {self.state_dim} numbers of {self.history} moments, got {self.max_state_dim}"
+                f"max_state_dim: expected {self.state_dim} values for each of {self.history} observation steps, got"
+                f" {self.max_state_dim}"
             )
-        of_words = {
+        text_fields = {
             "language" in self.kinds,
             self.film is not None,
             self.language is not None,
             self.large_side > 0,
         }
-        if len(of_words) > 1:
+        if len(text_fields) > 1:
             raise ValueError(
-                "film, language and large_side: expected all of them where words are read, else none"
+                "film, language and large_side: expected all three for goals with text, and none of them otherwise"
             )
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of goals that are read."""
+        """Return the kinds of goals that the policy reads."""
         return kinds(self.goals)
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """Return the cameras that are read, each at every moment."""
+        """Return the names of the cameras, each of which has a frame at every observation step."""
         behind = {"image": ("goal",), "satellite": ("satellite", "satellite_goal")}
         return (
             "current",
@@ -114,12 +129,18 @@ class EdgeConfig:
 
     @property
     def state_dim(self) -> int:
-        """Count of numbers in the state of one step: a pose, and the goal's number if there are several."""
+        """Size of the state of one observation step: a pose, and the goal's number if there are several goals."""
         return POSE * ("pose" in self.kinds) + (len(self.goals) > 1)
 
 
 class EdgeContext(NamedTuple):
-    """rows: [B, T + K, C]; there: bool [B, T + K], which of them are read; goal: float32 [B, 1], its number."""
+    """The tokens of an observation.
+
+    Attributes:
+        rows: [B, T + K, C], the tokens of frames and goals.
+        there: bool [B, T + K], True for the tokens that the goal uses.
+        goal: float32 [B, 1], the goal's number.
+    """
 
     rows: Tensor
     there: Tensor
@@ -127,7 +148,7 @@ class EdgeContext(NamedTuple):
 
 
 class ChannelScale(nn.Module):
-    """A batch norm of an affine network that cannot be folded, because an activation precedes it."""
+    """A frozen batch norm as a factor and a summand. It cannot be folded, because an activation comes before it."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -139,7 +160,7 @@ class ChannelScale(nn.Module):
 
 
 class HalvingConv(nn.Module):
-    """A convolution of stride 2, an activation, and the norm behind it."""
+    """A convolution with stride 2, followed by an activation and a norm."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int = 3):
         super().__init__()
@@ -151,19 +172,32 @@ class HalvingConv(nn.Module):
 
 
 class FilmBlock(nn.Module):
+    """A residual block whose features the text scales and shifts."""
+
     def __init__(self, channels: int):
         super().__init__()
         self.mix = Conv(channels + 2, channels, 1)
         self.conv = Conv(channels, channels, 3)
 
     def forward(self, x: Tensor, places: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        """x: [B, C, h, w]; places: [2, h, w]; scale, shift: [B, C]."""
+        """Run the block.
+
+        Args:
+            x: [B, C, h, w].
+            places: [2, h, w], positions of the map.
+            scale: [B, C].
+            shift: [B, C].
+        """
         x = F.relu(self.mix(torch.cat([x, places.to(x.dtype).expand(x.shape[0], -1, -1, -1)], dim=1)))
         return x + F.relu(scale[..., None, None] * self.conv(x) + shift[..., None, None])
 
 
 class WordFilm(nn.Module):
-    """What words see in a frame. ``places``: [2, rows, rows], column and row of each place of the map, -1 to 1."""
+    """The FiLM network, which extracts features of a frame that depend on the text.
+
+    Attributes:
+        places: [2, rows, rows], column and row of each position of the map, from -1 to 1.
+    """
 
     blocks: Sequence[FilmBlock]
 
@@ -180,7 +214,15 @@ class WordFilm(nn.Module):
         self.end = nn.Sequential(*(HalvingConv(*widths) for widths in pairwise((width, *config.widths))))
 
     def forward(self, x: Tensor, text: Tensor) -> Tensor:
-        """x: [B, channels, rows, rows], what ``begin`` gives; text: [B, text_size] -> [B, out_size]."""
+        """Run the FiLM blocks and the last convolutions.
+
+        Args:
+            x: [B, channels, rows, rows], result of ``begin``.
+            text: [B, text_size].
+
+        Returns:
+            [B, out_size].
+        """
         places: Tensor = self.places  # type: ignore[assignment]
         changes = self.film(text).unflatten(1, (self.config.blocks, 2, self.config.channels))
         for index, block in enumerate(self.blocks):
@@ -189,8 +231,14 @@ class WordFilm(nn.Module):
 
 
 class EdgeVision(nn.Module):
-    """The towers: of frames, of a frame and a picture of the goal, of two satellite pictures and a frame; and what
-    words change."""
+    """The vision networks.
+
+    Attributes:
+        frames: Tower for one frame.
+        image: Tower for a frame and a picture of the goal.
+        satellite: Tower for two satellite pictures and a frame.
+        film: FiLM network for a frame and a text.
+    """
 
     def __init__(self, config: EdgeConfig):
         super().__init__()
@@ -204,7 +252,11 @@ class EdgeVision(nn.Module):
 
 
 class OmniVLAEdge(Regression):
-    """``reads``: [goals, K], 1 where a goal reads a kind."""
+    """OmniVLA-edge.
+
+    Attributes:
+        reads: [goals, K], 1 if the goal uses the kind.
+    """
 
     config_type = EdgeConfig
     config: EdgeConfig
@@ -214,14 +266,14 @@ class OmniVLAEdge(Regression):
     def __init__(self, config: EdgeConfig):
         super().__init__()
         self.config = config
-        size, seen = config.head.hidden_size, config.vision.out_channels
+        size, features = config.head.hidden_size, config.vision.out_channels
         self.vision = EdgeVision(config)
         if config.language is not None:
             self.language = ClipText(config.language)
-        self.frame_proj = Linear(seen, size)
+        self.frame_proj = Linear(features, size)
         self.pose_proj = Linear(POSE, size) if "pose" in config.kinds else None
-        self.satellite_proj = Linear(seen, size) if "satellite" in config.kinds else None
-        self.image_proj = Linear(seen, size) if "image" in config.kinds else None
+        self.satellite_proj = Linear(features, size) if "satellite" in config.kinds else None
+        self.image_proj = Linear(features, size) if "image" in config.kinds else None
         self.language_proj = Linear(config.film.out_size, size) if config.film else None
         rows = len(config.kinds)
         self.places = nn.Parameter(torch.zeros(config.history + rows, size))
@@ -242,8 +294,14 @@ class OmniVLAEdge(Regression):
         return 2 if self.config.language else 1
 
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """pixels: [B, T * V, 3, h, w], of each view the large picture above the small one, where there is one ->
-        [B, 1, 1, N]: the rows of frames and goals, then the map that words change."""
+        """Encode all views.
+
+        Args:
+            pixels: [B, T * V, 3, h, w]. With text, each view has a large picture above the small one.
+
+        Returns:
+            [B, 1, 1, N]: the tokens of frames and goals, followed by the feature map that the text changes.
+        """
         config, names = self.config, self.config.cameras
         count, first = len(names), pixels.shape[1] - len(names)
 
@@ -256,49 +314,51 @@ class OmniVLAEdge(Regression):
         )  # [B, T, 3, side, side]
         rows = [self.frame_proj(self.vision.frames(frames.flatten(0, 1))).unflatten(0, frames.shape[:2])]
         if self.vision.satellite is not None and self.satellite_proj is not None:
-            seen = torch.cat([newest["satellite"], newest["satellite_goal"], newest["current"]], dim=1)
-            rows.append(self.satellite_proj(self.vision.satellite(seen))[:, None])
+            pictures = torch.cat([newest["satellite"], newest["satellite_goal"], newest["current"]], dim=1)
+            rows.append(self.satellite_proj(self.vision.satellite(pictures))[:, None])
         if self.vision.image is not None and self.image_proj is not None:
-            seen = torch.cat([newest["current"], newest["goal"]], dim=1)
-            rows.append(self.image_proj(self.vision.image(seen))[:, None])
-        found = [torch.cat(rows, dim=1).flatten(1)]
+            pictures = torch.cat([newest["current"], newest["goal"]], dim=1)
+            rows.append(self.image_proj(self.vision.image(pictures))[:, None])
+        parts = [torch.cat(rows, dim=1).flatten(1)]
         if self.vision.film is not None:
-            found.append(self.vision.film.begin(pixels[:, first, :, : config.large_side]).flatten(1))
-        return torch.cat(found, dim=1)[:, None, None]
+            parts.append(self.vision.film.begin(pixels[:, first, :, : config.large_side]).flatten(1))
+        return torch.cat(parts, dim=1)[:, None, None]
 
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> EdgeContext:
-        config, seen = self.config, image_tokens[:, 0, 0]
+        config, features = self.config, image_tokens[:, 0, 0]
         newest = state.unflatten(1, (config.history, -1))[:, -1] if config.state_dim else state  # [B, S]
         count = config.history + ("satellite" in config.kinds) + ("image" in config.kinds)
         width = count * config.head.hidden_size
-        rows = seen[:, :width].unflatten(1, (count, -1))
+        rows = features[:, :width].unflatten(1, (count, -1))
         goals = list(rows[:, config.history :].split(1, dim=1))  # satellite, image
         if self.pose_proj is not None:
             goals.insert(0, self.pose_proj(newest[:, :POSE])[:, None])
         if self.vision.film is not None and self.language_proj is not None:
             film = self.vision.film.config
-            start = seen[:, width:].unflatten(1, (film.channels, film.rows, film.rows))
-            words = self.vision.film(start, self.language(tokens, token_mask))
-            goals.append(self.language_proj(words)[:, None])
+            start = features[:, width:].unflatten(1, (film.channels, film.rows, film.rows))
+            text_features = self.vision.film(start, self.language(tokens, token_mask))
+            goals.append(self.language_proj(text_features)[:, None])
         rows = torch.cat([rows[:, : config.history], *(row.to(rows.dtype) for row in goals)], dim=1)
-        goal = self.goal(seen, newest)  # [B]
+        goal = self.goal(features, newest)  # [B]
         reads: Tensor = self.reads  # type: ignore[assignment]
-        there = F.pad(reads.index_select(0, goal) > 0.5, (config.history, 0), value=True)
-        return EdgeContext(rows + self.places, there, goal[:, None].float())
+        available = F.pad(reads.index_select(0, goal) > 0.5, (config.history, 0), value=True)
+        return EdgeContext(rows + self.places, available, goal[:, None].float())
 
-    def goal(self, seen: Tensor, newest: Tensor) -> Tensor:  # [B, N], [B, S] -> the goal's number, int64 [B]
+    def goal(
+        self, features: Tensor, newest: Tensor
+    ) -> Tensor:  # [B, N], [B, S] -> the goal's number, int64 [B]
         if len(self.config.goals) == 1:
-            return torch.full_like(seen[:, 0], self.config.goals[0], dtype=torch.int64)
-        return (newest[:, -1] + 0.5).long()  # whole from the start
+            return torch.full_like(features[:, 0], self.config.goals[0], dtype=torch.int64)
+        return (newest[:, -1] + 0.5).long()  # the number is whole, so this rounds correctly
 
     def regress(self, context: EdgeContext) -> Tensor:
         x, mask = context.rows, key_mask(context.there, context.rows.shape[1])
         for layer in self.layers:
             x = layer(x, mask)
-        there = context.there[..., None].to(x.dtype)
-        mean = (x * there).sum(dim=1) / there.sum(dim=1)  # [B, C]
+        available = context.there[..., None].to(x.dtype)
+        mean = (x * available).sum(dim=1) / available.sum(dim=1)  # [B, C]
         x = F.relu(self.goal_in(torch.cat([mean, context.goal.to(x.dtype)], dim=1)))
         for linear in self.reduce:
             x = F.relu(linear(x))

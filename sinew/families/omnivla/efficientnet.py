@@ -1,6 +1,6 @@
-"""EfficientNet (Tan and Le 2019, arXiv 1905.11946) of the plan B0, up to the mean of its last feature map.
+"""EfficientNet-B0 (Tan and Le 2019, arXiv 1905.11946), up to the mean of its last feature map.
 
-Batch norms are affine once they are trained, so a converter folds each into the convolution before it.
+A trained batch norm is affine, so a converter folds each batch norm into the convolution before it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,25 @@ from torch import Tensor, nn
 from sinew.layers.resnet import STRIDE, Conv
 from sinew.layers.sizes import check_sizes
 
-DEPTHS = (1, 2, 2, 3, 3, 4, 1)  # blocks of each stage; table 1 of the paper
+DEPTHS = (1, 2, 2, 3, 3, 4, 1)  # blocks per stage, from table 1 of the paper
 KERNELS = (3, 3, 5, 3, 5, 5, 3)
-STRIDES = (1, 2, 2, 2, 1, 2, 1)  # stride of a stage's first block
-EXPAND = 6  # channels inside a block for each that comes in; as many as come in the first stage
-SQUEEZE = 4  # channels that come in for each of the gate
+STRIDES = (1, 2, 2, 2, 1, 2, 1)  # stride of the first block of each stage
+# Factor by which a block increases the channels. The first stage does not increase them.
+EXPAND = 6
+# Factor by which a gate reduces the block's input channels.
+SQUEEZE = 4
 NORM_EPS = 1e-3  # epsilon of the folded norms
 
 
 @dataclass(frozen=True)
 class EfficientNetConfig:
-    """``stem``: channels of the first convolution. ``widths``: of each stage. ``out_channels``: of the features."""
+    """Sizes of an EfficientNet.
+
+    Attributes:
+        stem: Channels of the first convolution.
+        widths: Channels of each stage.
+        out_channels: Channels of the features.
+    """
 
     stem: int
     widths: tuple[int, ...]
@@ -40,12 +48,12 @@ class EfficientNetConfig:
 
     @staticmethod
     def grid(height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of the last feature map of a picture of this size."""
+        """Return rows and columns of the last feature map of a picture. Height and width are in pixels."""
         return -(-height // STRIDE), -(-width // STRIDE)
 
 
 class SameConv(Conv):
-    """A convolution that pads as TensorFlow's "SAME" does for sides which its stride divides."""
+    """A convolution with TensorFlow's "SAME" padding, for sides that are multiples of the stride."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1):
         super().__init__(in_channels, out_channels, kernel, stride, groups=groups)
@@ -81,6 +89,8 @@ class Block(nn.Module):
 
 
 class EfficientNet(nn.Module):
+    """EfficientNet-B0 without its classifier."""
+
     blocks: Sequence[Block]
 
     def __init__(self, config: EfficientNetConfig, in_channels: int = 3):

@@ -1,8 +1,9 @@
-"""OmniVLA (Hirose et al. 2025, arXiv 2509.19480): OpenVLA-OFT whose views are the robot's and the goal's, whose state
-is the goal's pose, and whose head is told what the goal is given by.
+"""OmniVLA (Hirose et al. 2025, arXiv 2509.19480): OpenVLA-OFT for navigation.
 
-The sequence is [start of the prompt | robot's view | goal's view | pose | rest of the prompt | zeros | stop token]. Of
-a goal that is not given by a picture, or not by a pose, nobody sees those rows; they count as positions all the same.
+The two views are those of the robot and of the goal. The state is the goal's pose. The head also reads the number of
+the goal (:data:`goals.GOALS`). The sequence is [start of the prompt | robot's view | goal's view | pose | rest of the
+prompt | zeros | stop token]. If the goal has no picture or no pose, no token attends to the picture's or pose's tokens,
+but these tokens still count as positions.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from sinew.families.openvla.model import OFTConfig, OpenVLAOFT, RegressionHead, 
 from sinew.layers.attention import block_mask
 from sinew.layers.linear import Linear
 
-VIEWS = 2  # the robot's, and the goal's
+VIEWS = 2  # the robot's view and the goal's view
 
 
 @dataclass(frozen=True, kw_only=True)
 class OmniVLAConfig(OFTConfig):
-    """``max_state_dim``: a pose, and the goal's number, one of :data:`goals.GOALS`, behind it."""
+    """Sizes of OmniVLA.
+
+    ``max_state_dim`` is the size of a pose plus one for the goal's number, an index of :data:`goals.GOALS`.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,14 +40,19 @@ class OmniVLAConfig(OFTConfig):
 
 
 class GoalStates(NamedTuple):
-    """hidden: [B, H, A * C], final states of the language model, one row per step; goal: float32 [B, 1], its number."""
+    """The states that the head reads.
+
+    Attributes:
+        hidden: [B, H, A * C], final states of the language model, one row per step.
+        goal: float32 [B, 1], the goal's number.
+    """
 
     hidden: Tensor
     goal: Tensor
 
 
 class GoalHead(RegressionHead):
-    """OFT's head, of which the first layer reads the goal's number, too."""
+    """OFT's head, whose first layer also reads the goal's number."""
 
     def __init__(self, input_size: int, hidden_size: int, output_size: int):
         super().__init__(input_size, hidden_size, output_size)
@@ -58,7 +67,11 @@ class GoalHead(RegressionHead):
 
 
 class OmniVLA(OpenVLAOFT):
-    """``reads``: [goals, kinds], 1 where a goal is given by a kind."""
+    """OmniVLA.
+
+    Attributes:
+        reads: [goals, kinds], 1 if the goal uses the kind.
+    """
 
     config_type = OmniVLAConfig
     config: OmniVLAConfig
@@ -78,10 +91,15 @@ class OmniVLA(OpenVLAOFT):
     def whole(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sequence [B, L, C], which rows are there, and which of them are seen, bool [B, L] each."""
+        """Build the whole sequence.
+
+        Returns:
+            The embeddings [B, L, C], the mask of existing tokens, bool [B, L], and the mask of tokens that others may
+            attend to, bool [B, L].
+        """
         config, B = self.config, tokens.shape[0]
         slots = config.chunk_size * config.max_action_dim
-        x, there = self.sequence(
+        x, present = self.sequence(
             image_tokens,
             camera_mask,
             tokens,
@@ -93,22 +111,22 @@ class OmniVLA(OpenVLAOFT):
             ],
         )
         table: Tensor = self.reads  # type: ignore[assignment]
-        known = table.index_select(0, (state[:, POSE] + 0.5).long()) > 0.5  # [B, kinds]; the number is whole
-        picture, pose = (known[:, KINDS.index(kind), None] for kind in ("image", "pose"))  # [B, 1] each
+        uses = table.index_select(0, (state[:, POSE] + 0.5).long()) > 0.5  # [B, kinds]; the number is whole
+        picture, pose = (uses[:, KINDS.index(kind), None] for kind in ("image", "pose"))  # [B, 1] each
         before, patches = config.views_after + image_tokens.shape[2], image_tokens.shape[2]
         behind = x.shape[1] - before - patches - 1
         always = torch.ones_like(picture)
         pieces = ((always, before), (picture, patches), (pose, 1), (always, behind))
-        seen = torch.cat([mask.expand(-1, count) for mask, count in pieces], dim=1)
-        return x, there, there & seen
+        visible = torch.cat([mask.expand(-1, count) for mask, count in pieces], dim=1)
+        return x, present, present & visible
 
     def read(  # type: ignore[override]
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> GoalStates:
         config = self.config
-        x, there, seen = self.whole(image_tokens, camera_mask, tokens, token_mask, state)
-        positions = there.long().cumsum(dim=1) - 1
-        h, _ = self.language(x, positions, block_mask(seen, torch.zeros_like(seen)))
+        x, present, visible = self.whole(image_tokens, camera_mask, tokens, token_mask, state)
+        positions = present.long().cumsum(dim=1) - 1
+        h, _ = self.language(x, positions, block_mask(visible, torch.zeros_like(visible)))
         slots = config.chunk_size * config.max_action_dim
         h = torch.cat([last_row(h, token_mask, slots + 1), h[:, -slots - 1 : -2]], dim=1)  # [B, slots, C]
         shape = (config.chunk_size, config.max_action_dim)

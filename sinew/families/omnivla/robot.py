@@ -1,4 +1,4 @@
-"""What upstream's runners do to a goal's pose and to a path, and with the robot: constants that no file holds.
+"""Constants of OmniVLA's runners, which are in no file: the scale of a goal's pose and of a path, and the rates.
 
 Source: NHirose/OmniVLA (inference/run_omnivla.py).
 """
@@ -15,18 +15,32 @@ from sinew.steps.vector.base import VectorStep
 from sinew.steps.vector.one_of import OneOf
 from sinew.steps.vector.reach import Reach
 
-SPACING, REACH, HZ = 0.1, 30.0, 3.0  # metric_waypoint_spacing, thres_dist and tick_rate
-FRAME = (480, 640)  # size of the cameras' frames, which no file states
+# The runner's metric_waypoint_spacing in m, thres_dist in m, and tick_rate in Hz.
+SPACING, REACH, HZ = 0.1, 30.0, 3.0
+# Height and width of the camera frames in pixels, which are in no file.
+FRAME = (480, 640)
 SETTINGS = {
-    "waypoint_spacing": Setting(float, "metres of one unit of a path (0.1)", 1e-4, 100),
-    "reach": Setting(float, "metres within which a goal's pose is taken to lie (30)", 1e-3, 1e6),
+    "waypoint_spacing": Setting(float, "length of one unit of a path in metres (default 0.1)", 1e-4, 100),
+    "reach": Setting(
+        float,
+        "largest distance of a goal's pose in metres; farther goals are moved to it (default 30)",
+        1e-3,
+        1e6,
+    ),
 }
 ACTION = VectorSpec(POSE, ("x", "y", "cos", "sin"), ("m", "m", "", ""))
 State = tuple[VectorSpec, tuple[VectorStep, ...]]
 
 
 def state(goals: Sequence[int], posed: bool, options: ConvertOptions) -> State:
-    """Return the state and its steps: a pose where one is read, and the goal's number where there are several."""
+    """Build the state and its conversion steps: the goal's pose if there is one, and the goal's number if there are
+    several.
+
+    Args:
+        goals: Numbers of the supported goals.
+        posed: True if the policy reads a pose.
+        options: The user's options.
+    """
     names: tuple[str, ...] = ()
     steps: list[VectorStep] = []
     if posed:
@@ -42,7 +56,7 @@ def state(goals: Sequence[int], posed: bool, options: ConvertOptions) -> State:
 
 
 def spacing_of(options: ConvertOptions) -> float:
-    """Return the length of a path's unit in metres."""
+    """Return the length of one unit of a path in metres."""
     return float(options.setting("waypoint_spacing", SPACING))
 
 
@@ -52,14 +66,18 @@ def path_steps(options: ConvertOptions) -> tuple[VectorStep, ...]:
 
 
 def notes(goals: Sequence[int], posed: bool, options: ConvertOptions) -> tuple[str, ...]:
-    """Return notes about facts that no file states."""
-    given = "waypoint_spacing" in options.settings
-    reason = "as given" if given else "as upstream's runner has it: --set waypoint_spacing=METRES"
-    found = [
+    """Return notes about facts that are in no file."""
+    is_set = "waypoint_spacing" in options.settings
+    reason = (
+        "as set by the user"
+        if is_set
+        else "the default of OmniVLA's runner; change it with --set waypoint_spacing=METRES"
+    )
+    lines = [
         f"{spacing_of(options):g} metres between waypoints, {reason}",
         f"goals: {', '.join(f'{goal} {GOALS[goal]}' for goal in goals)}",
     ]
     if posed:
         far = f"{options.setting('reach', REACH):g} m"
-        found.append(f"poses further off than {far} are moved to that distance")
-    return tuple(found)
+        lines.append(f"poses farther away than {far} are moved to that distance")
+    return tuple(lines)

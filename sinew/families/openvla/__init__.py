@@ -1,4 +1,6 @@
-"""OpenVLA (Kim et al. 2024, arXiv 2406.09246) and what keeps its towers and its files: OpenVLA-OFT, VLA-Adapter."""
+"""OpenVLA (Kim et al. 2024, arXiv 2406.09246), and OpenVLA-OFT and VLA-Adapter, which use its vision towers and
+files.
+"""
 
 from sinew.core.registry import Family
 

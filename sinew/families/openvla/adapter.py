@@ -1,7 +1,9 @@
-"""VLA-Adapter (Wang et al. 2025, arXiv 2509.09372): learned queries in a small language model, and a head beside it.
+"""VLA-Adapter (Wang et al. 2025, arXiv 2509.09372): learned action queries in a small language model, and an action
+head.
 
-OpenVLA's towers and prompt with views inside it; behind the prompt stand the action queries and a stop token, and every
-token sees those before it. The head has a block for each layer of the language model.
+The policy has OpenVLA's vision towers, and the views are inside the prompt. The action queries and a stop token follow
+the prompt, and every token attends to the tokens before it. The head has one block for each layer of the language
+model, and returns the whole action chunk in one pass.
 """
 
 from __future__ import annotations
@@ -21,14 +23,21 @@ from sinew.layers.norm import LayerNorm
 from sinew.layers.rope import Rotation
 from sinew.models.base import Regression
 
-HEADS = 8  # fixed in the reference, as are the rotary base and the norms' epsilon
+# HEADS, THETA and EPS are constants in the reference.
+HEADS = 8
 THETA = 10_000.0
 EPS = 1e-5
 
 
 @dataclass(frozen=True)
 class AdapterConfig(PrismaticConfig):
-    """``rotary``: the "Pro" head. ``stop_token``: the id whose embedding ends the sequence."""
+    """Sizes of VLA-Adapter.
+
+    Attributes:
+        num_queries: Number of action queries.
+        stop_token: Id of the token whose embedding ends the sequence.
+        rotary: True for the "Pro" head, which has rotary positions.
+    """
 
     num_queries: int = 64
     stop_token: int = 2
@@ -36,15 +45,22 @@ class AdapterConfig(PrismaticConfig):
 
 
 class LayerStates(NamedTuple):
-    task: Tensor  # [layers, B, V * N, C]: the first rows of each layer's output
-    queries: Tensor  # [layers, B, Q + 1, C]: from the last prompt token on, and the proprioception
+    """Hidden states of the language model that the head reads.
+
+    Attributes:
+        task: [layers, B, V * N, C], the first rows of each layer's output.
+        queries: [layers, B, Q + 1, C], the rows from the last prompt token on, and the state.
+    """
+
+    task: Tensor
+    queries: Tensor
 
 
 def turned(x: Tensor) -> Tensor:
-    """Rotate [B, L, H, D] by positions 0 .. L - 1, with the reference's own mixture of two layouts.
+    """Rotate x [B, L, H, D] by the positions 0 .. L - 1, with the reference's mixture of two rotary layouts.
 
-    Neighbouring channels 2j and 2j + 1 form a pair, but channel c turns by frequency c mod D/2, so the two of a pair
-    turn by different angles. Source: VLA-Adapter, action_heads.py.
+    Neighbouring channels 2j and 2j + 1 form a pair, but channel c has the frequency c mod D/2. So the two channels of a
+    pair turn by different angles. Source: VLA-Adapter, action_heads.py.
     """
     L, D = x.shape[1], x.shape[3]
     frequency = THETA ** -(torch.arange(0, D, 2, dtype=torch.float32, device=x.device) / D)
@@ -56,8 +72,11 @@ def turned(x: Tensor) -> Tensor:
 
 
 class BridgeBlock(nn.Module):
-    """Reads the states of the language model's layer of the same depth: those of the views, scaled by a learned gate,
-    and those of the action queries with the proprioception."""
+    """A block of the head, which reads the hidden states of the language model's layer with the same index.
+
+    The block attends to its own tokens, to the states of the views with a learned gate, and to the states of the action
+    queries and the robot's state.
+    """
 
     def __init__(self, size: int, rotary: bool):
         super().__init__()
@@ -72,7 +91,16 @@ class BridgeBlock(nn.Module):
         self.proj = Linear(size, size)
 
     def forward(self, x: Tensor, queries: Tensor, task: Tensor) -> Tensor:
-        """x: [B, H, C]; queries: [B, Q, C], with the proprioception; task: [B, N, C] -> [B, H, C]."""
+        """Run the block.
+
+        Args:
+            x: [B, H, C], the action tokens.
+            queries: [B, Q, C], states of the action queries, and the robot's state.
+            task: [B, N, C], states of the views.
+
+        Returns:
+            [B, H, C].
+        """
 
         def heads(projected: Tensor) -> Tensor:
             return projected.unflatten(-1, (HEADS, -1))
@@ -82,7 +110,7 @@ class BridgeBlock(nn.Module):
         keys = [
             turn(heads(self.k_self(x))),
             turn(heads(self.k_query(queries))),
-            # The gate belongs to the scores of these keys alone.
+            # The gate scales only the scores of these keys.
             turn(heads(self.k_task(task))) * self.gate.tanh(),
         ]
         values = [heads(self.v_self(x)), heads(self.v_query(queries)), heads(self.v_task(task))]
@@ -93,7 +121,7 @@ class BridgeBlock(nn.Module):
 
 
 class BridgeHead(nn.Module):
-    """Blocks between two projections; it starts from zeros, so its input is a constant."""
+    """The action head: blocks between two projections. Its input is zero, and so a constant."""
 
     def __init__(self, size: int, output_size: int, num_blocks: int, rotary: bool):
         super().__init__()
@@ -105,7 +133,16 @@ class BridgeHead(nn.Module):
         self.proj_out = Linear(size, output_size)
 
     def forward(self, steps: int, queries: Tensor, task: Tensor) -> Tensor:
-        """queries: [blocks, B, Q, C]; task: [blocks, B, N, C] -> [B, steps, output]."""
+        """Run the head.
+
+        Args:
+            steps: Actions in a chunk.
+            queries: [blocks, B, Q, C].
+            task: [blocks, B, N, C].
+
+        Returns:
+            [B, steps, output].
+        """
         x = F.relu(self.proj_in(self.norm_in.bias)).expand(queries.shape[1], steps, -1)
         for block, q, t in zip(self.blocks, queries, task, strict=True):
             x = block(x, q, t)
@@ -113,6 +150,8 @@ class BridgeHead(nn.Module):
 
 
 class VLAAdapter(PrismaticVLM, Regression):
+    """VLA-Adapter: vision towers, a language model with action queries, and a head with one block per layer."""
+
     config_type = AdapterConfig
     config: AdapterConfig
 
@@ -144,7 +183,7 @@ class VLAAdapter(PrismaticVLM, Regression):
         for layer in self.language.layers:
             x, _ = layer(x, rotate, mask)
             h = self.language.norm(x) if layer is self.language.layers[-1] else x
-            # As the reference counts: the first row is the prompt's, so the views' last one is missing.
+            # As in the reference, the slice starts at the first prompt token, so it lacks the last token of the views.
             task_states.append(h[:, : V * N])
             last = last_row(h, token_mask, config.num_queries + 1)
             query_states.append(torch.cat([last, h[:, -config.num_queries - 1 : -2], proprioception], dim=1))

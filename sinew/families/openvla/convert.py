@@ -1,9 +1,9 @@
-"""OpenVLA, OpenVLA-OFT and VLA-Adapter checkpoints -> bundles.
+"""Convert OpenVLA, OpenVLA-OFT and VLA-Adapter checkpoints to bundles.
 
-All three say ``model_type: openvla``; what lies beside the weights tells them apart: no head for OpenVLA, an MLP for
-OFT, and action queries in the weights of VLA-Adapter. OFT's discrete parallel decoding leaves no head either, so it is
-asked for (``--set decoding=parallel``). The number of cameras, the length of a chunk and the choice of statistics are
-in no file: they follow from the sizes of the head and the state's projector (``ROBOTS``), or are given.
+All three have ``model_type: openvla``. The files next to the weights distinguish them: OpenVLA has no head, OFT has an
+MLP head, and the weights of VLA-Adapter contain action queries. OFT with discrete parallel decoding has no head either,
+so the user must request it (``--set decoding=parallel``). No file contains the number of cameras, the chunk length or
+the kind of statistics. They follow from the sizes of the head and the state projector (``ROBOTS``), or from options.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from sinew.steps.prompt.lower import Lower
 from sinew.steps.prompt.template import sentence
 
 NAMES = ("openvla",)
-# Fields of config.json that are not read: they describe how the model was built before training, or only other forms of
-# the policy need them
+# Fields of config.json that are not read. They describe how the model was built before training, or only other forms of
+# the policy need them.
 ASIDE = (
     "arch_specifier hf_llm_id llm_backbone_id llm_max_length n_action_bins norm_stats pad_to_multiple_of pad_token_id"
     " use_fused_vision_backbone vision_backbone_id"
@@ -65,20 +65,24 @@ USUAL = {
 OPTIONS = ("tokenizer", "stats", "stats_key", "cameras")
 SETTINGS = {
     "center_crop": Setting(
-        bool, "cut the middle 90 % of each frame, as fine-tuning with augmentation wants (true)"
+        bool, "true crops each frame to its middle 90 %, as after fine-tuning with augmentation (default)"
     ),
-    "chunk": Setting(int, "actions per chunk, where the sizes of the head do not tell the robot", 1, 1024),
-    "statistics": Setting(str, "of the actions and the state", values=("bounds_q99", "bounds")),
+    "chunk": Setting(int, "actions per chunk, if the sizes of the head do not identify the robot", 1, 1024),
+    "statistics": Setting(
+        str, "kind of the statistics of actions and state", values=("bounds_q99", "bounds")
+    ),
     "decoding": Setting(
         str,
-        "of action tokens, where there is no head: OpenVLA's, in turn, or OFT's, a chunk at once",
+        "decoding of action tokens without a head: in_turn (OpenVLA) or parallel (OFT, a whole chunk at once)",
         values=("in_turn", "parallel"),
     ),
 }
-MAX_TOKENS = 128  # most tokens of the instruction with its frame; OpenVLA has no limit of its own
+# Most tokens of the instruction and the prompt around it. OpenVLA itself has no limit.
+MAX_TOKENS = 128
 CROP_AREA = 0.9
-FRAME = 256  # pixels: the side of LIBERO's and Bridge's frames; others are resized
-BOTH = {
+# Side of LIBERO's and Bridge's frames in pixels. Frames of other sizes are resized.
+FRAME = 256
+COMMON_TEXT = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
@@ -87,8 +91,8 @@ BOTH = {
     "rope_theta": 10_000.0,
 }
 TEXT = {
-    "llama": {**BOTH, "intermediate_size": 11008, "vocab_size": 32000},
-    "qwen2": {**BOTH, "intermediate_size": 22016, "vocab_size": 151936},
+    "llama": {**COMMON_TEXT, "intermediate_size": 11008, "vocab_size": 32000},
+    "qwen2": {**COMMON_TEXT, "intermediate_size": 22016, "vocab_size": 151936},
 }
 LM_HEAD = Rule(r"language_model\.lm_head\.weight", ("lm_head.weight",))
 QUESTION = "What action should the robot take to {prompt}?"
@@ -106,7 +110,15 @@ def recognises(path: Path) -> bool:
 
 
 class HeadPart(NamedTuple):
-    """What a family's own part contributes."""
+    """The parts of a conversion that differ between the policies.
+
+    Attributes:
+        architecture: Name of the architecture.
+        config: Configuration of the model.
+        rules: Rules for the tensors of the head.
+        dead: Prefixes of the tensors that are not read.
+        prompt: Steps of the prompt.
+    """
 
     architecture: str
     config: Any
@@ -116,19 +128,27 @@ class HeadPart(NamedTuple):
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not supported.
+    """
     return assemble(PrismaticCheckpoint(path, options))
 
 
 def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
-    """Return the conversion of an opened checkpoint. Raises :class:`ConvertError`."""
+    """Build the conversion of an opened checkpoint.
+
+    Raises:
+        ConvertError: The checkpoint is not supported.
+    """
     path, options = checkpoint.path, checkpoint.options
     action, state = checkpoint.part("action_head"), checkpoint.part("proprio_projector")
     adapter = "action_queries.weight" in checkpoint.tensors
     if not adapter and checkpoint.config.part("text_config").get("model_type") == "qwen2":
         raise ConvertError(
-            f"{path}: config.json names VLA-Adapter's Qwen2, and 'action_queries.weight' is missing: these are another"
-            " policy's weights"
+            f"{path}: config.json names VLA-Adapter's Qwen2, but the tensor 'action_queries.weight' is missing, so the"
+            " weights belong to another policy"
         )
     parallel = decodes_in_parallel(checkpoint, bool(action), bool(state), adapter)
     action_dim, state_dim = sizes(checkpoint, action, state)
@@ -154,7 +174,7 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
         else:
             head = token_head(checkpoint, tokenizer, shared)
     if adapter and len(robot.cameras) != 2:
-        raise ConvertError(f"--cameras: VLA-Adapter's head is made for 2 cameras, got {len(robot.cameras)}")
+        raise ConvertError(f"--cameras: VLA-Adapter's head requires 2 cameras, got {len(robot.cameras)}")
 
     weights = checkpoint.tensors | action | state
     rules = [*rules, *head.rules, *LANGUAGE, *PROJECTOR, *ENDS, *BLOCKS, *STATE]
@@ -177,42 +197,57 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
 
 
 def decodes_in_parallel(checkpoint: PrismaticCheckpoint, action: bool, state: bool, adapter: bool) -> bool:
-    """Return True for action tokens of a whole chunk at once. action, state: whether the head and the state's projector
-    are there. Raises :class:`ConvertError` where a head has to be there, or must not be."""
+    """Return True if the policy decodes the action tokens of a whole chunk at once.
+
+    Args:
+        checkpoint: The opened checkpoint.
+        action: True if the checkpoint has an action head.
+        state: True if the checkpoint has a state projector.
+        adapter: True for VLA-Adapter.
+
+    Raises:
+        ConvertError: A required head is missing, or ``--set decoding`` is used with a head.
+    """
     path, options = checkpoint.path, checkpoint.options
-    asked = options.setting("decoding", None)
+    decoding = options.setting("decoding", None)
     if action or adapter:
-        if asked is not None:
-            raise ConvertError(f"--set decoding={asked}: {path} has an action head, which decodes no tokens")
+        if decoding is not None:
+            raise ConvertError(
+                f"--set decoding={decoding}: {path} has an action head, so it does not decode tokens. Omit the option"
+            )
         if not action:
             raise ConvertError(
-                f"{path}: no action_head--*.pt beside the weights; it belongs to the checkpoint"
+                f"{path}: no action_head--*.pt next to the weights. Copy this file of the checkpoint to the folder"
             )
         return False
-    if state and asked != "parallel":
+    if state and decoding != "parallel":
         raise ConvertError(
-            f"{path}: no action_head--*_checkpoint.pt beside the weights; it belongs to the checkpoint, unless that"
-            " was trained to decode action tokens in parallel: --set decoding=parallel"
+            f"{path}: no action_head--*_checkpoint.pt next to the weights. Copy this file of the checkpoint to the"
+            " folder, or pass --set decoding=parallel if the policy was trained to decode action tokens in parallel"
         )
-    if asked is None and (chunk := options.setting("chunk", 1)) > 1:
+    if decoding is None and (chunk := options.setting("chunk", 1)) > 1:
         raise ConvertError(
-            f"--set chunk={chunk}: {path} has no action head; give --set decoding=parallel for OFT's action tokens"
+            f"--set chunk={chunk}: {path} has no action head; pass --set decoding=parallel for OFT's action tokens"
         )
-    return bool(asked == "parallel")
+    return bool(decoding == "parallel")
 
 
 def decoding_notes(action: bool, state: bool, parallel: bool) -> tuple[str, ...]:
-    """Return notes about the decoding of a policy without a head."""
+    """Return notes about the decoding of a policy without an action head."""
     if action:
         return ()
     if not parallel:
-        return ("no action head: OpenVLA's tokens, in turn; --set decoding=parallel is OFT's chunk at once",)
-    read = "; the state is read, as in training: upstream's evaluation leaves it out without a head"
-    return (f"no action head: OFT's action tokens, a chunk at once{read if state else ''}",)
+        return (
+            "no action head: OpenVLA's tokens, one after the other; pass --set decoding=parallel for OFT's whole chunk",
+        )
+    state_note = (
+        "; the state is read, as in training, although OFT's evaluation code ignores it without a head"
+    )
+    return (f"no action head: OFT's action tokens, a whole chunk at once{state_note if state else ''}",)
 
 
 def notes(checkpoint: PrismaticCheckpoint, robot: RobotConstants) -> tuple[str, ...]:
-    """Return notes about facts that no file states and that were inferred or set."""
+    """Return notes about facts that are not in the files, but were inferred or set by the user."""
     return (
         f"statistics {checkpoint.statistics[0]!r} ({robot.mode})",
         f"{robot.chunk} actions per chunk; cameras {', '.join(robot.cameras)}{camera_reason(checkpoint)}",
@@ -220,20 +255,16 @@ def notes(checkpoint: PrismaticCheckpoint, robot: RobotConstants) -> tuple[str, 
 
 
 def camera_reason(checkpoint: PrismaticCheckpoint) -> str:
-    """Return the origin of the cameras, for a note: the training project's programs count the views, its files do
-    not.
-    """
+    """Return the origin of the cameras, for a note. The training project's files do not contain the cameras."""
     if checkpoint.options.cameras:
-        return ", as given"
-    return (
-        ": upstream's for a robot of these sizes, as no file says them; yours, in their order, with --cameras"
-    )
+        return ", as set by --cameras"
+    return ", the training project's cameras for a robot of these sizes; pass yours in their order with --cameras"
 
 
 def sizes(
     checkpoint: PrismaticCheckpoint, action: dict[str, TensorSource], state: dict[str, TensorSource]
 ) -> tuple[int, int]:
-    """Return the numbers of an action and of the state, from the tensors of the head and the projector."""
+    """Return the sizes of an action and of the state, from the tensors of the head and the projector."""
     try:
         state_dim = state["fc1.weight"].shape[1] if state else 0
         if action:
@@ -242,7 +273,7 @@ def sizes(
         return len(table["action"]["q01"]), state_dim
     except (KeyError, IndexError, TypeError) as error:
         raise ConvertError(
-            f"{checkpoint.path}: the head, the projector or the statistics lack {error}"
+            f"{checkpoint.path}: the head, the projector or the statistics have no {error}"
         ) from None
 
 
@@ -252,8 +283,8 @@ def robot_of(
     robot = ROBOTS.get((action_dim, state_dim)) if chunked else OPENVLA
     if robot is None and not all(options.setting(name, None) for name in ("chunk", "statistics")):
         raise ConvertError(
-            f"{path}: actions of {action_dim} and states of {state_dim} numbers belong to no robot known here;"
-            " give --set chunk=N, --set statistics=bounds_q99 (or bounds) and --cameras"
+            f"{path}: no known robot has actions of {action_dim} values and states of {state_dim} values; pass --set"
+            " chunk=N, --set statistics=bounds_q99 (or bounds) and --cameras"
         )
     robot = robot or OPENVLA
     return replace(
@@ -273,10 +304,14 @@ def decoder(text: JsonRecord) -> DecoderConfig:
 
 
 def openvla_prompt(tokenizer: TokenizerFiles) -> tuple[PromptStep, ...]:
-    """The prompt that OpenVLA was trained with; the lone space at its end is a token of its own (29871 in Llama's)."""
+    """Return OpenVLA's training prompt. The single space at its end is a separate token (29871 in Llama's
+    tokenizer).
+    """
     first = Tokenizer.from_str(tokenizer.text).encode("In:").ids[:1]
     if first != [tokenizer.token_id("<s>")]:
-        raise ConvertError(f"{tokenizer.path}: expected a tokenizer that begins with <s>, got token {first}")
+        raise ConvertError(
+            f"{tokenizer.path}: expected a tokenizer that begins a text with <s>, got token {first}"
+        )
     return (*sentence(f"In: {QUESTION}\nOut:"), Last(tokenizer.token_id("\u2581")))
 
 
@@ -299,7 +334,7 @@ def token_head(
 
 
 def action_tokens(checkpoint: PrismaticCheckpoint, shared: dict[str, Any]) -> dict[str, Any]:
-    """Return the token ids of an action's bins."""
+    """Return the token ids of the bins of an action."""
     return {
         "action_bins": checkpoint.config["n_action_bins"],
         "action_tokens_end": shared["vocab_size"] - checkpoint.config["pad_to_multiple_of"],
@@ -311,7 +346,8 @@ def adapter_head(
 ) -> HeadPart:
     if shared["max_state_dim"] == 0:
         raise ConvertError(
-            f"{checkpoint.path}: no proprio_projector--*.pt; VLA-Adapter's head reads the state"
+            f"{checkpoint.path}: no proprio_projector--*.pt next to the weights. VLA-Adapter's head reads the state,"
+            " so copy this file of the checkpoint to the folder"
         )
     rotary = "model.mlp_resnet_blocks.0.k_self.weight" in action
     queries = checkpoint.tensors["action_queries.weight"].shape[0]
@@ -322,7 +358,7 @@ def adapter_head(
         Rule(BLOCK + r"([qo]_proj\..*)", (rf"{to}\2",)),
         Rule(BLOCK + r"([kv])_(self|task)\.(.*)", (rf"{to}\2_\3.\4",)),
         Rule(BLOCK + r"([kv])_adapter\.(.*)", (rf"{to}\2_query.\3",)),
-        # The first heads share one projection among the three sources.
+        # In the first version of the head, own tokens, queries and views share one projection.
         Rule(
             BLOCK + r"([kv])_proj\.(.*)",
             tuple(rf"{to}\2_{source}.\3" for source in ("self", "query", "task")),
@@ -355,10 +391,10 @@ def processing(
     checkpoint: PrismaticCheckpoint, head: HeadPart, robot: RobotConstants, pad: int, image: ImageRecipe
 ) -> Processing:
     action_dim, state_dim = head.config.max_action_dim, head.config.max_state_dim
-    # OpenVLA's own 1e-8 is missing in its first version.
+    # The first version of OpenVLA does not add the epsilon of 1e-8.
     eps = 0.0 if head.architecture == "openvla" else 1e-8
     action, action_parts = checkpoint.normalization("action", action_dim, robot.mode, eps, clip=False)
-    # Upstream reads no mask of the state.
+    # The training project ignores the mask of the state's statistics.
     state, _ = (
         checkpoint.normalization("proprio", state_dim, robot.mode, eps, clip=True, masked=False)
         if state_dim
@@ -382,7 +418,10 @@ def processing(
 
 
 def image_recipe(checkpoint: PrismaticCheckpoint) -> ImageRecipe:
-    """Frames of another size go through JPEG and lanczos3; then the middle is cut out, for each tower the same."""
+    """Build the image recipe. Frames of another size go through JPEG and a lanczos3 resize. Then the centre is cropped.
+
+    Each tower has its own normalisation.
+    """
     height, width = checkpoint.config["image_sizes"]
     record = checkpoint.preprocessor()
     with named(f"{record.path}: tvf_normalize_params"):

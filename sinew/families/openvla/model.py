@@ -1,15 +1,15 @@
-"""OpenVLA (Kim et al. 2024, arXiv 2406.09246), OpenVLA-OFT (Kim et al. 2025, arXiv 2502.19645) and BitVLA (Wang et
-al. 2025, arXiv 2506.07530): actions as the next tokens of a language model.
+"""OpenVLA (Kim et al. 2024, arXiv 2406.09246), OpenVLA-OFT (Kim et al. 2025, arXiv 2502.19645) and BitVLA (Wang et al.
+2025, arXiv 2506.07530): policies whose actions come from the next tokens of a language model.
 
-* One or two vision towers read each 224 x 224 view, each with its own normalisation. Their features of a patch are
-joined and projected.
+* One or two vision towers encode each 224 x 224 view, each with its own normalisation. Their features of a patch are
+  concatenated and projected.
 * The projected views are inside the prompt, after its first tokens.
-* OpenVLA continues the prompt: it takes the likeliest token, seven times in turn, and each token is a bin of one
-dimension of the action. Every token attends to those before it.
-* OFT and BitVLA need one pass over [start of the prompt | views | proprioception | rest of the prompt | zeros | stop
-token]. Every token attends to every token, with one row of zeros for each number of the chunk. The final states from
-the last prompt token on, one per number of the chunk, go through a small residual MLP, whose output is the actions.
-OFT without that head (its discrete decoding) takes the likeliest token of each of those states instead.
+* OpenVLA continues the prompt one token at a time. Each token is the one with the highest score, and is a bin of one
+  dimension of the action. Every token attends to the tokens before it.
+* OFT and BitVLA run one pass over [start of the prompt | views | state | rest of the prompt | zeros | stop token], with
+  one zero embedding for each value of the chunk. Every token attends to every token. A small residual MLP converts the
+  final hidden states to actions, one state per value, from the last prompt token on.
+* OFT with discrete decoding has no MLP. It takes the token with the highest score at each of these states.
 """
 
 from __future__ import annotations
@@ -33,14 +33,23 @@ from sinew.models.base import Model, Regression
 from sinew.models.speaker import DecoderSpeaker, ReadPrompt
 from sinew.steps.action_tokens.bins import BinTokens, bin_centres
 
-HEAD_EPS = 1e-5  # torch's default, which the reference leaves as it is
-Piece = tuple[Tensor, Tensor]  # rows of a sequence [B, n, C], and which of them are there, bool [B, n]
+HEAD_EPS = 1e-5  # default of torch, which the reference does not change
+Piece = tuple[Tensor, Tensor]  # embeddings [B, n, C], and their mask, bool [B, n]
 
 
 @dataclass(frozen=True)
 class PrismaticConfig:
-    """``vision``: one tower per three channels of a view. ``projector``: hidden widths of the projector behind them.
-    ``views_after``: number of prompt tokens before the views. ``max_state_dim``: 0 where no state is read.
+    """Sizes of a policy.
+
+    Attributes:
+        vision: Sizes of the vision towers. Each tower reads three channels of a view.
+        projector: Hidden widths of the projector after the towers.
+        language: Sizes of the language model.
+        vocab_size: Rows of the token table.
+        chunk_size: Actions in a chunk.
+        max_action_dim: Size of an action.
+        max_state_dim: Size of the state. 0 if the policy reads no state.
+        views_after: Number of prompt tokens before the views.
     """
 
     vision: tuple[ViTConfig, ...]
@@ -55,13 +64,20 @@ class PrismaticConfig:
     def __post_init__(self) -> None:
         check_sizes(self)
         if not self.vision or len({tower.side for tower in self.vision}) != 1:
-            raise ValueError("vision: expected towers that cut a view into the same patches")
+            raise ValueError("vision: expected towers with equal grids of patches")
 
 
 @dataclass(frozen=True)
 class OpenVLAConfig(PrismaticConfig):
-    """Tokens from ``action_tokens_end - 1`` downwards are the bins of [-1, 1] from the lowest upwards: the intervals
-    between ``action_bins`` points."""
+    """Sizes of OpenVLA.
+
+    The bins divide [-1, 1] between ``action_bins`` points. The lowest bin has the token ``action_tokens_end - 1``, and
+    each higher bin has the next lower token.
+
+    Attributes:
+        action_bins: Number of points.
+        action_tokens_end: One more than the token of the lowest bin.
+    """
 
     action_bins: int = 256
     action_tokens_end: int = 32000
@@ -73,8 +89,14 @@ class OpenVLAConfig(PrismaticConfig):
 
 @dataclass(frozen=True)
 class OFTConfig(PrismaticConfig):
-    """``stop_token``: the id whose embedding ends the sequence. ``action_bins``: 0 where a regression head returns the
-    actions; otherwise they are tokens, as in :class:`OpenVLAConfig`."""
+    """Sizes of OpenVLA-OFT.
+
+    Attributes:
+        stop_token: Id of the token whose embedding ends the sequence.
+        action_bins: 0 if a regression head returns the actions. Otherwise actions are tokens, as in
+            :class:`OpenVLAConfig`.
+        action_tokens_end: As in :class:`OpenVLAConfig`.
+    """
 
     stop_token: int = 2
     action_bins: int = 0
@@ -87,13 +109,15 @@ class OFTConfig(PrismaticConfig):
 
 
 def check_action_tokens(config: OpenVLAConfig | OFTConfig) -> None:
-    """Raise ValueError where bins have no tokens in the vocabulary."""
+    """Raise ValueError if a bin has no token in the vocabulary."""
     if not 1 < config.action_bins <= config.action_tokens_end <= config.vocab_size:
-        raise ValueError(f"action tokens up to {config.action_tokens_end} are outside the vocabulary")
+        raise ValueError(
+            f"action_tokens_end: expected {config.action_bins} to {config.vocab_size}, got {config.action_tokens_end}"
+        )
 
 
 class Towers(nn.Module):
-    """Vision towers side by side, each with its own three channels of the pixels, and the projector behind them."""
+    """The vision towers and the projector after them. Each tower reads its own three channels of the pixels."""
 
     towers: Sequence[VisionTransformer]
 
@@ -114,7 +138,7 @@ class Towers(nn.Module):
 
 
 class PrismaticVLM(Model):
-    """The base of the policies below: towers, a language model, and views inside the prompt."""
+    """The base class of the policies: vision towers, a language model, and views inside the prompt."""
 
     def __init__(self, config: PrismaticConfig):
         super().__init__()
@@ -142,17 +166,26 @@ class PrismaticVLM(Model):
         behind_views: Sequence[Tensor] = (),
         behind_prompt: Sequence[Tensor] = (),
     ) -> Piece:
-        """Return [start of the prompt | views | behind_views | rest of the prompt | behind_prompt] and its mask."""
+        """Build the sequence [start of the prompt | views | behind_views | rest of the prompt | behind_prompt].
+
+        Args:
+            image_tokens, camera_mask, tokens, token_mask: As for :meth:`read`.
+            behind_views: Embeddings after the views, [B, n, C] each.
+            behind_prompt: Embeddings after the prompt, [B, n, C] each.
+
+        Returns:
+            The embeddings [B, L, C] and their mask, bool [B, L].
+        """
         start, dtype = self.config.views_after, self.language.embed_tokens.dtype
         prompt = self.language.embed_tokens(tokens)  # [B, L, C]
-        seen = camera_mask[:, :, None].expand(image_tokens.shape[:3]).flatten(1)  # [B, V * N]
+        view_mask = camera_mask[:, :, None].expand(image_tokens.shape[:3]).flatten(1)  # [B, V * N]
 
         def always(x: Tensor) -> Piece:
             return x, token_mask.new_ones(x.shape[:2])
 
         pieces = [
             (prompt[:, :start], token_mask[:, :start]),
-            (image_tokens.flatten(1, 2), seen),
+            (image_tokens.flatten(1, 2), view_mask),
             *map(always, behind_views),
             (prompt[:, start:], token_mask[:, start:]),
             *map(always, behind_prompt),
@@ -160,22 +193,37 @@ class PrismaticVLM(Model):
         x = torch.cat([rows.to(dtype) for rows, _ in pieces], dim=1)
         return x, torch.cat([valid for _, valid in pieces], dim=1)
 
-    def stop(self, token: int, batch: int) -> Tensor:  # [B, 1, C]; a row, not an id: see layers/linear.py
+    def stop(self, token: int, batch: int) -> Tensor:
+        """Return the embedding of the stop token, [B, 1, C]. ``rows`` avoids an index tensor (see layers/linear.py)."""
         return self.language.embed_tokens.rows((token,)).expand(batch, 1, -1)
 
 
 def last_row(x: Tensor, token_mask: Tensor, behind: int) -> Tensor:
-    """Return the row of the last prompt token, [B, 1, C]; padding may follow it, and ``behind`` rows follow that."""
+    """Return the hidden state of the last prompt token, [B, 1, C].
+
+    Args:
+        x: [B, L, C], hidden states of the sequence.
+        token_mask: bool [B, N], False for padding at the end of the prompt.
+        behind: Number of tokens after the padded prompt.
+    """
     length = token_mask.shape[1]
     row = x.shape[1] - behind - 1 - (length - token_mask.sum(dim=1))  # [B]
     return x.gather(1, row[:, None, None].expand(-1, 1, x.shape[2]))
 
 
 class ActionStates(NamedTuple):
-    hidden: Tensor  # [B, H, A * C]: final states of the language model, one row per step of the chunk
+    """Hidden states that the head reads.
+
+    Attributes:
+        hidden: [B, H, A * C], final states of the language model, one row per action of the chunk.
+    """
+
+    hidden: Tensor
 
 
 class ResidualBlock(nn.Module):
+    """A residual block of OFT's action head."""
+
     def __init__(self, size: int):
         super().__init__()
         self.norm = LayerNorm(size, eps=HEAD_EPS)
@@ -186,8 +234,10 @@ class ResidualBlock(nn.Module):
 
 
 class RegressionHead(nn.Module):
-    """OFT's action head: an MLP with residual blocks, from each step's hidden states to its action (upstream's
-    ``MLPResNet``)."""
+    """OFT's action head: an MLP with residual blocks from the hidden states of a step to its action.
+
+    In OFT's code this head is ``MLPResNet``.
+    """
 
     def __init__(self, input_size: int, hidden_size: int, output_size: int, num_blocks: int = 2):
         super().__init__()
@@ -205,6 +255,8 @@ class RegressionHead(nn.Module):
 
 
 class OpenVLAOFT(PrismaticVLM, Regression):
+    """OpenVLA-OFT and BitVLA: all actions of a chunk in one pass."""
+
     config_type = OFTConfig
     config: OFTConfig
 
@@ -249,12 +301,14 @@ class OpenVLAOFT(PrismaticVLM, Regression):
         return self.head(context.hidden).float()
 
     def tokens(self, context: ActionStates) -> Tensor:
-        """Return the likeliest token of each number of the chunk, of the whole vocabulary: int64 [B, H, A]."""
+        """Return the token with the highest score for each value of the chunk, int64 [B, H, A]."""
         states = context.hidden.unflatten(2, (self.config.max_action_dim, -1))  # [B, H, A, C]
         return self.lm_head(states).argmax(dim=-1)
 
 
 class OpenVLA(PrismaticVLM, DecoderSpeaker):
+    """OpenVLA: one action token after the other."""
+
     config_type = OpenVLAConfig
     config: OpenVLAConfig
 

@@ -1,6 +1,7 @@
-"""What checkpoints of OpenVLA's family share: files, towers, statistics and the robots whose constants no file holds.
+"""The parts that all checkpoints of OpenVLA's family share: files, towers, statistics, and constants of robots.
 
-Sources: openvla/openvla, moojink/openvla-oft (prismatic/vla/constants.py, experiments/robot/openvla_utils.py).
+The constants are in no file of a checkpoint. Sources: openvla/openvla, moojink/openvla-oft (prismatic/vla/constants.py,
+experiments/robot/openvla_utils.py).
 """
 
 from __future__ import annotations
@@ -25,35 +26,50 @@ from sinew.convert.tensors import Rule, join, pick, renames, reshape
 from sinew.core import ConvertError
 from sinew.layers.vit import ViTConfig
 
-HEADS = {  # heads of the timm models in published checkpoints, which no configuration states
+# Attention heads of the timm models in published checkpoints, which are in no configuration.
+HEADS = {
     "vit_large_patch14_reg4_dinov2.lvd142m": 16,
     "vit_so400m_patch14_siglip_224": 16,
 }
-EPS = 1e-6  # epsilon of the towers' norms: timm's default for these models
+# Epsilon of the towers' norms, timm's default for these models.
+EPS = 1e-6
 TOWERS = ("vision_backbone.featurizer.", "vision_backbone.fused_featurizer.")
 
 
 @dataclass(frozen=True)
 class RobotConstants:
-    """What upstream fixes for a robot outside of its files: chunk, statistics, cameras, and the size of its frames."""
+    """Constants of a robot in the training project's code, which are in no file of a checkpoint.
+
+    Attributes:
+        chunk: Actions in a chunk.
+        mode: Kind of the statistics, "bounds_q99" or "bounds".
+        cameras: Names of the cameras.
+    """
 
     chunk: int
-    mode: str  # "bounds_q99" or "bounds"
+    mode: str
     cameras: tuple[str, ...]
 
 
-ROBOTS = {  # (numbers in an action, numbers in the state) -> prismatic/vla/constants.py
-    (7, 8): RobotConstants(8, "bounds_q99", ("full_image", "wrist_image")),  # LIBERO
-    (14, 14): RobotConstants(25, "bounds", ("full_image", "left_wrist_image", "right_wrist_image")),  # ALOHA
-    (7, 7): RobotConstants(5, "bounds_q99", ("full_image",)),  # Bridge
+# (size of an action, size of the state) -> constants in prismatic/vla/constants.py.
+ROBOTS = {
+    # Constants for LIBERO.
+    (7, 8): RobotConstants(8, "bounds_q99", ("full_image", "wrist_image")),
+    # Constants for ALOHA.
+    (14, 14): RobotConstants(25, "bounds", ("full_image", "left_wrist_image", "right_wrist_image")),
+    # Constants for the Bridge data set.
+    (7, 7): RobotConstants(5, "bounds_q99", ("full_image",)),
 }
-OPENVLA = RobotConstants(1, "bounds_q99", ("full_image",))  # OpenVLA itself, for every robot
+# OpenVLA itself has the same constants for every robot.
+OPENVLA = RobotConstants(1, "bounds_q99", ("full_image",))
 
 
 class PrismaticCheckpoint:
-    """A directory with ``config.json``, shards, and perhaps the head and the projector of the state in .pt files.
+    """A directory with ``config.json``, weight shards, and optional .pt files with the head and the state projector.
 
-    format: for the provenance. spare_blocks: at the end of each tower, whose outputs nothing reads.
+    Attributes:
+        format: Name of the layout, for the provenance.
+        spare_blocks: Number of blocks at the end of each tower whose outputs are not used.
     """
 
     format = "openvla"
@@ -65,63 +81,63 @@ class PrismaticCheckpoint:
             ("vision_backbone--*.pt", "FiLM layers in the towers"),
             ("noisy_action_projector--*.pt", "a diffusion head"),
         ):
-            if found := sorted(path.glob(pattern)):
-                raise ConvertError(f"{found[0]}: {what}: not supported")
+            if files := sorted(path.glob(pattern)):
+                raise ConvertError(f"{files[0]}: Sinew does not support {what}")
         self.config = JsonRecord(path / "config.json")
         self.files = [self.config.path]
 
-    def text_config(self, known: Mapping[str, Mapping[str, Any]]) -> JsonRecord:
-        """Return the language model's config with the defaults of its class, which the file leaves out.
+    def text_config(self, defaults: Mapping[str, Mapping[str, Any]]) -> JsonRecord:
+        """Return the language model's configuration, filled with the defaults of its class.
 
-        known: model_type -> defaults. Raises :class:`ConvertError` for another one, and for rescaled positions.
+        Args:
+            defaults: Defaults of each supported model_type.
+
+        Raises:
+            ConvertError: The model_type is not supported, or the positions are rescaled.
         """
         text = self.config.part("text_config")
-        if (kind := text.get("model_type")) not in known:
+        if (kind := text.get("model_type")) not in defaults:
             raise ConvertError(
-                f"{text.path}: text_config.model_type: expected {' or '.join(known)}, got {kind!r}"
+                f"{text.path}: text_config.model_type: expected {' or '.join(defaults)}, got {kind!r}"
             )
         text.expect(rope_scaling=None)
-        return text.filled(known[kind])
+        return text.filled(defaults[kind])
 
     @property
     def name(self) -> str:
         return self.path.resolve().name
 
     def preprocessor(self) -> JsonRecord:
-        """Return the image processor's record."""
-        found = JsonRecord(self.path / "preprocessor_config.json")
-        self.files.append(found.path)
-        return found
-
-    # ------------------------------------------------------------------ weights
+        """Return the configuration of the image processor."""
+        record = JsonRecord(self.path / "preprocessor_config.json")
+        self.files.append(record.path)
+        return record
 
     @cached_property
     def tensors(self) -> dict[str, TensorSource]:
         weights = [self.path / name for name in ("model.safetensors", "model.safetensors.index.json")]
         if (self.path / "lora_adapter").is_dir() and not any(file.exists() for file in weights):
             raise ConvertError(
-                f"{self.path} holds a LoRA adapter only; merge it into its base model first (upstream's"
+                f"{self.path} contains only a LoRA adapter; merge it into its base model first (OpenVLA's"
                 " vla-scripts/merge_lora_weights_and_save.py)"
             )
-        found, files = read_weights(self.path)
+        tensors, files = read_weights(self.path)
         self.files += files
-        return found
+        return tensors
 
     def part(self, name: str) -> dict[str, TensorSource]:
-        """Return the tensors of ``NAME--STEP_checkpoint.pt`` (the highest step); {} without such a file."""
+        """Read the tensors of ``NAME--STEP_checkpoint.pt`` with the highest step. {} if there is no such file."""
         files = sorted(self.path.glob(f"{name}--*.pt"), key=_step)
         if not files:
             return {}
         self.files.append(files[-1])
         return {key.removeprefix("module."): source for key, source in read_torch(files[-1]).items()}
 
-    # ------------------------------------------------------------------ statistics
-
     @cached_property
     def statistics(self) -> tuple[str, dict[str, Any]]:
-        """The key and the statistics of one data set: --stats-key, or the only one there is."""
-        own, given = self.path / "dataset_statistics.json", self.options.stats
-        file = given or (own if own.exists() else None)
+        """The key and the statistics of one data set, chosen by --stats-key if there are several."""
+        own, option = self.path / "dataset_statistics.json", self.options.stats
+        file = option or (own if own.exists() else None)
         if file is not None:
             table: Any = read_json(file)
             self.files.append(file)
@@ -129,23 +145,25 @@ class PrismaticCheckpoint:
             table = self.config.get("norm_stats")
         if not isinstance(table, dict) or not table:
             raise ConvertError(
-                f"{self.path}: no statistics (dataset_statistics.json, or norm_stats in config.json);"
-                " give those of the fine-tuning run with --stats FILE"
+                f"{self.path}: no statistics in dataset_statistics.json or in norm_stats of config.json; pass the"
+                " statistics of the fine-tuning run with --stats FILE"
             )
         key = self.options.stats_key or (next(iter(table)) if len(table) == 1 else "")
         if key not in table:
-            asked = f"no statistics {key!r}" if key else f"statistics of {len(table)} data sets"
+            problem = f"no statistics {key!r}" if key else f"statistics of {len(table)} data sets"
             raise ConvertError(
-                f"{file or self.path}: {asked}; give one with --stats-key: {', '.join(sorted(table))}"
+                f"{file or self.path}: {problem}; pass --stats-key with one of: {', '.join(sorted(table))}"
             )
         return key, table[key]
 
     def action_units(self, dim: int) -> tuple[str, ...]:
-        """Return the units of actions: RLDS data sets have their grippers as an opening, which the mask leaves as it
-        is. Nothing where the statistics have no mask."""
+        """Return the units of actions, or () if the statistics have no mask.
+
+        In RLDS data sets the gripper is an opening, and the mask excludes the gripper from the normalisation.
+        """
         _, table = self.statistics
-        found = table.get("action") if isinstance(table, dict) else None
-        mask = found.get("mask") if isinstance(found, dict) else None
+        entry = table.get("action") if isinstance(table, dict) else None
+        mask = entry.get("mask") if isinstance(entry, dict) else None
         if not isinstance(mask, list) or len(mask) != dim or mask[-1]:
             return ()
         return ("",) * (dim - 1) + ("opening",)
@@ -153,22 +171,35 @@ class PrismaticCheckpoint:
     def normalization(
         self, vector: str, dim: int, mode: str, eps: float, clip: bool, masked: bool = True
     ) -> tuple[Normalization, tuple[VectorPart, ...]]:
-        """Return the normalisation of "action" or "proprio", and its parts if a mask excludes some numbers."""
+        """Build the normalisation of a vector.
+
+        Args:
+            vector: "action" or "proprio".
+            dim: Size of the vector.
+            mode: "bounds_q99" or "bounds".
+            eps: Epsilon of the scale.
+            clip: True clips the result to [-1, 1].
+            masked: True applies the mask in the statistics.
+
+        Returns:
+            The normalisation, and its parts if the mask excludes some values.
+        """
         low, high = ("q01", "q99") if mode == "bounds_q99" else ("min", "max")
         key, table = self.statistics
-        found = table.get(vector) if isinstance(table, dict) else None
+        entry = table.get(vector) if isinstance(table, dict) else None
         try:
-            stats = {name: tuple(float(x) for x in found[name]) for name in (low, high)}  # type: ignore[index]
-            mask = [bool(keep) for keep in (found.get("mask") if masked else None) or [True] * dim]  # type: ignore[union-attr]
+            stats = {name: tuple(float(x) for x in entry[name]) for name in (low, high)}  # type: ignore[index]
+            mask = [bool(keep) for keep in (entry.get("mask") if masked else None) or [True] * dim]  # type: ignore[union-attr]
         except (TypeError, KeyError, ValueError, AttributeError):
             raise ConvertError(
-                f"{self.path}: statistics {key!r} have no {low} and {high} of {vector!r}; give others with --stats"
-                " FILE or --stats-key KEY"
+                f"{self.path}: statistics {key!r} have no {low} and {high} of {vector!r}; pass other statistics with"
+                " --stats FILE or --stats-key KEY"
             ) from None
         if {len(mask), *map(len, stats.values())} != {dim}:
             sizes = ", ".join(f"{name} {len(values)}" for name, values in stats.items())
             raise ConvertError(
-                f"{self.path}: statistics {key!r} of {vector!r}: expected {dim} values, got {sizes}"
+                f"{self.path}: statistics {key!r} of {vector!r}: expected {dim} values, got {sizes}. Pass the"
+                " statistics of this robot with --stats FILE"
             )
 
         def of(first: int, end: int) -> Normalization:
@@ -190,14 +221,14 @@ def _step(path: Path) -> tuple[int, str]:
     return (int(number[1]) if number else -1), path.name
 
 
-# ----------------------------------------------------------------------------- towers
-
-
 def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list[Rule], tuple[str, ...]]:
-    """Return the towers, the rules that rename their tensors, and prefixes of tensors that nothing reads.
+    """Read the vision towers.
 
-    Features are the output of the last block but one, so the last block, the final norm and SigLIP's pooling head
-    are dead. Widths and depths are in no config; they are those of the tensors.
+    The features are the output of the second last block, so the last block, the final norm and SigLIP's pooling head
+    are not needed. Widths and depths are in no configuration, so they are read from the tensors.
+
+    Returns:
+        The sizes of the towers, the rules that rename their tensors, and the prefixes of tensors that are not read.
     """
     names, tensors = checkpoint.config["timm_model_ids"], checkpoint.tensors
     side = checkpoint.config["image_sizes"][0]
@@ -213,7 +244,7 @@ def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list
             hidden = tensors[f"{prefix}blocks.0.mlp.fc1.weight"].shape[0]
         except KeyError as error:
             raise ConvertError(
-                f"{checkpoint.path}: tensor {error} of the tower {name!r} is missing"
+                f"{checkpoint.path}: the tensor {error} of the tower {name!r} is missing. Use a complete checkpoint"
             ) from None
         tokens = [f"{prefix}{t}" for t in ("cls_token", "reg_token") if f"{prefix}{t}" in tensors]
         depth, target = len(blocks) - checkpoint.spare_blocks, f"vision.towers.{index}."
@@ -246,7 +277,7 @@ def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list
 
 
 def tower_rules(prefix: str, target: str) -> tuple[Rule, ...]:
-    """timm's VisionTransformer -> :class:`sinew.layers.vit.VisionTransformer`."""
+    """Return the rules from timm's VisionTransformer to :class:`sinew.layers.vit.VisionTransformer`."""
     theirs, layer = re.escape(prefix), target + r"layers.\1."
     block, places = theirs + r"blocks\.(\d+)\.", f"{target}position_embedding.weight"
     return (
