@@ -1,1 +1,1 @@
-"""One folder per family of policies; :mod:`sinew.core.registry` has a line for each."""
+"""The supported policies, one folder per family. :mod:`sinew.core.registry` has a line for each family."""

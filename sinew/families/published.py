@@ -1,4 +1,4 @@
-"""Models of published sizes, without a checkpoint, from each family's ``published.json``."""
+"""Create models of published sizes without a checkpoint, from the ``published.json`` of each family."""
 
 from __future__ import annotations
 
@@ -13,12 +13,22 @@ from sinew.core.fields import from_builtins
 from sinew.core.registry import PUBLISHED, model_class, presets
 
 REQUIRED = ("architecture", "title", "config", "views", "side", "tokens", "steps")
-MOST = 1 << 20  # largest size in a file
+MOST = 1 << 20  # largest size that a file may contain
 
 
 class Published(NamedTuple):
-    """architecture: as bundles name it; title: as its authors do. views, side, tokens, steps: of a usual request; side
-    in pixels, tokens with an instruction of a dozen words. width: of frames that are no squares."""
+    """A model of a published size.
+
+    Attributes:
+        architecture: Name of the architecture in bundles.
+        title: Name that the authors use.
+        config: Configuration of the model.
+        views: Number of views of a typical request.
+        side: Side of a frame in pixels.
+        tokens: Number of prompt tokens, with an instruction of a dozen words.
+        steps: Number of solver steps.
+        width: Width of a frame in pixels, if frames are not square. ``side`` is then the height.
+    """
 
     architecture: str
     title: str
@@ -31,18 +41,23 @@ class Published(NamedTuple):
 
 
 def published(name: str) -> Published:
-    """Return a preset. Raises :class:`SinewError` for an unknown name."""
-    known = presets()
-    if name not in known:
-        raise SinewError(f"preset: expected one of {', '.join(known)}, got {name!r}")
-    record = known[name].published()[name]
-    return _made(record, f"{known[name].folder / PUBLISHED}: {name}")
+    """Return a preset.
+
+    Raises:
+        SinewError: The name is unknown.
+    """
+    table = presets()
+    if name not in table:
+        raise SinewError(f"preset: expected one of {', '.join(table)}, got {name!r}")
+    record = table[name].published()[name]
+    return _made(record, f"{table[name].folder / PUBLISHED}: {name}")
 
 
 def described(path: Path | Traversable) -> Published:
-    """Return a model of any widths from a file: one record in the form of a family's ``published.json``.
+    """Read a model of any size from a file with one record, which has the form of a family's ``published.json``.
 
-    Raises :class:`SinewError` for what is no such record, by the field's name.
+    Raises:
+        SinewError: The record is wrong. The message names the field.
     """
     try:
         if isinstance(path, Path):
@@ -52,16 +67,20 @@ def described(path: Path | Traversable) -> Published:
     except (OSError, ValueError) as error:
         raise SinewError(f"{path}: {error}") from None
     if not isinstance(record, dict):
-        raise SinewError(f"{path}: expected a record of a model, got {type(record).__name__}")
+        raise SinewError(
+            f"{path}: expected a JSON object that describes a model, got {type(record).__name__}"
+        )
     missing = [field for field in REQUIRED if field not in record]
     unknown = [field for field in record if field not in Published._fields]
     if missing or unknown:
-        got = f"got {unknown[0]!r}" if unknown else f"got none of {missing[0]!r}"
-        raise SinewError(f"{path}: expected {', '.join(REQUIRED)} and perhaps width, {got}")
+        problem = f"unknown field {unknown[0]!r}" if unknown else f"missing field {missing[0]!r}"
+        raise SinewError(f"{path}: {problem}; expected the fields {', '.join(REQUIRED)} and optionally width")
     for field in ("views", "side", "tokens", "steps", "width"):
         value, least = record.get(field), int(field != "tokens")
         if field in record and not (type(value) is int and least <= value <= MOST):
-            raise SinewError(f"{path}: {field}: expected {least} to {MOST}, got {value!r}")
+            raise SinewError(
+                f"{path}: {field}: expected a whole number from {least} to {MOST}, got {value!r}"
+            )
     for field in ("architecture", "title"):
         if not isinstance(record[field], str):
             raise SinewError(f"{path}: {field}: expected a text, got {record[field]!r}")

@@ -48,10 +48,16 @@ IMAGES = ("xvla_image_scale", "xvla_image_to_float", "xvla_imagenet_normalize")
     [
         (
             IMAGES,
-            ["no step xvla_imagenet_normalize: frames reach the model as 0 to 1", "xvla_image_to_float"],
+            [
+                "no step xvla_imagenet_normalize: the model reads frames in the range 0 to 1",
+                "xvla_image_to_float",
+            ],
         ),
-        (IMAGES[2:], ["no step xvla_imagenet_normalize: frames reach the model as 0 to 1"]),
-        (("xvla_add_domain_id",), ["no step xvla_add_domain_id: nothing says which domain", "domain 0 of"]),
+        (IMAGES[2:], ["no step xvla_imagenet_normalize: the model reads frames in the range 0 to 1"]),
+        (
+            ("xvla_add_domain_id",),
+            ["no step xvla_add_domain_id: the file does not define the domain", "domain 0 of"],
+        ),
         ((*IMAGES, "xvla_add_domain_id"), ["xvla_imagenet_normalize", "xvla_add_domain_id"]),
     ],
 )

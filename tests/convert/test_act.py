@@ -75,12 +75,13 @@ def test_what_no_engine_would_open_is_not_written(checkpoint: Path, monkeypatch:
     spec, width = found.spec, found.processing.padded_action_dim
     velocity = replace(found, spec=replace(spec, solver=FLOW, noise_dim=width))
     with pytest.raises(
-        ConvertError, match=r"spec.solver: expected single of act, which answers at once, got euler"
+        ConvertError,
+        match=r"spec.solver: expected single, because act computes its actions in one pass, got euler",
     ):
         velocity.write(out, "arm", ConvertOptions())
     monkeypatch.setattr(ACT, "views", property(lambda self: 2))
     with pytest.raises(
-        ConvertError, match="expected true and 2 views, which the weights fix, got 2, of which"
+        ConvertError, match="expected true and 2 views, as the weights require, got 2, of which"
     ):
         replace(found, processing=replace(found.processing, all_cameras=False)).write(
             out, "arm", ConvertOptions()
@@ -164,15 +165,25 @@ def test_an_observation_is_the_same_in_a_batch(golden: Path, case_bundle: Callab
 @pytest.mark.parametrize(
     ("case", "sizes", "frames", "message"),
     [
-        ("act-sizes", ((96, 128), (48, 45)), None, "sizes: expected 96x128, 45x45, as .*got 96x128, 48x45"),
-        ("act-sizes", (), None, "sizes: expected 96x128, 45x45, as sinew.config says, got 96x128, 96x128"),
+        (
+            "act-sizes",
+            ((96, 128), (48, 45)),
+            None,
+            "sizes: sinew.config requires 96x128, 45x45, got 96x128, 48x45",
+        ),
+        ("act-sizes", (), None, "sizes: sinew.config requires 96x128, 45x45, got 96x128, 96x128"),
         (
             "act-sizes",
             ((96, 128), (48, 45)),
             ((96, 128), (48, 45)),
             "wrist, .* become 45x45 pixels, got 48x45",
         ),
-        ("act-2cam", ((100, 132), (96, 96)), None, "sizes: expected none, as act reads views of one size"),
+        (
+            "act-2cam",
+            ((100, 132), (96, 96)),
+            None,
+            "sizes: must be absent, because all views of act have one size",
+        ),
     ],
 )
 def test_sizes_that_contradict_each_other_are_not_written(

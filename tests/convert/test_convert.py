@@ -228,10 +228,10 @@ def test_bad_checkpoints_say_what_is_wrong(checkpoint):
         "input_features names no camera": {
             "input_features": {"observation.state": {"type": "STATE", "shape": [6]}}
         },
-        "not a multiple of": {"num_expert_layers": 3},
+        "expected a number of language layers that is a multiple of": {"num_expert_layers": 3},
         "does not fit its config": {"max_state_dim": 16},
         "input_features is not a feature table": {"input_features": [1, 2]},
-        "do not divide into 16-pixel patches": {"resize_imgs_with_padding": [100, 100]},
+        "expected multiples of the patch size 16": {"resize_imgs_with_padding": [100, 100]},
         "chunk_size: expected a whole number from 1": {"chunk_size": "50"},
         r"input_features.*camera1: expected sizes up to": {
             "input_features": {"observation.images.camera1": {"type": "VISUAL", "shape": [3, 1 << 31, 640]}}

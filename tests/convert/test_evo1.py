@@ -79,7 +79,7 @@ def test_weights_of_a_category_and_a_gripper(golden, source):
     np.testing.assert_allclose(actions, expected, atol=1e-6)
     other = read(source, ConvertOptions(vlm=plain / "vlm", embodiment="1"))
     assert other.spec.embodiment == "1"
-    with pytest.raises(ConvertError, match="--embodiment 3: expected a category from 0 to 2"):
+    with pytest.raises(ConvertError, match="--embodiment 3: expected the number of a category, 0 to 2"):
         read(source, ConvertOptions(vlm=plain / "vlm", embodiment="3"))
 
 
@@ -168,9 +168,14 @@ def adapters_alone(path: Path) -> None:
 
 WRONG = [
     ("evo1", config(image_resolution=[84, 96]), {}, "image_resolution: expected a square"),
-    ("evo1", config(image_resolution=[448, 448]), {}, "image_size is .*84.*--vlm names another model"),
+    (
+        "evo1",
+        config(image_resolution=[448, 448]),
+        {},
+        "image_size: expected 448, .*, got .*84.*Pass the checkpoint's model with --vlm",
+    ),
     ("evo1", config(return_cls_only=True), {}, "return_cls_only=true is not supported"),
-    ("evo1", config(max_views=1), {}, "max_views: expected 2 or more"),
+    ("evo1", config(max_views=1), {}, "max_views: expected at least 2"),
     ("evo1", config(num_layers=4), {}, "head.layers.3.* is missing"),
     ("evo1", config(vlm_num_layers=4), {}, "language.layers.3.* is missing"),
     ("evo1", config(embed_dim=50), {}, "head_size 50: expected the language model's width 60"),
@@ -181,7 +186,12 @@ WRONG = [
         {},
         "gripper_index: expected a whole number from 0 to 6",
     ),
-    ("evo1", config(num_categories=2, embodiment_id_field="arm"), {}, "give the robot's with --embodiment N"),
+    (
+        "evo1",
+        config(num_categories=2, embodiment_id_field="arm"),
+        {},
+        "pass the category of the robot with --embodiment N",
+    ),
     ("evo1", no_statistics, {}, "no statistics .*--stats FILE"),
     ("evo1", truncated("model.safetensors"), {}, "model.safetensors"),
     ("evo1", adapters_alone, {}, "lora_A.weight', a LoRA adapter that is not merged"),
@@ -191,24 +201,24 @@ WRONG = [
         "evo1",
         lambda _: None,
         {"settings": {"masked_rows": "zero"}},
-        "masked_rows: LeRobot's head reads no masked row",
+        "masked_rows: omit this option for LeRobot's layout",
     ),
     ("evo1", lambda _: None, {"base": Path()}, "--base: .*takes --vlm"),
-    ("evo1-mint", without("norm_stats.json"), {}, "no norm_stats.json, .*--stats FILE"),
-    ("evo1-mint", without(WEIGHTS), {}, f"no {WEIGHTS}"),
+    ("evo1-mint", without("norm_stats.json"), {}, "norm_stats.json is missing.*--stats FILE"),
+    ("evo1-mint", without(WEIGHTS), {}, f"file of weights {WEIGHTS} is missing"),
     ("evo1-mint", truncated(WEIGHTS), {}, "not a zip archive"),
     (
         "evo1-mint",
         lambda _: None,
         {"stats_key": ""},
-        "expected --stats-key with one of franka.*/other_dataset",
+        "expected --stats-key with one of: franka.*/other_dataset",
     ),
     ("evo1-mint", lambda _: None, {"stats_key": "a/b"}, "--stats-key a/b: expected --stats-key with one of"),
     ("evo1-mint", config(action_horizon=9), {}, "action_horizon: expected 12, got 9"),
     ("evo1-mint", config(normalization_type="odd"), {}, "normalization_type: expected one of normal, bounds"),
     ("evo1-mint", config(state_hidden_dim=35), {}, "state_encoder.fc1.* has shape"),
     ("evo1-mint", lambda _: None, {"cameras": tuple("abcd")}, "--cameras: expected at most 3"),
-    ("evo1-mint", lambda _: None, {"settings": {"state_dim": "7"}}, "state_dim=7: expected 8 or more"),
+    ("evo1-mint", lambda _: None, {"settings": {"state_dim": "7"}}, "state_dim=7: expected at least 8"),
     ("evo1-mint", lambda _: None, {"dataset": Path("a")}, "--dataset: .* original layout"),
 ]
 

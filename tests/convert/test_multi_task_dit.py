@@ -59,7 +59,7 @@ def run(checkpoint: Path, **changes: Any) -> Bundle:
         ({"tokenizer_max_length": 41}, "tokenizer_max_length: expected a whole number from 1 to 40, got 41"),
         ({"n_action_steps": 16}, "n_action_steps: expected a whole number from 1 to 15, got 16"),
         ({"num_heads": 5}, "hidden_size 48: expected a multiple of 5 heads"),
-        ({"timestep_embed_dim": 21}, "time_size: expected an even number from 4 on, got 21"),
+        ({"timestep_embed_dim": 21}, "time_size: expected an even number of at least 4, got 21"),
         ({"timestep_embed_dim": 22}, "adaLN_modulation.1.weight: shape .* does not split"),
         ({"num_layers": 4}, "transformer_blocks.3.adaLN_modulation.1.weight is missing"),
         (
@@ -81,7 +81,7 @@ def test_what_is_not_computed_is_rejected(checkpoint: Path, changes: dict[str, A
     [
         ({"text_config__hidden_act": "gelu"}, "hidden_act"),
         ({"vision_config__layer_norm_eps": 1e-6}, "layer_norm_eps"),
-        ({"text_config__eos_token_id": 7}, "expected prompts that end with token 7.* got .573."),
+        ({"text_config__eos_token_id": 7}, "expected a tokenizer that ends prompts with token 7.* got .573."),
     ],
 )
 def test_another_clip_is_rejected(checkpoint: Path, changes: dict[str, Any], message: str) -> None:
@@ -108,7 +108,7 @@ def test_two_clips_are_not_given_as_one(checkpoint: Path) -> None:
     shutil.copytree(checkpoint / "clip", checkpoint / "other-clip", copy_function=shutil.copyfile)
     edit(checkpoint / "config.json", text_encoder_name="other-clip")
     with pytest.raises(
-        ConvertError, match="expected one CLIP for frames and words, but .* names clip and other"
+        ConvertError, match="expected one CLIP model for frames and text, but .* names clip and other"
     ):
         convert(checkpoint, checkpoint.parent / "out.gguf", vlm=checkpoint / "clip")
     convert(checkpoint, checkpoint.parent / "out.gguf")  # both lie beside the weights

@@ -83,10 +83,10 @@ def changed(home: Path, **changes: Any) -> Path:
             "padding_length: expected a whole number from 2 to max_length, got 33",
         ),
         ({"name": "TurboVLA-2"}, "name: expected 'TurboVLA', got 'TurboVLA-2'"),
-        ({"depth": {"enabled": True}}, 'depth={"enabled": true} is not understood'),
+        ({"depth": {"enabled": True}}, 'does not support depth={"enabled": true}'),
         (
             {"interaction__sparse": 2},
-            "interaction.sparse=2 is not understood.*--set ignore=interaction.sparse leaves",
+            "does not support interaction.sparse=2.*--set ignore=interaction.sparse$",
         ),
         ({"interaction__num_layers": 1}, r"fusion_layers.1.\S+ is not a part of the model"),
         ({"interaction__nheads": 48}, "expected multiples of their 48 and 24 heads"),
@@ -103,8 +103,14 @@ def test_what_is_not_computed_is_rejected(folder: Path, changes: dict[str, Any],
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"stop": 2}, "'stop': expected a length from its 3 tokens to padding_length 12, got 2"),
-        ({"stop": 13}, "'stop': expected a length from its 3 tokens to padding_length 12, got 13"),
+        (
+            {"stop": 2},
+            "'stop': expected a length from 3, the number of its tokens, to padding_length 12, got 2",
+        ),
+        (
+            {"stop": 13},
+            "'stop': expected a length from 3, the number of its tokens, to padding_length 12, got 13",
+        ),
         ({"stop": "9"}, "'stop': expected a text and a whole number, got '9'"),
     ],
 )
@@ -117,10 +123,18 @@ def test_a_length_that_cannot_be_is_rejected(folder: Path, table: dict[str, Any]
     ("without", "options", "message"),
     [
         (("stats", "stats_key"), {}, "--stats FILE.*libero_all4_stats.json, key libero_all4_no_noops"),
-        (("stats_key",), {"stats_key": "pusht"}, "got no 'pusht'; give one with --stats-key: robot"),
+        (
+            ("stats_key",),
+            {"stats_key": "pusht"},
+            "there is no key 'pusht'. Pass --stats-key with one of: robot",
+        ),
         (("settings",), {}, "--set gripper: expected sign or scaled for 6 actions and a state of 5 numbers"),
-        (("arch",), {}, 'model_name_or_path: expected dinov3-vitb16, got .*"vision" of --arch FILE'),
-        ((), {"cameras": ("front", "left")}, "--cameras: expected 3, as the checkpoint has views, got 2"),
+        (("arch",), {}, 'model_name_or_path: expected dinov3-vitb16, got .*--arch FILE with .*"vision"'),
+        (
+            (),
+            {"cameras": ("front", "left")},
+            "--cameras: expected 3 names, one for each view of the checkpoint, got 2",
+        ),
     ],
 )
 def test_what_no_file_has_is_asked_for(
@@ -144,7 +158,9 @@ def test_the_plugins_network_is_rejected_by_its_tensors(folder: Path, kind: str)
     name = "model.vl_interaction.layers.0.norm_vision_attn.weight"
     save_file({name: torch.ones(2)}, folder / "checkpoint" / "model.safetensors")
     (folder / "checkpoint" / "config.json").write_text(json.dumps({"type": kind, "chunk_size": 16}))
-    with pytest.raises(ConvertError, match=f"got {name}: the network of a LeRobot plugin with the same name"):
+    with pytest.raises(
+        ConvertError, match=f"got {name}. This is the network of a LeRobot plugin with the same name"
+    ):
         run(folder)
 
 
@@ -171,7 +187,7 @@ def test_a_file_of_torch_alone(torch_file: Path) -> None:
 def test_a_part_of_a_file_is_rejected(torch_file: Path, left: str, message: str) -> None:
     file = torch_file / "checkpoint" / "turbovla_libero.pth"
     torch.save({left: torch.load(file, weights_only=True)[left]}, file)
-    with pytest.raises(ConvertError, match=f"got no {message}; give a file that TurboVLA's training saved"):
+    with pytest.raises(ConvertError, match=f"got no {message}. Use a file that TurboVLA's training"):
         convert(file, torch_file / "out.gguf")
 
 
@@ -328,4 +344,4 @@ def test_a_field_may_be_ignored(folder: Path) -> None:
     settings = {"gripper": "scaled", "ignore": "interaction.sparse"}
     changed(folder, interaction__sparse=2)
     notes = run(folder, without=("settings",), settings=settings).manifest.provenance.notes
-    assert "config.json: ignored, as --set ignore says: interaction.sparse" in notes
+    assert "config.json: ignored because of --set ignore: interaction.sparse" in notes

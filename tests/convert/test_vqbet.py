@@ -57,7 +57,7 @@ def run(checkpoint: Path, without: tuple[str, ...] = (), inputs: object = None, 
         ({"crop_shape": [98, 84]}, "crop_shape: expected at most 97 x 99, got 98 x 84"),
         (
             {"gpt_block_size": 16},
-            "gpt_block_size: expected at least the 17 tokens of 5 observation steps, got 16",
+            "gpt_block_size: expected at least 17, the number of tokens of 5 observation steps, got 16",
         ),
         ({"bet_softmax_temperature": 0}, "bet_softmax_temperature: expected a number above 0, got 0"),
         ({"n_obs_steps": 17}, "n_obs_steps: expected a whole number from 1 to 16, got 17"),

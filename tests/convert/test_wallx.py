@@ -52,11 +52,11 @@ def run(checkpoint: Path, file: str, **changes: Any) -> Bundle:
         ),
         ({"n_obs_steps": 2}, "n_obs_steps=2 is not supported yet"),
         ({"chunk_size": 0}, "chunk_size: expected a whole number from 1"),
-        ({"chunk_size": 700}, "expected a prompt of at most 68 tokens, where LeRobot cuts it, got "),
+        ({"chunk_size": 700}, "expected a prompt of at most 68 tokens, LeRobot's limit, got "),
         ({"max_state_dim": 6}, "max_state_dim: expected a whole number from 7"),
         (
             {"max_state_dim": 9},
-            "agent_pos_config: expected widths with a sum of 9, the checkpoint's max_state_dim, got 8; name the",
+            "agent_pos_config: expected widths with a sum of 9, the checkpoint's max_state_dim, got 8. Pass the",
         ),
         (
             {"max_action_dim": 11},
@@ -75,7 +75,7 @@ def test_what_is_not_computed_is_rejected(checkpoint: Path, changes: dict[str, A
     [
         (
             {"mlp_moe": False},
-            "mlp_moe: expected True, got False; Sinew does not support a Wall-X network without",
+            "mlp_moe: expected True, got False. Sinew cannot convert this checkpoint, because it does",
         ),
         ({"mlp_moe": None}, "mlp_moe: expected True, got False"),
         ({"attention_moe": True}, "attention_moe: expected False, got True"),
@@ -85,10 +85,13 @@ def test_what_is_not_computed_is_rejected(checkpoint: Path, changes: dict[str, A
             "num_experts: expected at least 2, one for the prompt and one for actions, got 1",
         ),
         ({"experts": [EXPERT]}, "experts: expected a list of at least two objects"),
-        ({"experts": [EXPERT, EXPERT]}, r"experts\[1\].hidden_size: expected 48 as dim_inputs has, got 64"),
+        (
+            {"experts": [EXPERT, EXPERT]},
+            r"experts\[1\].hidden_size: expected 48, the value in dim_inputs, got 64",
+        ),
         (
             {"experts": [EXPERT | {"intermediate_size": 95}, EXPERT | {"hidden_size": 48}]},
-            r"experts\[0\]: expected the widths 64 and 96 of hidden_size and intermediate_size, got 64 and 95",
+            r"experts\[0\]: expected hidden_size 64 and intermediate_size 96, as in the network, got 64 and 95",
         ),
         (
             {"experts": [EXPERT, EXPERT | {"hidden_size": 48, "hidden_act": "gelu"}]},
@@ -99,7 +102,10 @@ def test_what_is_not_computed_is_rejected(checkpoint: Path, changes: dict[str, A
             {"dof_config": {"arm": 7}},
             "dof_config: expected widths with a sum of 10, the checkpoint's max_action_dim, got 7",
         ),
-        ({"agent_pos_config": {"arm": "7"}}, "agent_pos_config: expected the widths of the vector's parts"),
+        (
+            {"agent_pos_config": {"arm": "7"}},
+            "agent_pos_config: expected an object with the width of each part",
+        ),
         ({"use_sliding_window": True}, "use_sliding_window: expected False, got True"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types: expected full_attention in all layers"),
         (

@@ -1,4 +1,4 @@
-"""ACT (Zhao et al. 2023, arXiv 2304.13705), in LeRobot's layout."""
+"""ACT (Zhao et al. 2023, arXiv 2304.13705) in LeRobot's checkpoint layout."""
 
 from sinew.core.registry import Family
 

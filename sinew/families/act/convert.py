@@ -1,8 +1,8 @@
-"""LeRobot ACT checkpoint -> bundle.
+"""Convert LeRobot ACT checkpoints to bundles.
 
-The backbone is named, not described: its widths are those of torchvision's ResNet behind the name. Frames go in at
-their own size, which may differ between cameras. What only training reads (the encoder of the latent) is left out, and
-frozen batch norms become part of their convolutions.
+The configuration names the backbone, and its widths are those of torchvision's ResNet with this name. Frames are read
+at their own size, and the sizes of the cameras may differ. The encoder of the latent is omitted, because only training
+reads it. Frozen batch norms are folded into their convolutions.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ NAMES = ("act",)
 recognises = of_type(*NAMES)
 OPTIONS = ("stats", "stats_key", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
-# The second meets zeros alone; the counts of a batch norm say how long it was trained.
+# The VAE encoder is only for training. The weight of the latent's projection is always multiplied by a latent of zeros.
 DEAD = ("model.vae_encoder", "model.encoder_latent_input_proj.weight")
 BACKBONE = "model.backbone."
 SCHEMA = Schema(
-    defaults={  # LeRobot's configuration_act.py
+    # Defaults of LeRobot's configuration_act.py.
+    defaults={
         "chunk_size": 100,
         "n_action_steps": 100,
         "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
@@ -68,7 +69,7 @@ RULES = (
     ),
     Rule(r"model\.encoder_latent_input_proj\.bias", ("latent",)),
     Rule(
-        r"model\.encoder_img_feat_input_proj\.weight",  # a convolution of one pixel
+        r"model\.encoder_img_feat_input_proj\.weight",  # a convolution with a 1 x 1 kernel
         ("connector.weight",),
         lambda source: reshape(source, source.shape[0], -1),
     ),
@@ -77,7 +78,11 @@ RULES = (
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported ACT.
+    """
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     state = checkpoint.whole_state()
     image = checkpoint.unresized_frames()
@@ -89,7 +94,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
                 f"{checkpoint.file}: temporal_ensemble_coeff: expected a number or null, got {decay!r}"
             )
         checkpoint.notes.append(
-            f"temporal_ensemble_coeff={decay}: sinew run and sinew eval merge chunks so (ensemble:{decay})"
+            f"temporal_ensemble_coeff={decay}: `sinew run` and `sinew eval` merge chunks in this way (ensemble:{decay})"
         )
     return Conversion(
         format="lerobot-act",
@@ -109,7 +114,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             image,
             silent.PROMPT,
             config,
-            all_cameras=True,  # none was missing in training
+            all_cameras=True,  # training always had all cameras
             state_parts=checkpoint.state_parts(),
         ),
         tokenizer=silent.TOKENIZER,
@@ -144,9 +149,9 @@ def model_config(checkpoint: LeRobotCheckpoint, state_dim: int, image: ImageReci
         )
 
 
-def tensors(found: dict[str, TensorSource], config: ActConfig) -> dict[str, TensorSource]:
-    """Return the model's tensors under its names, and those that are not read under upstream's."""
+def tensors(sources: dict[str, TensorSource], config: ActConfig) -> dict[str, TensorSource]:
+    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names."""
     table = all_view_places(config).numpy()
-    return apply(backbone(found, BACKBONE, "vision."), RULES) | {
+    return apply(backbone(sources, BACKBONE, "vision."), RULES) | {
         "view_places": constant("view_places", table)
     }

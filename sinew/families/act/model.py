@@ -1,10 +1,10 @@
-"""ACT (Zhao et al. 2023, arXiv 2304.13705), as LeRobot has it: convolutional features under a transformer that answers
-with the whole chunk at once.
+"""ACT (Zhao et al. 2023, arXiv 2304.13705), as LeRobot computes it: a transformer that returns the whole chunk in one
+pass.
 
-The encoder reads a token of the latent, which is zero at inference and so leaves its projection's bias alone, one of
-the state, one of the environment's state where there is one, and one of each feature of each view. Positions are added
-to queries and keys of every layer and never to values, so that no norm is read by linear layers alone. There is no
-language: prompts are not read.
+The encoder reads these tokens: the latent, the state, the environment's state if there is one, and each feature of each
+view. Features come from a ResNet. The latent is zero at inference, so its token is the bias of its projection. Position
+embeddings are added to the queries and keys of every layer and never to values. A norm is therefore not read by linear
+layers only, and engines cannot fold it. The policy does not read prompts.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sinew.layers.resnet import ResNet, ResNetConfig
 from sinew.layers.sizes import check_sizes
 from sinew.models.base import Regression
 
-NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
-LONGEST = 10_000  # the longest wavelength of the table of positions
-PLACE_EPS = 1e-6  # keeps its division from zero
+NORM_EPS = 1e-5  # default of torch, which the reference does not change
+LONGEST = 10_000  # longest wavelength of the position table
+PLACE_EPS = 1e-6  # avoids a division by zero in the position table
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,23 @@ class ActConfig:
     """Sizes of an ACT model.
 
     Attributes:
+        vision: Sizes of the ResNet.
+        hidden_size: Width of the transformer.
+        intermediate_size: Inner width of the MLPs.
+        num_heads: Attention heads.
+        encoder_layers: Layers of the encoder.
+        decoder_layers: Layers of the decoder.
         rows: Rows of a view's features. If views have different sizes, the largest number of all views.
-        cols: Columns of a view's features, in the same way.
+        cols: Columns of a view's features. If views have different sizes, the largest number of all views.
+        chunk_size: Actions in a chunk.
+        max_state_dim: Size of the state.
+        max_action_dim: Size of an action.
+        environment_dim: Number of last values of the state that describe the environment, which has its own token. 0 if
+            there are no such values.
+        pre_norm: True if the norms are before the branches.
+        activation: Activation of the MLPs.
         frames: Height and width of each view in pixels, if views have different sizes. Empty if all views have one
             size.
-        environment_dim: Last numbers of the state, which describe the environment and have their own token; 0 without
-            them.
-        pre_norm: True puts norms before each branch.
     """
 
     vision: ResNetConfig
@@ -81,17 +91,23 @@ class ActConfig:
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
-        """Return rows and columns of the features of each view; () if all views have ``rows`` x ``cols``."""
+        """Return rows and columns of the features of each view. () if all views have ``rows`` x ``cols`` features."""
         return tuple(self.vision.grid(*frame) for frame in self.frames)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Return the number of features of each view; () if all views have ``rows * cols``."""
+        """Return the number of features of each view. () if all views have ``rows * cols`` features."""
         return tuple(rows * cols for rows, cols in self.grids)
 
 
 class ActContext(NamedTuple):
-    """Keys and values of each decoder layer, [B, K, H, D], and which of them are there, bool [B, K]."""
+    """The tensors that the decoder attends to.
+
+    Attributes:
+        keys: Keys of each decoder layer, [B, K, H, D].
+        values: Values of each decoder layer, [B, K, H, D].
+        valid: bool [B, K], False for missing views.
+    """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -99,7 +115,7 @@ class ActContext(NamedTuple):
 
 
 class PlacedAttention(nn.Module):
-    """Attention whose queries and keys read their rows with positions added, and whose values read them without."""
+    """Attention that adds position embeddings to the input of queries and keys, and not to the input of values."""
 
     def __init__(self, size: int, num_heads: int):
         super().__init__()
@@ -112,12 +128,24 @@ class PlacedAttention(nn.Module):
         return self.k_proj(x + places).unflatten(-1, heads), self.v_proj(x).unflatten(-1, heads)
 
     def forward(self, x: Tensor, places: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """x: [B, L, C]; places: [L, C]; kv: [B, K, H, D] each; mask: bool [B, L, K] -> [B, L, C]."""
+        """Attend from tokens to keys and values.
+
+        Args:
+            x: [B, L, C].
+            places: [L, C], position embeddings of the tokens.
+            kv: Keys and values, [B, K, H, D] each.
+            mask: bool [B, L, K], True if the token may attend to the key.
+
+        Returns:
+            [B, L, C].
+        """
         q = self.q_proj(x + places).unflatten(-1, (-1, self.head_dim))
         return self.o_proj(attend(q, *kv, mask))
 
 
 class FeedForward(nn.Module):
+    """The MLP of a transformer layer."""
+
     def __init__(self, config: ActConfig):
         super().__init__()
         self.fc1 = Linear(config.hidden_size, config.intermediate_size)
@@ -129,6 +157,8 @@ class FeedForward(nn.Module):
 
 
 class EncoderLayer(nn.Module):
+    """A layer of ACT's encoder."""
+
     def __init__(self, config: ActConfig):
         super().__init__()
         self.pre_norm = config.pre_norm
@@ -149,7 +179,11 @@ class EncoderLayer(nn.Module):
 
 
 class ActDecoderLayer(EncoderLayer):
-    """``norm1``, ``attn``: of the chunk's own rows; ``norm2``, ``cross``: of the encoder's; ``norm3``, ``mlp``."""
+    """A layer of ACT's decoder.
+
+    ``norm1`` and ``attn`` are for the attention among the chunk's tokens, ``norm2`` and ``cross`` for the attention to
+    the encoder's output, and ``norm3`` and ``mlp`` for the MLP.
+    """
 
     def __init__(self, config: ActConfig):
         super().__init__(config)
@@ -159,7 +193,18 @@ class ActDecoderLayer(EncoderLayer):
     def answer(
         self, x: Tensor, places: Tensor, own: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor
     ) -> Tensor:
-        """x: [B, H, C]; places: [H, C]; kv: of the encoder's rows; own and mask: bool [B, H, H] and [B, H, K]."""
+        """Run the layer.
+
+        Args:
+            x: [B, H, C], the chunk's tokens.
+            places: [H, C], position embeddings.
+            own: bool [B, H, H], the mask of the chunk's tokens among each other.
+            kv: Keys and values of the encoder's output.
+            mask: bool [B, H, K], the mask of the encoder's output.
+
+        Returns:
+            [B, H, C].
+        """
         if self.pre_norm:
             x = x + self.attend(self.norm1(x), places, own)
             x = x + self.cross(self.norm2(x), places, kv, mask)
@@ -170,6 +215,8 @@ class ActDecoderLayer(EncoderLayer):
 
 
 class ACT(Regression):
+    """ACT: a ResNet, a transformer encoder, and a transformer decoder."""
+
     config_type = ActConfig
     config: ActConfig
     encoder: Sequence[EncoderLayer]
@@ -197,7 +244,7 @@ class ACT(Regression):
 
     @property
     def first_tokens(self) -> int:
-        """Return the number of tokens before those of the views."""
+        """Return the number of tokens before the tokens of the views."""
         return 3 if self.config.environment_dim else 2
 
     @property
@@ -217,7 +264,14 @@ class ACT(Regression):
         return 1
 
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """pixels: [B, V, 3, height, width] -> [B, V, most features of a view, C]; what is behind a view's own is 0."""
+        """Encode each view.
+
+        Args:
+            pixels: [B, V, 3, height, width].
+
+        Returns:
+            [B, V, N, C] with N the most features of a view. A smaller view is padded with zeros.
+        """
         if self.config.frames:
             return embed_own_sizes(self.features, pixels, self.config.frames)
         return self.features(pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])
@@ -246,12 +300,26 @@ class ACT(Regression):
         return torch.cat([self.places.weight, table])
 
     def valid(self, camera_mask: Tensor, most: int) -> Tensor:
-        """Return which tokens there are, bool [B, K]. camera_mask: bool [B, V]; most: features of the largest view."""
-        seen = camera_mask[:, :, None].expand(-1, -1, most)  # [B, V, most]
-        return F.pad(self.flat(seen[..., None])[..., 0], (self.first_tokens, 0), value=True)
+        """Return the mask of the encoder's tokens, bool [B, K].
+
+        Args:
+            camera_mask: bool [B, V], False for a missing view.
+            most: Number of features of the largest view.
+        """
+        available = camera_mask[:, :, None].expand(-1, -1, most)  # [B, V, most]
+        return F.pad(self.flat(available[..., None])[..., 0], (self.first_tokens, 0), value=True)
 
     def encode(self, x: Tensor, places: Tensor, valid: Tensor) -> Tensor:
-        """x: [B, K, C]; places: [K, C]; valid: bool [B, K] -> [B, K, C]."""
+        """Run the encoder.
+
+        Args:
+            x: [B, K, C].
+            places: [K, C], position embeddings.
+            valid: bool [B, K].
+
+        Returns:
+            [B, K, C].
+        """
         mask = key_mask(valid, x.shape[1])
         for layer in self.encoder:
             x = layer(x, places, mask)
@@ -277,14 +345,16 @@ class ACT(Regression):
 
 
 def all_view_places(config: ActConfig) -> Tensor:
-    """Return a model's buffer ``view_places``: :func:`view_places` of one view, or of each, one after the other."""
+    """Compute the buffer ``view_places`` of a model: the position embeddings of one view, or of all views in order."""
     grids = config.grids or ((config.rows, config.cols),)
     return torch.cat([view_places(rows, cols, config.hidden_size) for rows, cols in grids])
 
 
 def view_places(rows: int, cols: int, size: int) -> Tensor:
-    """Return the position of each feature of a view, float32 [rows * cols, size]: sines and cosines of its row, then
-    of its column, both counted from 1 and as a part of a full turn. Source: LeRobot ACTSinusoidalPositionEmbedding2d.
+    """Return the position embedding of each feature of a view, float32 [rows * cols, size].
+
+    The embedding has sines and cosines of the row and then of the column. Row and column count from 1 and are scaled to
+    a full turn. Source: LeRobot ACTSinusoidalPositionEmbedding2d.
     """
     half = size // 2
     wave = LONGEST ** (2 * (torch.arange(half, dtype=torch.float32) // 2) / half)

@@ -1,4 +1,4 @@
-"""Diffusion Policy (Chi et al. 2023, arXiv 2303.04137), in LeRobot's layout."""
+"""Diffusion Policy (Chi et al. 2023, arXiv 2303.04137) in LeRobot's checkpoint layout."""
 
 from sinew.core.registry import Family
 

@@ -1,8 +1,9 @@
-"""LeRobot Diffusion Policy checkpoint -> bundle.
+"""Convert LeRobot Diffusion Policy checkpoints to bundles.
 
-Backbones are named, not described, and the sampler is that of diffusers behind its name: what of it changes the actions
-stands in the configuration, and defaults that differ between LeRobot's versions are never taken. Batch norms become
-part of their convolutions. The solution has rows of the earlier moments too: the chunk begins at the newest one's.
+The configuration names the backbone and the sampler, which is that of diffusers with this name. The configuration must
+contain all settings of the sampler that change the actions, because some defaults differ between LeRobot's versions.
+Batch norms are folded into their convolutions. The solver also computes actions for the earlier observation steps, and
+the chunk begins at the newest observation step.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ NAMES = ("diffusion",)
 recognises = of_type(*NAMES)
 OPTIONS = ("stats", "stats_key", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
-GROUP = 16  # channels of a group where the backbone's batch norms were replaced
+# Channels per group of the group norms that replace the backbone's batch norms.
+GROUP = 16
 SCHEMA = Schema(
-    defaults={  # LeRobot's configuration_diffusion.py
+    # Defaults of LeRobot's configuration_diffusion.py.
+    defaults={
         "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
         "vision_backbone": "resnet18",
         "resize_shape": None,
@@ -50,7 +53,8 @@ SCHEMA = Schema(
     steps={"normalizer_processor": NORMALIZER},
 )
 ENCODER, UNET = "diffusion.rgb_encoder.", "diffusion.unet."
-INSIDE = (  # modules of a stage: N is the number of a block there, B its name here
+# Modules of a stage in LeRobot and in Sinew. N is the number of a block in LeRobot, and B is its name in Sinew.
+INSIDE = (
     "N.conv1.block.0=B.conv1.conv N.conv1.block.1=B.conv1.norm N.conv2.block.0=B.conv2.conv"
     " N.conv2.block.1=B.conv2.norm N.residual_conv=B.shortcut "
 )
@@ -68,7 +72,11 @@ RULES = (
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported Diffusion Policy.
+    """
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     state, image = checkpoint.whole_state(), whole_frames(checkpoint, *image_sizes(checkpoint))
     config = model_config(checkpoint, state.dim, image)
@@ -80,7 +88,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             image,
             silent.PROMPT,
             config,
-            all_cameras=True,  # none was missing in training
+            all_cameras=True,  # training always had all cameras
             state_parts=checkpoint.state_parts(),
             first_row=config.history - 1,
         ),
@@ -92,7 +100,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def image_sizes(checkpoint: LeRobotCheckpoint) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """Return to what size a frame is resized, and to what size it is cut then; None for what is not done."""
+    """Return the size after the resize and the size after the crop of a frame. None if the step is not used."""
     resized, cut = checkpoint.sides("resize_shape"), checkpoint.sides("crop_shape")
     if resized is not None:
         if (ratio := checkpoint.number("crop_ratio")) > 1:
@@ -148,35 +156,44 @@ def policy_spec(
     )
 
 
-def tensors(found: dict[str, TensorSource], config: DiffusionConfig) -> dict[str, TensorSource]:
-    """Return the model's tensors under its names, and those that are not read under upstream's."""
-    out = dict(found)
-    for number, prefix in enumerate(encoders(found, config)):
+def tensors(sources: dict[str, TensorSource], config: DiffusionConfig) -> dict[str, TensorSource]:
+    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names."""
+    out = dict(sources)
+    for number, prefix in enumerate(encoders(sources, config)):
         out = keypoint_encoder(out, prefix, f"vision.{number}.")
     return apply(films(out, config), RULES)
 
 
-def encoders(found: dict[str, TensorSource], config: DiffusionConfig) -> list[str]:
-    """Return the prefix of each encoder of views. One for all cameras has no number; that of one camera may have it."""
-    numbered = any(name.startswith(f"{ENCODER}0.") for name in found)
+def encoders(sources: dict[str, TensorSource], config: DiffusionConfig) -> list[str]:
+    """Return the name prefix of each encoder of views.
+
+    One encoder for all cameras has no number. The encoder of a policy with one camera may have a number.
+    """
+    numbered = any(name.startswith(f"{ENCODER}0.") for name in sources)
     return [f"{ENCODER}{number}." if numbered else ENCODER for number in range(config.encoders)]
 
 
-def films(found: dict[str, TensorSource], config: DiffusionConfig) -> dict[str, TensorSource]:
-    """Return the tensors with what all blocks take of time and condition as one layer of each, in the order in which
-    blocks run. Raises :class:`ConvertError` where a block's is missing."""
+def films(sources: dict[str, TensorSource], config: DiffusionConfig) -> dict[str, TensorSource]:
+    """Join the FiLM layers of all blocks into one layer for the time and one for the condition, in the order of the
+    blocks.
+
+    Raises:
+        ConvertError: The layer of a block is missing.
+    """
     stages = len(config.unet.widths)
     places = [f"down_modules.{stage}.{block}" for stage in range(stages) for block in range(2)]
     places += ["mid_modules.0", "mid_modules.1"]
     places += [f"up_modules.{stage}.{block}" for stage in range(stages - 1) for block in range(2)]
-    out = dict(found)
+    out = dict(sources)
     weights: list[TensorSource] = []
     biases: list[TensorSource] = []
     for place in places:
         for value, into in (("weight", weights), ("bias", biases)):
             name = f"{UNET}{place}.cond_encoder.1.{value}"
             if name not in out:
-                raise ConvertError(f"{name} is missing")
+                raise ConvertError(
+                    f"the tensor {name} is missing in the checkpoint. Use a complete checkpoint"
+                )
             into.append(out.pop(name))
     halves = [split(weight, (config.time_size, config.condition_size), axis=1) for weight in weights]
     time, condition = (join(*parts) for parts in zip(*halves, strict=True))

@@ -1,10 +1,10 @@
-"""Diffusion Policy (Chi et al. 2023, arXiv 2303.04137), as LeRobot has it: keypoints of convolutional features
-condition a U-Net over the rows of a chunk.
+"""Diffusion Policy (Chi et al. 2023, arXiv 2303.04137), as LeRobot computes it: a U-Net that denoises a chunk of
+actions.
 
-A view becomes the places of some keypoints, and nothing else of it is read. The condition has, for each moment from the
-oldest on, the robot's state, the keypoints of each camera, and the state of the environment where there is one. Each
-block of the U-Net takes a linear map of it and of the solver's time: that of the condition is computed once for an
-observation. There is no language: prompts are not read.
+A ResNet and a spatial softmax convert each view to the positions of some keypoints. The condition of the U-Net
+contains, for each observation step from the oldest on, the robot's state, the keypoints of each camera, and the
+environment's state if there is one. Each block of the U-Net reads a linear map of the condition and of the solver's
+time. The map of the condition is computed once per observation. The policy does not read prompts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,22 @@ from sinew.models.solvers import NoiseLevels, Solver
 
 @dataclass(frozen=True)
 class DiffusionConfig:
-    """``history``: moments of an observation. ``encoders``: one for all cameras, or one for each. ``rows`` and
-    ``cols``: of a view's features. ``max_state_dim``: of all moments; ``environment_dim``: of the last numbers of each,
-    which are the environment's. ``chunk_size``: rows that the solver goes through.
+    """Sizes of Diffusion Policy.
+
+    Attributes:
+        vision: Sizes of the ResNet.
+        unet: Sizes of the U-Net.
+        cameras: Number of cameras.
+        encoders: Number of ResNets: 1 for all cameras, or one per camera.
+        history: Number of observation steps.
+        rows: Rows of a view's features.
+        cols: Columns of a view's features.
+        keypoints: Number of keypoints per view.
+        time_size: Width of the time embedding.
+        chunk_size: Number of actions that the solver computes.
+        max_state_dim: Size of the states of all observation steps.
+        max_action_dim: Size of an action.
+        environment_dim: Number of last values of each state that describe the environment.
     """
 
     vision: ResNetConfig
@@ -56,31 +69,38 @@ class DiffusionConfig:
             )
         if self.max_state_dim % self.history:
             raise ValueError(
-                f"max_state_dim: expected a multiple of {self.history} moments, got {self.max_state_dim}"
+                f"max_state_dim: expected a multiple of {self.history}, the number of observation steps, got"
+                f" {self.max_state_dim}"
             )
         if not 0 <= self.environment_dim < self.max_state_dim // self.history:
             raise ValueError(
-                f"environment_dim: expected less than {self.max_state_dim // self.history}, the numbers of a moment,"
-                f" got {self.environment_dim}"
+                f"environment_dim: expected less than {self.max_state_dim // self.history}, the size of one state, got"
+                f" {self.environment_dim}"
             )
         if self.time_size < 4 or self.time_size % 2:
-            raise ValueError(f"time_size: expected an even number from 4 on, got {self.time_size}")
+            raise ValueError(f"time_size: expected an even number of at least 4, got {self.time_size}")
         if self.chunk_size % self.unet.unit:
             raise ValueError(f"chunk_size: expected a multiple of {self.unet.unit}, got {self.chunk_size}")
 
     @property
     def condition_size(self) -> int:
-        """Count of numbers in the condition."""
+        """Size of the condition."""
         return self.max_state_dim + self.history * self.cameras * 2 * self.keypoints
 
 
 class DiffusionContext(NamedTuple):
-    """What the condition adds to what each block takes, [B, F]."""
+    """The contribution of the condition to the input of each block.
+
+    Attributes:
+        film: [B, F].
+    """
 
     film: Tensor
 
 
 class DiffusionPolicy(Model):
+    """Diffusion Policy: keypoint encoders and a conditional U-Net."""
+
     config_type = DiffusionConfig
     config: DiffusionConfig
     solver = Solver("diffusion", levels=NoiseLevels(100))
@@ -106,7 +126,7 @@ class DiffusionPolicy(Model):
 
     @property
     def views_alike(self) -> bool:
-        return len(self.vision) == 1  # else each camera has an encoder of its own
+        return len(self.vision) == 1  # False if each camera has its own encoder
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -127,7 +147,15 @@ class DiffusionPolicy(Model):
         return torch.stack(features, dim=2).flatten(1, 2)[:, :, None]
 
     def condition(self, image_tokens: Tensor, state: Tensor) -> Tensor:
-        """image_tokens: [B, T * V, 1, C]; state: [B, T * S] -> [B, condition_size], moment after moment."""
+        """Build the condition, one observation step after the other.
+
+        Args:
+            image_tokens: [B, T * V, 1, C].
+            state: [B, T * S].
+
+        Returns:
+            [B, condition_size].
+        """
         moments = state.unflatten(1, (self.config.history, -1))  # [B, T, S]
         own = moments.shape[2] - self.config.environment_dim
         views = image_tokens.flatten(1).unflatten(1, (self.config.history, -1))  # [B, T, V * C]

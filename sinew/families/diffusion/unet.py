@@ -1,9 +1,9 @@
-"""A U-Net of one-dimensional convolutions over the rows of a chunk (Chi et al. 2023, arXiv 2303.04137).
+"""A U-Net of one-dimensional convolutions over the actions of a chunk (Chi et al. 2023, arXiv 2303.04137).
 
-Each stage has two residual blocks, at half the rows of the stage before; on the way up a stage also reads what the
-stage of its rows left on the way down. A condition scales and shifts each block's channels (FiLM, Perez et al. 2018).
-It is the same at each row, so it comes in already projected: what of it does not depend on the solver's time is
-computed once.
+Each stage has two residual blocks, and half the rows of the stage before. In the upward path a stage also reads the
+output of the downward stage with the same number of rows. A condition scales and shifts the channels of each block
+(FiLM, Perez et al. 2018). The condition is the same for all rows and is passed in already projected, so the part that
+does not depend on the solver's time is computed once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,25 @@ from torch import Tensor, nn
 from sinew.layers.norm import GroupNorm
 from sinew.layers.sizes import check_sizes
 
-NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
-LAST_GROUPS = 8  # groups of the last norm, which does not follow the others
+NORM_EPS = 1e-5  # default of torch, which the reference does not change
+# Groups of the last norm, which are independent of the other norms' groups.
+LAST_GROUPS = 8
 MAX_STAGES = 8
-# A convolution in float32 on a CPU is one product where it has so few rows, or its weight so many numbers: PyTorch's
-# convolution brings the weight into another order in each call, which takes longer than to multiply by it.
+# A float32 convolution on a CPU is computed as one matrix product if it has at most FEW_ROWS rows, or a weight of at
+# least MANY_NUMBERS numbers. PyTorch's convolution reorders the weight in each call, which then takes longer than the
+# product.
 FEW_ROWS, MANY_NUMBERS = 8, 1 << 22
 
 
 @dataclass(frozen=True)
 class UNetConfig:
-    """``widths``: channels of each stage. ``kernel_size``: rows that a convolution reads. ``num_groups``: of each norm
-    but the last. ``scales``: the condition scales and shifts channels; it shifts them alone otherwise.
+    """Sizes of a U-Net.
+
+    Attributes:
+        widths: Channels of each stage.
+        kernel_size: Number of rows that a convolution reads.
+        num_groups: Groups of each norm except the last.
+        scales: True if the condition scales and shifts the channels, False if it only shifts them.
     """
 
     widths: tuple[int, ...]
@@ -45,24 +52,26 @@ class UNetConfig:
             raise ValueError(f"kernel_size: expected an odd number, got {self.kernel_size}")
         for width in self.widths:
             if width < 1 or width % self.num_groups:
-                raise ValueError(f"widths: expected multiples of {self.num_groups} groups, got {width}")
+                raise ValueError(f"widths: expected multiples of num_groups {self.num_groups}, got {width}")
         if self.widths[0] % LAST_GROUPS:
-            raise ValueError(f"widths: expected a multiple of {LAST_GROUPS} first, got {self.widths[0]}")
+            raise ValueError(
+                f"widths: the first width must be a multiple of {LAST_GROUPS}, got {self.widths[0]}"
+            )
 
     @property
     def unit(self) -> int:
-        """Divisor of the actions in a chunk, because each stage except the last halves them."""
+        """Number that must divide the actions of a chunk, because each stage except the last halves the rows."""
         return 2 ** (len(self.widths) - 1)
 
     @property
     def film_sizes(self) -> list[int]:
-        """Count of condition numbers for each residual block, in the order in which they run."""
+        """Number of condition values for each residual block, in the order in which the blocks run."""
         stages = (*self.widths, self.widths[-1], *reversed(self.widths[:-1]))
         return [width * (2 if self.scales else 1) for width in stages for _ in range(2)]
 
 
 class Conv1d(nn.Conv1d):
-    """A convolution over rows in the precision of its weight. A recorded program has it as one operator."""
+    """A convolution over rows in the precision of its weight. A recorded program contains it as one operator."""
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C, H] -> [B, C', H']
         x = x.to(self.weight.dtype)
@@ -79,7 +88,7 @@ class Conv1d(nn.Conv1d):
 
 
 class Upsample(nn.ConvTranspose1d):
-    """Twice as many rows, in the precision of its weight."""
+    """A transposed convolution that doubles the rows, in the precision of its weight."""
 
     def __init__(self, channels: int):
         super().__init__(channels, channels, 4, 2, 1)
@@ -89,6 +98,8 @@ class Upsample(nn.ConvTranspose1d):
 
 
 class ConvBlock(nn.Module):
+    """A convolution, a group norm and a Mish activation."""
+
     def __init__(self, in_channels: int, out_channels: int, kernel: int, groups: int):
         super().__init__()
         self.conv = Conv1d(in_channels, out_channels, kernel, padding=kernel // 2)
@@ -99,6 +110,8 @@ class ConvBlock(nn.Module):
 
 
 class Residual(nn.Module):
+    """A residual block whose channels the condition scales and shifts."""
+
     def __init__(self, in_channels: int, out_channels: int, config: UNetConfig):
         super().__init__()
         self.scales = config.scales
@@ -108,7 +121,15 @@ class Residual(nn.Module):
         self.shortcut: nn.Module = nn.Identity() if same else Conv1d(in_channels, out_channels, 1)
 
     def forward(self, x: Tensor, film: Tensor) -> Tensor:
-        """x: [B, C, H]; film: [B, C' or 2C'], the scales before the shifts -> [B, C', H]."""
+        """Run the block.
+
+        Args:
+            x: [B, C, H].
+            film: [B, C' or 2C'], the scales before the shifts.
+
+        Returns:
+            [B, C', H].
+        """
         y, film = self.conv1(x), film[..., None]
         if self.scales:
             scale, shift = film.to(y.dtype).chunk(2, dim=1)  # [B, C', 1] each
@@ -119,7 +140,7 @@ class Residual(nn.Module):
 
 
 class UNetStage(nn.Module):
-    """``resample`` changes the rows behind both blocks."""
+    """A stage of two residual blocks. ``resample`` changes the number of rows after both blocks."""
 
     def __init__(self, in_channels: int, out_channels: int, config: UNetConfig, resample: nn.Module):
         super().__init__()
@@ -132,6 +153,8 @@ class UNetStage(nn.Module):
 
 
 class UNet(nn.Module):
+    """The U-Net."""
+
     down: Sequence[UNetStage]
     up: Sequence[UNetStage]
 
@@ -157,14 +180,22 @@ class UNet(nn.Module):
         self.out = Conv1d(widths[0], channels, 1)
 
     def forward(self, x: Tensor, film: Tensor) -> Tensor:
-        """x: [B, H, A], H a multiple of the config's ``unit``; film: [B, sum of its ``film_sizes``] -> [B, H, A]."""
+        """Run the U-Net.
+
+        Args:
+            x: [B, H, A], with H a multiple of the configuration's ``unit``.
+            film: [B, sum of the configuration's ``film_sizes``].
+
+        Returns:
+            [B, H, A].
+        """
         films = iter(film.split(self.config.film_sizes, dim=-1))
-        x, left = x.transpose(1, 2), []  # [B, A, H]
+        x, skipped = x.transpose(1, 2), []  # [B, A, H]
         for stage in self.down:
             x = stage(x, films)
-            left.append(x)
+            skipped.append(x)
             x = stage.resample(x)
         x = self.middle(x, films)
         for stage in self.up:
-            x = stage.resample(stage(torch.cat([x, left.pop()], dim=1), films))
+            x = stage.resample(stage(torch.cat([x, skipped.pop()], dim=1), films))
         return self.out(self.end(x)).transpose(1, 2)

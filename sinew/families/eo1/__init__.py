@@ -1,4 +1,4 @@
-"""EO-1 (Qu et al. 2025, arXiv 2508.21112), in LeRobot's layout."""
+"""EO-1 (Qu et al. 2025, arXiv 2508.21112) in LeRobot's checkpoint layout."""
 
 from sinew.core.registry import Family
 

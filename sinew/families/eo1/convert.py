@@ -1,8 +1,8 @@
-"""LeRobot EO-1 checkpoint -> bundle.
+"""Convert LeRobot EO-1 checkpoints to bundles.
 
-The configuration holds that of the whole backbone. The tokenizer and the image processor are in the folder or the
-repository that it names, or in the one of ``--vlm``. Seven tokens are added to the tokenizer, for which the table has
-spare rows.
+The checkpoint's configuration contains that of the whole backbone. The tokenizer and the image processor are in the
+folder or repository that the configuration names, or in the folder of ``--vlm``. The converter adds seven tokens to the
+tokenizer, for which the token table has spare rows.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ OPTIONS = ("vlm", "tokenizer", "stats", "stats_key", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 FILES = "config.json tokenizer*.json *preprocessor_config.json vocab.json merges.txt"
 TEMPLATE, PROCESSOR = "eo1_conversation_template_processor", "eo1_qwen_processor"
-TEXT_TOKENS = 200  # most of an instruction
-ADDED = (  # LeRobot adds these tokens in this order.
+TEXT_TOKENS = 200  # longest instruction
+# LeRobot adds these tokens to the tokenizer in this order.
+ADDED = (
     *("<|action_start|>", "<|action_pad|>", "<|action_end|>"),
     *("<|state_start|>", "<|state_pad|>", "<|state_end|>", "<|vla|>"),
 )
@@ -57,7 +58,8 @@ VIEW = "<|vision_start|>", "<|vision_end|>"
 ROBOT = f"<|state_start|>{STATE}<|state_end|>"
 BEHIND = "<|vla|><|im_end|>\n<|im_start|>assistant\n<|action_start|>"
 SCHEMA = Schema(
-    defaults={  # LeRobot's configuration_eo1.py
+    # Defaults of LeRobot's configuration_eo1.py.
+    defaults={
         "vlm_base": "Qwen/Qwen2.5-VL-3B-Instruct",
         "image_min_pixels": 64 * 28 * 28,
         "image_max_pixels": 128 * 28 * 28,
@@ -90,7 +92,11 @@ TABLE, HEAD = (
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported EO-1.
+    """
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     home = find_model_dir(str(checkpoint["vlm_base"]), options.vlm, path, "--vlm", FILES)
     vlm = JsonRecord(checkpoint.file, checkpoint.config).part("vlm_config")
@@ -122,7 +128,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 def image_recipe(
     checkpoint: LeRobotCheckpoint, preprocessor: JsonRecord, vision: Qwen25ViTConfig
 ) -> ImageRecipe:
-    """Return the steps from a frame to pixels. Frames of different sizes stay so."""
+    """Build the steps from a frame to pixels. Frames of different sizes keep different sizes."""
     checkpoint.refuse_image_scales()
     preprocessor.expect(
         do_resize=True, do_normalize=True, do_rescale=True, resample=3, patch_size=vision.patch_size,
@@ -134,7 +140,8 @@ def image_recipe(
         for key in ("image_min_pixels", "image_max_pixels")
     )
     fast = step.get("use_fast_processor", checkpoint["use_fast_processor"])
-    with checkpoint.named():  # torch's kernel and Pillow round one byte in three hundred differently
+    # Choose the right resize, because the kernels of torch and Pillow round one byte in three hundred differently.
+    with checkpoint.named():
         grid = Grid(
             unit=vision.unit, min_pixels=least, max_pixels=most, method="bicubic" if fast else "pil_bicubic"
         )
@@ -167,13 +174,14 @@ def model_config(
         )
     if (last := max(tokenizer.token_id(token) for token in ADDED)) >= config.vocab_size:
         raise ConvertError(
-            f"{tokenizer.path}: expected EO-1's tokens below the {config.vocab_size} rows of the table, got {last}"
+            f"{tokenizer.path}: expected ids of EO-1's tokens below {config.vocab_size}, the size of the token table,"
+            f" got {last}"
         )
     return config
 
 
 def prompt_recipe(config: EO1Config, tokenizer: TokenizerFiles) -> PromptRecipe:
-    """Return the prompt up to the first action token: the views, the state's token, the instruction as it is."""
+    """Build the prompt up to the first action token: the views, the state token, and the unchanged instruction."""
     placeholder = tokenizer.token_text(config.image_token)
     steps: list[PromptStep] = [Text(BEFORE)]
     for rows, cols in config.grids:
@@ -188,16 +196,17 @@ def prompt_recipe(config: EO1Config, tokenizer: TokenizerFiles) -> PromptRecipe:
     )
 
 
-def tensors(found: Mapping[str, TensorSource], config: EO1Config) -> dict[str, TensorSource]:
-    """Return the model's tensors under its names, and those that are not read under upstream's."""
-    out, name = dict(found), "model.action_time_mlp_in.weight"
+def tensors(sources: Mapping[str, TensorSource], config: EO1Config) -> dict[str, TensorSource]:
+    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names."""
+    out, name = dict(sources), "model.action_time_mlp_in.weight"
     if name not in out:
-        raise ConvertError(f"{name} is missing")
+        raise ConvertError(f"the tensor {name} is missing in the checkpoint. Use a complete checkpoint")
     width = config.language.hidden_size
     out["action_mix.weight"], out["time_mix.weight"] = split(out.pop(name), (width, width), axis=1)
     places = np.array(image_places(config.grids), np.float32)
     rules = (
-        # The table is tied to the output layer, and LeRobot stores it under that name alone.
+        # The token table is tied to the output layer. LeRobot stores the tensor under the name of the output layer
+        # only.
         *(() if TABLE in out else (Rule(HEAD.replace(".", r"\."), ("language.embed_tokens.weight",)),)),
         *qwen25_rules(BACKBONE + r"language_model\.", BACKBONE + r"visual\."),
         *renames(

@@ -1,7 +1,8 @@
-"""EO-1 (Qu et al. 2025, arXiv 2508.21112), as LeRobot has it: a language model's own layers denoise the actions.
+"""EO-1 (Qu et al. 2025, arXiv 2508.21112), as LeRobot computes it: the language model's own layers denoise the actions.
 
-Qwen2.5-VL reads views, state and instruction once (:mod:`sinew.models.qwen25_vl`). In each step its own layers run over
-one token for each row of the chunk, which sees that prefix and the rows before it.
+Qwen2.5-VL reads views, state and instruction once (:mod:`sinew.models.qwen25_vl`). In each solver step the same layers
+run over one token per action of the chunk, which attends to the prefix and to the earlier actions. The output is the
+velocity of flow matching.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from sinew.models.qwen25_vl import ChunkContext, Qwen25VL, Qwen25VLConfig
 
 @dataclass(frozen=True)
 class EO1Config(FlowConfig, Qwen25VLConfig):
-    """Sizes of a policy.
+    """Sizes of the policy.
 
     Attributes:
-        out_layers: linear layers from a hidden state to an action step.
+        out_layers: Number of linear layers from a hidden state to an action.
     """
 
     out_layers: int = 2
@@ -39,6 +40,8 @@ class EO1Config(FlowConfig, Qwen25VLConfig):
 
 
 class EO1(Qwen25VL):
+    """EO-1: Qwen2.5-VL whose layers denoise the actions."""
+
     config_type = EO1Config
     config: EO1Config
     float32_modules: ClassVar[tuple[str, ...]] = (

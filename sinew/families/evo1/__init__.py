@@ -1,4 +1,4 @@
-"""Evo-1 (Lin et al. 2025, arXiv 2511.04555), in LeRobot's layout and the original repository's."""
+"""Evo-1 (Lin et al. 2025, arXiv 2511.04555), in the checkpoint layouts of LeRobot and of the original repository."""
 
 from sinew.core.registry import Family
 

@@ -1,7 +1,8 @@
-"""Evo-1 checkpoints -> bundles: LeRobot's layout, and the original repository's (MINT-SJTU/Evo-1).
+"""Convert Evo-1 checkpoints in LeRobot's layout, and in that of the original repository (MINT-SJTU/Evo-1).
 
-The original's folder holds ``config.json``, ``norm_stats.json`` and DeepSpeed's ``mp_rank_00_model_states.pt``. In both
-layouts the widths of InternVL3 and its tokenizer lie in the repository that the configuration names (``--vlm``).
+A folder of the original repository contains ``config.json``, ``norm_stats.json`` and DeepSpeed's
+``mp_rank_00_model_states.pt``. In both layouts the widths and the tokenizer of InternVL3 are in the repository that the
+configuration names, or in the folder of ``--vlm``.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ SETTINGS = {
     "ignore": IGNORE_SETTING,
     "solver_steps": SOLVER_STEPS_SETTING,
     "masked_rows": Setting(
-        str, "what attention gives in padding: attend, or zero as flash attention", values=("attend", "zero")
+        str,
+        "attention of masked tokens: attend, or zero as in flash attention without padding",
+        values=("attend", "zero"),
     ),
     "state_dim": Setting(
         int,
-        "numbers of a state, for robots that pad theirs with zeros before they send it",
+        "size of the state, for robots that pad the state with zeros before they send it",
         1,
         original_layout.VECTOR,
     ),
@@ -50,23 +53,34 @@ PLACEHOLDER = "<IMG_CONTEXT>"
 
 
 def recognises(path: Path) -> bool:
-    """Return True for an Evo-1 directory of either layout."""
+    """Return True for an Evo-1 directory in either layout."""
     return config_type(path) in NAMES or original_layout.is_original(path)
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported Evo-1.
+    """
     original = original_layout.is_original(path)
     unread = {"cameras": "--cameras"} if not original else {"dataset": "--dataset"}
-    if given := [flag for name, flag in unread.items() if name in options.given]:
+    if flags := [flag for name, flag in unread.items() if name in options.given]:
         raise ConvertError(
-            f"{given[0]}: {path} is in the {'original' if original else 'LeRobot'} layout, which has none"
+            f"{flags[0]}: not supported for {path}, which is in the {'original' if original else 'LeRobot'} layout."
+            " Omit the option"
         )
     return assemble((original_layout if original else lerobot).read(path, options), options, path)
 
 
 def assemble(parts: Parts, options: ConvertOptions, path: Path) -> Conversion:
-    """Return the conversion of a layout's parts. path: InternVL may be next to it."""
+    """Build the conversion from the parts that a layout's reader returns.
+
+    Args:
+        parts: The parts of the checkpoint.
+        options: The user's options.
+        path: The checkpoint. The InternVL folder may be next to it.
+    """
     vlm_dir = find_model_dir(parts.vlm, options.vlm, path, "--vlm", VLM_FILES)
     vlm = JsonRecord(vlm_dir / "config.json")
     tokenizer = find_tokenizer(options, vlm_dir)
@@ -94,8 +108,8 @@ def _model_config(
     vlm.expect(ps_version="v2", select_layer=-1, vision_feature_layer=-1)
     if _side(vision["image_size"]) != parts.side:
         raise ConvertError(
-            f"{vlm.path}: vision_config.image_size is {vision['image_size']}, the checkpoint's images are {parts.side}"
-            " pixels wide: --vlm names another model"
+            f"{vlm.path}: vision_config.image_size: expected {parts.side}, the side of the checkpoint's images, got"
+            f" {vision['image_size']}. Pass the checkpoint's model with --vlm"
         )
     layers = text["num_hidden_layers"]
     blank = (np.float32(0) - np.asarray(IMAGE_MEAN, np.float32)) / np.asarray(IMAGE_STD, np.float32)
@@ -104,7 +118,9 @@ def _model_config(
         head |= {"rows": parts.max_tokens, "blank": tuple(map(float, blank)), "pad_token": _pad(tokenizer)}
         head["masked_attend"] = options.setting("masked_rows", "attend") == "attend"
     elif "masked_rows" in options.settings:
-        raise ConvertError("--set masked_rows: LeRobot's head reads no masked row")
+        raise ConvertError(
+            "--set masked_rows: omit this option for LeRobot's layout, whose head reads no masked tokens"
+        )
     with named(f"{vlm.path} and the checkpoint's config.json"):
         return Evo1Config(
             vision=tower(
@@ -133,7 +149,7 @@ def _model_config(
 
 
 def _side(size: Any) -> int:
-    """Return the side of a square image, which configurations give as one number or as two equal ones."""
+    """Return the side of a square image. A configuration has one number or two equal numbers."""
     sides = set(size) if isinstance(size, list) else {size}
     if len(sides) != 1 or not all(type(side) is int for side in sides):
         raise ConvertError(f"vision_config: expected a square, got {size!r}")
@@ -142,7 +158,10 @@ def _side(size: Any) -> int:
 
 def _pad(tokenizer: TokenizerFiles) -> int:
     if tokenizer.pad_token_id is None:
-        raise ConvertError(f"{tokenizer.path}: no pad token is named here, and the head reads rows of it")
+        raise ConvertError(
+            f"{tokenizer.path}: expected a padding token, because the head reads padding. Pass the model's own"
+            " tokenizer with --tokenizer"
+        )
     return tokenizer.pad_token_id
 
 

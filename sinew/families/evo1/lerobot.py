@@ -1,4 +1,4 @@
-"""Evo-1 in LeRobot's layout (``policies/evo1`` of LeRobot 0.6)."""
+"""Read Evo-1 checkpoints in LeRobot's layout (``policies/evo1`` of LeRobot 0.6)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ GRIPPER = {
     "gripper_above_threshold_value": -1.0,
 }
 SCHEMA = Schema(
-    defaults={  # LeRobot's configuration_evo1.py
+    # Defaults of LeRobot's configuration_evo1.py.
+    defaults={
         "chunk_size": 50,
         "n_action_steps": 50,
         "max_state_dim": 24,
@@ -47,7 +48,7 @@ SCHEMA = Schema(
         "default_embodiment_id": 0,
     },
     fixed={"action_head": "flowmatching", "return_cls_only": False},
-    # Of the last, features that are no cameras; views up to max_views are masked all the same
+    # The last field, empty_cameras, is not needed, because the model masks all missing views up to max_views.
     unread="training_stage vlm_dtype use_flash_attn dropout enable_gradient_checkpointing finetune_vlm"
     " gradient_checkpointing_use_reentrant finetune_language_model finetune_vision_model finetune_action_head"
     " apply_training_stage_defaults task_field embodiment_id_field empty_cameras",
@@ -65,7 +66,11 @@ SCHEMA = Schema(
 
 
 def read(path: Path, options: ConvertOptions) -> Parts:
-    """Read a LeRobot directory. Raises :class:`ConvertError`."""
+    """Read a LeRobot directory.
+
+    Raises:
+        ConvertError: The checkpoint is not supported.
+    """
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     checkpoint.refuse_image_scales()
     side, *other = checkpoint["image_resolution"]
@@ -74,7 +79,8 @@ def read(path: Path, options: ConvertOptions) -> Parts:
     views, cameras = checkpoint.size("max_views", high=16), checkpoint.cameras
     if len(cameras) > views:
         raise ConvertError(
-            f"{checkpoint.file}: max_views: expected {len(cameras)} or more, as cameras, got {views}"
+            f"{checkpoint.file}: max_views: expected at least {len(cameras)}, the number of cameras, got {views}."
+            " Correct the file"
         )
     action = checkpoint.action
     if checkpoint["postprocess_action_dim"] is not None:
@@ -124,27 +130,27 @@ def read(path: Path, options: ConvertOptions) -> Parts:
 
 def _category(checkpoint: LeRobotCheckpoint) -> int:
     count = checkpoint.size("num_categories")
-    given = checkpoint.options.embodiment
-    if not given:
+    choice = checkpoint.options.embodiment
+    if not choice:
         if checkpoint.config.get("embodiment_id_field") and count > 1:
             raise ConvertError(
                 f"{checkpoint.file}: embodiment_id_field: each observation of training chose one of {count} categories;"
-                " give the robot's with --embodiment N"
+                " pass the category of the robot with --embodiment N"
             )
         return checkpoint.size("default_embodiment_id", low=0, high=count - 1)
-    if not given.isdecimal() or int(given) >= count:
-        raise ConvertError(f"--embodiment {given}: expected a category from 0 to {count - 1}")
-    return int(given)
+    if not choice.isdecimal() or int(choice) >= count:
+        raise ConvertError(f"--embodiment {choice}: expected the number of a category, 0 to {count - 1}")
+    return int(choice)
 
 
-def _cut(found: Normalization, dim: int) -> Normalization:
-    """Return statistics of the values that exist; those of padded dimensions map zero to zero."""
-    short = [name for name, values in found.stats.items() if len(values) < dim]
+def _cut(normalization: Normalization, dim: int) -> Normalization:
+    """Return the statistics of the first ``dim`` values, without those of the padding."""
+    short = [name for name, values in normalization.stats.items() if len(values) < dim]
     if short:
         raise ConvertError(
-            f"statistics {short[0]}: expected {dim} values or more, got {len(found.stats[short[0]])}"
+            f"statistics {short[0]}: expected at least {dim} values, got {len(normalization.stats[short[0]])}"
         )
-    return replace(found, stats={name: values[:dim] for name, values in found.stats.items()})
+    return replace(normalization, stats={name: values[:dim] for name, values in normalization.stats.items()})
 
 
 def _gripper(checkpoint: LeRobotCheckpoint, dim: int) -> tuple[VectorStep, ...]:

@@ -1,14 +1,15 @@
-"""Evo-1 (Lin et al. 2025, arXiv 2511.04555): InternVL3 under a cross-attention head.
+"""Evo-1 (Lin et al. 2025, arXiv 2511.04555): InternVL3 with a cross-attention action head.
 
-* InternViT sees each view; squares of its patches become tokens, and the first layers of a Qwen2 model read them
-  inside the prompt. The prompt names every view that training had: those that are missing are masked, and count in the
-  positions of what follows.
-* The head (Evo-1's ``FlowmatchingActionHead``) turns noise into actions: each block's action tokens read the language
-  model's states and the embedded state, never each other, until one layer joins them all.
+* InternViT encodes each view, and squares of its patches become tokens. The first layers of a Qwen2 model read these
+  tokens inside the prompt. The prompt has every view of training. Missing views are masked, but still count in the
+  positions of later tokens.
+* The head (Evo-1's ``FlowmatchingActionHead``) converts noise to actions by flow matching. In each block the action
+  tokens attend to the hidden states of the language model and to the embedded state. They do not attend to each other.
+  One layer after the blocks combines all action tokens.
 
-Two readings of the same weights differ in the head's context. LeRobot's policy hides masked rows from the head. The
-original repository (MINT-SJTU/Evo-1) pads each prompt to a fixed length and lets the head read every row, those of the
-padding and of black pictures in place of missing views included (``Evo1Config.rows``).
+The two layouts read the head's context differently. LeRobot's policy hides masked tokens from the head. The original
+repository (MINT-SJTU/Evo-1) pads each prompt to a fixed length, and its head reads every token, including padding and
+the black pictures that replace missing views (``Evo1Config.rows``).
 """
 
 from __future__ import annotations
@@ -37,19 +38,36 @@ from sinew.models.solvers import Solver
 
 SOLVER = Solver(start=0.0, end=1.0, noise="uniform")
 NORM_EPS = 1e-5  # epsilon of the head's norms
-TIMES = 1000  # rows of the head's table of times
+TIMES = 1000  # rows of the head's time table
 
 
 @dataclass(frozen=True)
 class Evo1Config:
-    """``views``: of the prompt. ``image_token``: the id of the placeholder of an image token. ``unshuffle``: patches
-    along a side of one. ``action_dim``: of the ``max_action_dim`` numbers those that the robot has; the head reads
-    zeros in place of the others.
+    """Sizes and options of Evo-1.
 
-    rows: of the head's context; shorter prompts are filled up with ``pad_token``, and masked rows are read. 0 where
-    the head reads no masked row. blank: a black pixel, normalised, which views that are missing are made of; empty
-    where nothing reads them. masked_attend: masked rows of the language model attend to the others; where False (flash
-    attention with padding left out) their attention gives zero.
+    Attributes:
+        vision: Sizes of InternViT.
+        language: Sizes of the Qwen2 model.
+        vocab_size: Rows of the token table.
+        chunk_size: Actions in a chunk.
+        max_state_dim: Width of the padded state.
+        max_action_dim: Width of a padded action.
+        action_dim: Number of values of an action that the robot has. The head reads zeros for the other values.
+        views: Number of views in the prompt.
+        image_token: Id of the placeholder of an image token.
+        unshuffle: Patches along a side of one image token.
+        head_layers: Blocks of the head.
+        head_heads: Attention heads of the head.
+        head_size: Width of the head.
+        decoder_size: Inner width of the action decoder.
+        state_size: Inner width of the state encoder.
+        pad_token: Id of the padding token.
+        rows: Length of the head's context. Shorter prompts are padded with ``pad_token``, and the head reads masked
+            tokens. 0 if the head does not read masked tokens.
+        blank: A black pixel after normalisation, from which missing views are made. Empty if the head does not read
+            missing views.
+        masked_attend: True if masked tokens of the language model attend to other tokens. False if their attention is
+            zero, as in flash attention without padding.
     """
 
     vision: ViTConfig
@@ -86,7 +104,13 @@ class Evo1Config:
 
 
 class Evo1Context(NamedTuple):
-    """Keys and values of each block of the head, [B, K, H, D], and the mask of rows it may read, bool [B, 1, K]."""
+    """The tensors that the head attends to.
+
+    Attributes:
+        keys: Keys of each block, [B, K, H, D].
+        values: Values of each block, [B, K, H, D].
+        valid: bool [B, 1, K], True for the tokens that the head may attend to.
+    """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -94,7 +118,9 @@ class Evo1Context(NamedTuple):
 
 
 class HeadLayer(nn.Module):
-    """A block of the head: cross-attention to the context, then an MLP to whose input the time is added."""
+    """A block of the head: cross-attention to the context, then an MLP whose input is the sum of hidden state and
+    time.
+    """
 
     def __init__(self, size: int, num_heads: int):
         super().__init__()
@@ -104,17 +130,28 @@ class HeadLayer(nn.Module):
         self.mlp = GeluMLP(size, approximate="none")
 
     def fold_sites(self) -> list[FoldSite]:
-        # Keys and values are made of the context, and the time comes between the second norm and its reader.
+        # Only the queries read the first norm: keys and values come from the context. The time is added after the
+        # second norm, so the second norm cannot be folded.
         return [FoldSite(self, "norm1", (self.attn.q_proj,))]
 
     def forward(self, x: Tensor, time: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """x: [B, H, C]; time: [B, C]; kv: [B, K, H, D] each; mask: bool [B, H, K] -> [B, H, C]."""
+        """Run the block.
+
+        Args:
+            x: [B, H, C].
+            time: [B, C].
+            kv: Keys and values, [B, K, H, D] each.
+            mask: bool [B, H, K], True if the action may attend to the key.
+
+        Returns:
+            [B, H, C].
+        """
         x = x + self.attn(self.norm1(x), kv, mask)
         return x + self.mlp(self.norm2(x) + time[:, None])
 
 
 class Evo1ActionEncoder(nn.Module):
-    """Noisy actions -> tokens: fc3(relu(fc2(relu(fc1(x)) + position)))."""
+    """Encodes noisy actions as tokens: fc3(relu(fc2(relu(fc1(x)) + position)))."""
 
     def __init__(self, action_dim: int, size: int, horizon: int):
         super().__init__()
@@ -129,7 +166,9 @@ class Evo1ActionEncoder(nn.Module):
 
 
 class Evo1Head(nn.Module):
-    """The action head: language states and state -> context, once; noisy actions -> velocity, per step."""
+    """The action head. It computes the context once per observation, and the velocity of noisy actions once per solver
+    step.
+    """
 
     layers: Sequence[HeadLayer]
 
@@ -148,14 +187,29 @@ class Evo1Head(nn.Module):
         self.decoder = Projector(size, config.decoder_size, horizon * config.max_action_dim)
 
     def context(self, features: Tensor, valid: Tensor, state: Tensor) -> Evo1Context:
-        """features: [B, L, C], normed; valid: bool [B, L], rows that the head reads; state: [B, S]."""
+        """Compute the tensors that the head attends to.
+
+        Args:
+            features: [B, L, C], normalised.
+            valid: bool [B, L], True for the tokens that the head reads.
+            state: [B, S].
+        """
         token = self.state_encoder(state)[:, None]
         rows = torch.cat([features.to(token.dtype), token], dim=1)  # [B, L + 1, C]
         keys, values = zip(*(layer.attn.key_value(rows) for layer in self.layers), strict=True)
         return Evo1Context(keys, values, F.pad(valid, (0, 1), value=True)[:, None])
 
     def velocity(self, x: Tensor, time: Tensor, context: Evo1Context) -> Tensor:
-        """x: [B, H, A]; time: [B, C] -> float32 [B, H, A], zero in the numbers that the robot has not."""
+        """Compute the velocity of noisy actions.
+
+        Args:
+            x: [B, H, A].
+            time: [B, C].
+            context: Result of :meth:`context`.
+
+        Returns:
+            float32 [B, H, A], zero for the values that the robot does not have.
+        """
         dims, spare = self.config.action_dim, self.config.max_action_dim - self.config.action_dim
         h = self.action_encoder(F.pad(x[..., :dims], (0, spare)))  # [B, H, C]
         mask = context.valid.expand(-1, h.shape[1], -1)
@@ -167,6 +221,8 @@ class Evo1Head(nn.Module):
 
 
 class Evo1(Model):
+    """Evo-1: InternVL3 and an action head of cross-attention blocks."""
+
     config_type = Evo1Config
     config: Evo1Config
     solver = SOLVER
@@ -186,7 +242,11 @@ class Evo1(Model):
         return self.config.vision.side, self.config.vision.side
 
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """pixels: float32 [B, V, 3, height, width] -> [B, V, tokens, C], or [B, 1 + V, tokens, C] with a black view."""
+        """Encode pixels, float32 [B, V, 3, height, width].
+
+        Returns:
+            Image tokens [B, V, tokens, C], or [B, 1 + V, tokens, C] with a black view at the start.
+        """
         if self.config.blank:
             black = [
                 pixels.new_full((*pixels.shape[:1], 1, 1, *pixels.shape[3:]), x) for x in self.config.blank
@@ -199,17 +259,21 @@ class Evo1(Model):
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> Evo1Context:
-        """Return the context; arguments as in ``Model.read``. ``tokens`` hold a placeholder per image token."""
+        """Compute the context. The arguments are those of ``Model.read``. ``tokens`` contains a placeholder per image
+        token.
+        """
         tokens, token_mask = self.filled(tokens, token_mask)
         x, valid = self.embed(image_tokens, camera_mask, tokens, token_mask)
         features = self.features(x, valid)
         return self.head.context(features, torch.ones_like(valid) if self.config.rows else valid, state)
 
     def filled(self, tokens: Tensor, token_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens and mask [B, rows] with the padding that the head reads; as they are where it reads none."""
+        """Return tokens and mask with the padding that the head reads, [B, rows] each. They are unchanged if ``rows``
+        is 0.
+        """
         if not self.config.rows:
             return tokens, token_mask
-        # Negative behind an engine's padding
+        # The number of missing tokens is negative if an engine has padded the prompt to more than ``rows`` tokens.
         spare, pad = self.config.rows - tokens.shape[1], self.config.pad_token
         tokens = F.pad(tokens.masked_fill(~token_mask, pad), (0, spare), value=pad)
         return tokens, F.pad(token_mask, (0, spare))
@@ -217,24 +281,34 @@ class Evo1(Model):
     def embed(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the language model's input [B, L, C] and which of its rows may be attended to, bool [B, L]."""
+        """Return the language model's input [B, L, C], and the mask of tokens that others may attend to, bool [B,
+        L].
+        """
         count, views = image_tokens.shape[2], camera_mask.shape[1]
         placed = (tokens == self.config.image_token) & token_mask  # [B, L]
         index = (placed.long().cumsum(dim=1) - 1).clamp(min=0)
         view = index // count
-        seen = placed & (view < views) & camera_mask.gather(1, view.clamp(max=views - 1))
+        available = placed & (view < views) & camera_mask.gather(1, view.clamp(max=views - 1))
         table = self.language.embed_tokens
         flat = image_tokens.flatten(1, 2).to(table.dtype)  # [B, V * N, C]
-        if self.config.blank:  # the view before those of the cameras
-            index = torch.where(seen, index + count, index % count)
+        # The black view comes before the views of the cameras.
+        if self.config.blank:
+            index = torch.where(available, index + count, index % count)
         rows = flat.gather(1, index.clamp(max=flat.shape[1] - 1)[..., None].expand(-1, -1, flat.shape[2]))
-        pictures = placed if self.config.blank else seen
-        return torch.where(pictures[..., None], rows, table(tokens)), token_mask & (seen | ~placed)
+        pictures = placed if self.config.blank else available
+        return torch.where(pictures[..., None], rows, table(tokens)), token_mask & (available | ~placed)
 
     def features(self, x: Tensor, valid: Tensor) -> Tensor:
-        """x: [B, L, C]; valid: bool [B, L] -> normed states of the last language layer that is kept, [B, L, C].
+        """Run the language model.
 
-        Rows that are not valid count in the positions, and attend to the valid ones before them.
+        Tokens that are not valid count in the positions, and attend to the valid tokens before them.
+
+        Args:
+            x: [B, L, C].
+            valid: bool [B, L].
+
+        Returns:
+            Normalised hidden states of the last used layer, [B, L, C].
         """
         config, layers = self.config.language, self.language.layers
         positions = torch.ones_like(valid).long().cumsum(dim=1) - 1
@@ -250,7 +324,10 @@ class Evo1(Model):
         return self.language.norm(x)
 
     def embed_time(self, t: Tensor) -> Tensor:
-        """Return the row of the time, [B, C]: int(t * 999), cut in double precision as the reference cuts it."""
+        """Return the time's embedding, [B, C], which is row int(t * 999) of the time table.
+
+        The row is computed in double precision, as in the reference.
+        """
         return self.head.time_embedding((t * (TIMES - 1)).long().clamp(max=TIMES - 1)).float()
 
     def act(self, x: Tensor, time_embedding: Tensor, context: Evo1Context) -> Tensor:
@@ -258,7 +335,7 @@ class Evo1(Model):
 
 
 def _unpadded(layer: nn.Module, x: Tensor, rotate: Rotation, mask: Tensor, valid: Tensor) -> Tensor:
-    """One decoder layer whose attention gives zero in rows that are not valid."""
+    """Run a decoder layer whose attention is zero for tokens that are not valid."""
     assert isinstance(layer, DecoderLayer)
     q, k, v = layer.project(x, rotate)
     attended = layer.attn.attend(q, (k, v), mask)

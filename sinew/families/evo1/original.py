@@ -1,4 +1,6 @@
-"""Evo-1 as the original repository (MINT-SJTU/Evo-1) saves and serves it: ``Evo_1/scripts/Evo1_server.py``."""
+"""Read Evo-1 checkpoints in the layout of the original repository (MINT-SJTU/Evo-1,
+``Evo_1/scripts/Evo1_server.py``).
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,16 @@ from sinew.families.evo1.parts import Parts
 from sinew.steps.image.resize import Resize
 
 WEIGHTS, STATISTICS = "mp_rank_00_model_states.pt", "norm_stats.json"
-LAYERS = 14  # layers of the language model, independent of the configuration
-SIDE, VIEWS, TOKENS, STEPS = 448, 3, 1024, 50  # fixed in the server and the embedder
-VECTOR = 24  # numbers of every normalised vector of the server
+# Number of layers of the language model. It does not depend on the configuration.
+LAYERS = 14
+# Constants of the original repository's server and embedder: pixels, views, prompt tokens and solver steps.
+SIDE, VIEWS, TOKENS, STEPS = 448, 3, 1024, 50
+VECTOR = 24  # size of every normalised vector in the original server
 RESIZE = Resize(height=SIDE, width=SIDE, method="cv_bilinear")
 VLM = "OpenGVLab/InternVL3-1B"
 EPS = 1e-8
-# Fields of config.json that are not read: they concern training, except the solver's steps, which the server fixes
+# Fields of config.json that are not read. They concern training, except the number of solver steps, which is a constant
+# in the original server.
 ASIDE = (
     "device run_name disable_wandb wandb_project debug dataset_type data_paths dataset_config_path use_augmentation"
     " max_samples_per_file video_backend cache_dir lr batch_size num_workers prefetch_factor pin_memory"
@@ -41,32 +46,39 @@ MODES: dict[str, tuple[Literal["mean_std", "min_max", "quantiles"], tuple[str, s
 
 
 def is_original(path: Path) -> bool:
-    """Return True for a configuration of the original repository."""
+    """Return True for a folder with a configuration of the original repository."""
     config = directory_config(path)
     return config.get("action_head") == "flowmatching" and "vlm_name" in config and "type" not in config
 
 
 def read(path: Path, options: ConvertOptions) -> Parts:
-    """Read a folder of the original repository. Raises :class:`ConvertError`."""
+    """Read a folder of the original repository.
+
+    Raises:
+        ConvertError: The checkpoint is not supported.
+    """
     config = JsonRecord(path / "config.json")
     horizon = config.get("horizon", 16)
     config.expect(return_cls_only=False, image_size=SIDE, action_horizon=horizon)
     file = options.stats or path / STATISTICS
     if not file.is_file():
-        raise ConvertError(f"{path}: no {STATISTICS}, which holds the statistics; give it with --stats FILE")
+        raise ConvertError(f"{path}: {STATISTICS} is missing. Pass the statistics with --stats FILE")
     key, table = choose(JsonRecord(file), options.stats_key)
-    found = MODES.get(str(config.get("normalization_type", "bounds")))
-    if found is None:
+    selected = MODES.get(str(config.get("normalization_type", "bounds")))
+    if selected is None:
         raise ConvertError(
             f"{config.path}: normalization_type: expected one of {', '.join(MODES)},"
             f" got {config['normalization_type']!r}"
         )
-    mode, names = found
-    notes = [f"statistics of {key!r}", f"{STEPS} solver steps, as the server's, not config.json's"]
+    mode, names = selected
+    notes = [
+        f"statistics of {key!r}",
+        f"{STEPS} solver steps, as in the original server, which ignores the value in config.json",
+    ]
     state, action = table.part("observation.state"), table.part("action")
     if mode == "quantiles" and not all(name in part.content for name in names for part in (state, action)):
         mode, names = MODES["bounds"]
-        notes.append("no statistics q01 and q99: min and max in their place, as the server has it")
+        notes.append("the statistics q01 and q99 are missing; using min and max, as the original server does")
     width = int(options.setting("state_dim", 0))
     state_stats, action_stats = _statistics(state, names, width), _statistics(action, names, 0)
     cameras = options.cameras or tuple(f"image_{index}" for index in range(VIEWS))
@@ -75,15 +87,19 @@ def read(path: Path, options: ConvertOptions) -> Parts:
     category = options.embodiment or "0"
     if not category.isdecimal() or int(category) >= config.get("num_categories", 1):
         raise ConvertError(
-            f"--embodiment {category}: expected a category from 0 to {config.get('num_categories', 1) - 1}"
+            f"--embodiment {category}: expected the number of a category, 0 to {config.get('num_categories', 1) - 1}"
         )
     weights = path / WEIGHTS
     if not weights.is_file():
-        raise ConvertError(f"{path}: no {WEIGHTS}, which holds the weights")
+        raise ConvertError(
+            f"{path}: the file of weights {WEIGHTS} is missing. Copy it from the training run to the folder"
+        )
     stored = read_torch(weights)
     tensors = {n.removeprefix("module."): source for n, source in stored.items() if n.startswith("module.")}
     if not tensors:
-        raise ConvertError(f"{weights}: expected a dictionary 'module' with the model's tensors")
+        raise ConvertError(
+            f"{weights}: expected a dictionary 'module' with the model's tensors. Use the file that DeepSpeed saved"
+        )
     return Parts(
         format="evo1",
         name=path.resolve().name,
@@ -122,35 +138,48 @@ def read(path: Path, options: ConvertOptions) -> Parts:
     )
 
 
-def choose(stats: JsonRecord, wanted: str) -> tuple[str, JsonRecord]:
-    """Return the chosen statistics and their key, "arm" or "arm/dataset". Raises :class:`ConvertError`."""
-    known: dict[str, JsonRecord] = {}
+def choose(stats: JsonRecord, option: str) -> tuple[str, JsonRecord]:
+    """Choose the statistics.
+
+    Args:
+        stats: The statistics file.
+        option: The value of --stats-key, or "" for the only statistics.
+
+    Returns:
+        The key ("arm" or "arm/dataset") and the statistics.
+
+    Raises:
+        ConvertError: The choice is missing or wrong.
+    """
+    tables: dict[str, JsonRecord] = {}
     for arm in stats.content:
         table = stats.part(arm)
         if "observation.state" in table.content or "action" in table.content:
-            known[arm] = table
+            tables[arm] = table
         else:
-            known |= {f"{arm}/{dataset}": table.part(dataset) for dataset in table.content}
-    key = wanted or (next(iter(known)) if len(known) == 1 else "")
-    if key not in known:
-        asked = f"--stats-key {wanted}: " if wanted else ""
+            tables |= {f"{arm}/{dataset}": table.part(dataset) for dataset in table.content}
+    key = option or (next(iter(tables)) if len(tables) == 1 else "")
+    if key not in tables:
+        prefix = f"--stats-key {option}: " if option else ""
         raise ConvertError(
-            f"{stats.path}: {asked}expected --stats-key with one of {', '.join(known) or 'none'}"
+            f"{stats.path}: {prefix}expected --stats-key with one of: {', '.join(tables) or 'none'}"
         )
-    return key, known[key]
+    return key, tables[key]
 
 
 def _statistics(part: JsonRecord, names: tuple[str, ...], width: int) -> dict[str, tuple[float, ...]]:
-    """Statistics by name, filled with zeros up to ``width`` as the server fills them."""
-    found: dict[str, Any] = {name: np.asarray(part[name], np.float32) for name in names}
-    for name, values in found.items():
-        if values.ndim != 1 or not 1 <= len(values) <= VECTOR or len(values) != len(found[names[0]]):
+    """Return the statistics by name, padded with zeros to ``width`` as in the original server."""
+    stats: dict[str, Any] = {name: np.asarray(part[name], np.float32) for name in names}
+    for name, values in stats.items():
+        if values.ndim != 1 or not 1 <= len(values) <= VECTOR or len(values) != len(stats[names[0]]):
             raise ConvertError(
                 f"{part.path}: {part.name}{name}: expected a list of 1 to {VECTOR} numbers, got {list(values.shape)}"
             )
         if width and width < len(values):
-            raise ConvertError(f"--set state_dim={width}: expected {len(values)} or more, as the statistics")
+            raise ConvertError(
+                f"--set state_dim={width}: expected at least {len(values)}, the size of the statistics"
+            )
     return {
         name: tuple(map(float, np.pad(values, (0, max(width - len(values), 0)))))
-        for name, values in found.items()
+        for name, values in stats.items()
     }

@@ -1,4 +1,4 @@
-"""The fields that are read from both layouts of Evo-1 checkpoints."""
+"""The parts of an Evo-1 checkpoint that the readers of both layouts return."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sinew.core import CameraSpec, RealTimeChunking, VectorSpec
 from sinew.steps.image.base import ImageStep
 from sinew.steps.vector.base import VectorStep
 
-IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # pixel statistics of ImageNet
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,32 @@ class Parts:
     """The parts that both layouts have.
 
     Attributes:
+        format: Name of the layout, for the provenance.
+        name: Name of the policy.
         vlm: Name of InternVL's repository.
-        layers: Layers of its language model; 0 for all.
-        category: Row of the head's weights, if it has them per category.
+        layers: Number of layers of its language model that are used. 0 for all layers.
+        views: Number of views in the prompt.
+        category: Index in the head's weights, if the head has weights per category.
         max_tokens: Longest prompt.
-        resize: Steps that resize frames.
-        every_row: True if the head reads masked rows.
+        side: Side of an image in pixels.
+        resize: Step that resizes frames.
+        every_row: True if the head reads masked tokens.
         sizes: Sizes of the head and its vectors, with the names of ``Evo1Config``.
-        optional_cameras: As in ``Processing``.
+        cameras: The cameras.
+        state: Names of the state.
+        action: Names of an action.
+        state_normalization: Normalisation of the state.
+        action_normalization: Normalisation of an action.
+        action_steps: Conversions of the actions after the normalisation.
         solver_steps: Default number of solver steps.
+        n_action_steps: Number of actions of a chunk that are executed. 0 for all actions.
+        control_hz: Rate of the robot in Hz, or None.
+        embodiment: Name of the robot.
+        optional_cameras: Number of cameras that an observation may omit, as in ``Processing``.
+        tensors: The tensors by their names in the checkpoint.
+        files: The files that were read.
+        notes: Notes for the user.
+        real_time_chunking: Options of real-time chunking, or None.
     """
 
     format: str

@@ -1,4 +1,7 @@
-"""Names and forms of Evo-1's tensors, in LeRobot's layout (transformers' InternVL) and the original repository's."""
+"""Rules that convert the names and shapes of Evo-1's tensors, from LeRobot's layout and from the original layout.
+
+LeRobot's layout has the names of transformers' InternVL.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,25 @@ BLOCK, TO_BLOCK = r"action_head\.transformer_blocks\.(\d+)\.", r"head.layers.\1.
 def rename(
     tensors: dict[str, TensorSource], layers: int, category: int, unshuffle: int
 ) -> dict[str, TensorSource]:
-    """Return the tensors under the model's names. Raises :class:`ConvertError`.
+    """Return the tensors under Sinew's names.
 
-    layers: of the language model that are kept. category: of the head's weights where they are kept per category.
+    Args:
+        tensors: The tensors by their names in the checkpoint.
+        layers: Number of layers of the language model that are used.
+        category: Index in the head's weights, if the head has weights per category.
+        unshuffle: Patches along a side of one image token.
+
+    Raises:
+        ConvertError: A tensor is missing or has another shape.
     """
-    found = dict(tensors)
-    if adapter := next((name for name in found if ".lora_" in name), None):
+    remaining = dict(tensors)
+    if adapter := next((name for name in remaining if ".lora_" in name), None):
         raise ConvertError(
-            f"{adapter}: an adapter; merge it into its base model and give the whole checkpoint"
+            f"{adapter}: this is a LoRA adapter. Merge it into its base model and convert the merged checkpoint"
         )
-    lerobot = any(name.startswith("embedder.model.vision_tower.") for name in found)
+    lerobot = any(name.startswith("embedder.model.vision_tower.") for name in remaining)
     tower = "embedder.model.vision_tower." if lerobot else "embedder.model.vision_model."
-    _first_token(found, tower, lerobot)
+    _first_token(remaining, tower, lerobot)
     language = r"embedder\.model\.language_model\." + ("" if lerobot else r"model\.")
     rules = (
         *_tower(lerobot),
@@ -34,24 +44,28 @@ def rename(
         Rule(r"embedder\.model\.language_model\.lm_head\..*"),
         *_head(category),
     )
-    return apply(found, rules)
+    return apply(remaining, rules)
 
 
-def _first_token(found: dict[str, TensorSource], tower: str, lerobot: bool) -> None:
-    """Add the class token's position to the class token itself: the model has no row for it."""
+def _first_token(remaining: dict[str, TensorSource], tower: str, lerobot: bool) -> None:
+    """Add the class token's position to the class token itself, because Sinew's model has no position for the class
+    token.
+    """
     names = ("cls_token", "position_embeddings") if lerobot else ("class_embedding", "position_embedding")
     keys = [f"{tower}embeddings.{name}" for name in names]
-    if missing := [key for key in keys if key not in found]:
-        raise ConvertError(f"the checkpoint does not fit its config: {missing[0]} is missing")
-    token, table = (found.pop(key) for key in keys)
+    if missing := [key for key in keys if key not in remaining]:
+        raise ConvertError(
+            f"the tensor {missing[0]} is missing, which the configuration requires. Use a complete checkpoint"
+        )
+    token, table = (remaining.pop(key) for key in keys)
     if len(table.shape) != 3 or token.shape[-1] != table.shape[-1]:
         raise ConvertError(f"{table.name}: expected [1, patches + 1, width], got {list(table.shape)}")
     table = reshape(table, *table.shape[1:])
     first = rows(table, 0, 1)
-    found["vision.prefix"] = computed(
+    remaining["vision.prefix"] = computed(
         lambda a, b: a.reshape(1, -1) + b, token, first, shape=(1, table.shape[1])
     )
-    found["vision.position_embedding.weight"] = rows(table, 1, table.shape[0])
+    remaining["vision.position_embedding.weight"] = rows(table, 1, table.shape[0])
 
 
 def _tower(lerobot: bool) -> tuple[Rule, ...]:
@@ -72,10 +86,10 @@ def _tower(lerobot: bool) -> tuple[Rule, ...]:
 
 
 def _connector(lerobot: bool, unshuffle: int) -> tuple[Rule, ...]:
-    """Return the rules of the connector, with the columns of its weights reordered.
+    """Return the rules for the connector's tensors, which reorder the columns of its weights.
 
-    Our pixel unshuffle puts a token's channels slowest and the patches of its square fastest, upstream's the other way
-    round.
+    In Sinew's pixel unshuffle the channels of a token are the slowest axis, and the patches of a square are the fastest
+    axis. In Evo-1 the order is reversed.
     """
 
     def ordered(source: TensorSource) -> TensorSource:
@@ -117,7 +131,7 @@ def _head(category: int) -> tuple[Rule, ...]:
         ),
         *renames(BLOCK, TO_BLOCK, block),
         *renames(r"action_head\.", "head.", "norm_out=norm seq_pool_proj=pool"),
-        # Tables of sines are stored, and read as they are: a file in bfloat16 has them rounded.
+        # Read the stored tables of sines. A bfloat16 checkpoint contains rounded sines, so computing them would differ.
         Rule(r"action_head\.time_pos_enc\.pe", ("head.time_embedding.weight",), table),
         Rule(
             r"action_head\.action_encoder\.pos_encoding\.pe",

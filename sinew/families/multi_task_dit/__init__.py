@@ -1,4 +1,4 @@
-"""Multi-task diffusion transformer (LeRobot ``multi_task_dit``), in LeRobot's layout."""
+"""The multi-task diffusion transformer (LeRobot ``multi_task_dit``) in LeRobot's checkpoint layout."""
 
 from sinew.core.registry import Family
 

@@ -1,8 +1,8 @@
-"""LeRobot multi-task DiT checkpoint -> bundle.
+"""Convert LeRobot multi-task DiT checkpoints to bundles.
 
-All weights are in the checkpoint. What CLIP is made of (heads, patches, the tokenizer) is in the folder or repository
-that the configuration names, or in the one of ``--vlm``. The part of each block's modulation that the solver's time
-gives, and the part of the condition, become one layer each.
+The checkpoint contains all weights. CLIP's configuration and tokenizer are in the folder or repository that the
+checkpoint's configuration names, or in the folder of ``--vlm``. The modulations of all blocks are joined into one layer
+for the solver's time and one layer for the condition.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ recognises = of_type(*NAMES)
 OPTIONS = ("vlm", "tokenizer", "stats", "stats_key", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 FILES = "config.json tokenizer*.json vocab.json merges.txt"
-OLD_END = 2  # "eos_token_id" of OpenAI's configurations, by which the row of the highest id is the text
+# The value of "eos_token_id" in OpenAI's configurations. With this value CLIP reads the text feature at the token with
+# the highest id.
+OLD_END = 2
 SCHEMA = Schema(
-    defaults={  # LeRobot's configuration_multi_task_dit.py
+    # Defaults of LeRobot's configuration_multi_task_dit.py.
+    defaults={
         **NOISE_LEVELS,
         "objective": "diffusion",
         "num_integration_steps": 100,
@@ -59,7 +62,7 @@ SCHEMA = Schema(
         "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
     },
     required="n_obs_steps horizon n_action_steps",
-    # Padding on the left with the end token, which CLIP's tokenizer does, gives each prompt the same features.
+    # CLIP's tokenizer pads with the end token. With padding on the left, every prompt would have the same features.
     fixed={"tokenizer_padding_side": "right"},
     unread="sigma_min timestep_sampling_strategy timestep_sampling_s timestep_sampling_alpha timestep_sampling_beta"
     " dropout vision_encoder_lr_multiplier image_crop_is_random tokenizer_padding tokenizer_truncation scheduler_name"
@@ -95,7 +98,14 @@ RULES = (
 
 
 class Clip(NamedTuple):
-    """Both configurations of CLIP, the tokenizer, and the files that were read."""
+    """The parts of CLIP that the converter reads.
+
+    Attributes:
+        vision: Configuration of the vision tower.
+        text: Configuration of the text encoder.
+        tokenizer: The tokenizer.
+        files: The files that were read.
+    """
 
     vision: JsonRecord
     text: JsonRecord
@@ -104,13 +114,19 @@ class Clip(NamedTuple):
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported multi-task DiT.
+    """
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     clip, image = clip_of(checkpoint), image_recipe(checkpoint)
     config = model_config(checkpoint, clip, image)
     tokenizer, separate = clip.tokenizer, bool(checkpoint["use_separate_rgb_encoder_per_camera"])
     if tokenizer.pad_token_id is None:
-        raise ConvertError(f"{tokenizer.path}: expected a token for padding, got none")
+        raise ConvertError(
+            f"{tokenizer.path}: expected a padding token, got none. Pass CLIP's tokenizer with --tokenizer"
+        )
     prompt = PromptRecipe(
         max_tokens=checkpoint.size("tokenizer_max_length", high=config.language.positions),
         vocab_size=config.language.vocab_size,
@@ -134,7 +150,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             image,
             prompt,
             config,
-            all_cameras=True,  # none was missing in training
+            all_cameras=True,  # training always had all cameras
             first_row=config.history - 1,
         ),
         tokenizer=tokenizer.text,
@@ -146,13 +162,17 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def clip_of(checkpoint: LeRobotCheckpoint) -> Clip:
-    """Return the parts of the checkpoint's CLIP models. Raises :class:`ConvertError`."""
+    """Read the configurations and the tokenizer of the checkpoint's CLIP models.
+
+    Raises:
+        ConvertError: The models cannot be found, or --vlm is used with two different models.
+    """
     options, path = checkpoint.options, checkpoint.path
     names = [str(checkpoint[key]) for key in ("vision_encoder_name", "text_encoder_name")]
     if options.vlm is not None and names[0] != names[1]:
         raise ConvertError(
-            f"--vlm {options.vlm}: expected one CLIP for frames and words, but {checkpoint.file} names {names[0]} and"
-            f" {names[1]}; put folders of these names beside the checkpoint instead"
+            f"--vlm {options.vlm}: expected one CLIP model for frames and text, but {checkpoint.file} names"
+            f" {names[0]} and {names[1]}. Omit --vlm and put folders with these names next to the checkpoint"
         )
     homes = [find_model_dir(name, options.vlm, path, "--vlm", FILES) for name in names]
     vision, text = (JsonRecord(home / "config.json") for home in homes)
@@ -166,19 +186,20 @@ def clip_of(checkpoint: LeRobotCheckpoint) -> Clip:
 
 
 def image_recipe(checkpoint: LeRobotCheckpoint) -> ImageRecipe:
-    """Return the recipe of a frame. A crop that does not fit is left out, as LeRobot does with a warning."""
+    """Build the recipe of a frame. A crop that is larger than the frame is omitted, as in LeRobot, with a note."""
     resized, cut = checkpoint.sides("image_resize_shape"), checkpoint.sides("image_crop_shape")
     height, width = resized or checkpoint.frame_size
     if cut is not None and (cut[0] > height or cut[1] > width):
         checkpoint.notes.append(
-            f"image_crop_shape {cut[0]} x {cut[1]} is larger than the frame of {height} x {width}: LeRobot does not cut"
+            f"image_crop_shape {cut[0]} x {cut[1]} is larger than the frame of {height} x {width}, so frames are not"
+            " cropped, as in LeRobot"
         )
         cut = None
     return whole_frames(checkpoint, resized, cut, "image_crop_shape")
 
 
 def solution(checkpoint: LeRobotCheckpoint) -> dict[str, object]:
-    """Return ``solver`` and ``solver_steps`` of the specification. Raises :class:`ConvertError`."""
+    """Return ``solver`` and ``solver_steps`` of the policy specification."""
     if checkpoint.one_of("objective", "diffusion", "flow_matching") == "diffusion":
         return noise_levels(checkpoint)
     kind = checkpoint.one_of("integration_method", "euler", "rk4")
@@ -234,30 +255,40 @@ def blocks(record: JsonRecord) -> dict[str, int]:
 
 
 def end_token(clip: Clip) -> int:
-    """Return the id of the token whose first row is the text. Raises :class:`ConvertError` where the tokenizer ends
-    prompts with another one."""
-    written = clip.tokenizer.encode("")[-1:]
+    """Return the id of the token at whose first occurrence the text feature is read.
+
+    Raises:
+        ConvertError: The tokenizer ends prompts with another token.
+    """
+    last_token = clip.tokenizer.encode("")[-1:]
     configured = clip.text.content.get("eos_token_id", OLD_END)
     token = clip.text["vocab_size"] - 1 if configured == OLD_END else configured
-    if written != [token]:
+    if last_token != [token]:
         raise ConvertError(
-            f"{clip.tokenizer.path}: expected prompts that end with token {token}, which CLIP's configuration"
-            f" ({clip.text.path}) makes the text of, got {written or 'none'}"
+            f"{clip.tokenizer.path}: expected a tokenizer that ends prompts with token {token}, as CLIP's configuration"
+            f" ({clip.text.path}) requires, got {last_token or 'none'}"
         )
     return int(token)
 
 
 def tensors(
-    found: Mapping[str, TensorSource], config: MultiTaskDiTConfig, separate: bool
+    sources: Mapping[str, TensorSource], config: MultiTaskDiTConfig, separate: bool
 ) -> dict[str, TensorSource]:
-    """Return the model's tensors under its names, and those that are not read under upstream's. separate: each camera
-    has a tower of its own, with a number in its name."""
-    out, rules = modulations(found, config), list(RULES)
+    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names.
+
+    Args:
+        sources: The tensors of the checkpoint.
+        config: The model's configuration.
+        separate: True if each camera has its own vision tower, with a number in its name.
+    """
+    out, rules = modulations(sources, config), list(RULES)
     for number in range(config.encoders):
         theirs = tower(number, separate)
         first, table = f"{theirs}embeddings.class_embedding", f"{theirs}embeddings.position_embedding.weight"
         if missing := [name for name in (first, table) if name not in out]:
-            raise ConvertError(f"{missing[0]} is missing")
+            raise ConvertError(
+                f"the tensor {missing[0]} is missing in the checkpoint. Use a complete checkpoint"
+            )
         places, ours = out.pop(table), f"vision.{number}."
         out[f"{ours}first"] = computed(lambda row, at: row + at[0], out.pop(first), places)
         out[f"{ours}position_embedding.weight"] = rows(places, 1, places.shape[0])
@@ -273,17 +304,22 @@ def tower(number: int, separate: bool) -> str:
     return f"observation_encoder.vision_encoder{f's.{number}' if separate else ''}.model.vision_model."
 
 
-def modulations(found: Mapping[str, TensorSource], config: MultiTaskDiTConfig) -> dict[str, TensorSource]:
-    """Return the tensors with the modulations of all blocks as one layer of the time and one of the condition. Raises
-    :class:`ConvertError` where a block's is missing."""
-    out = dict(found)
+def modulations(sources: Mapping[str, TensorSource], config: MultiTaskDiTConfig) -> dict[str, TensorSource]:
+    """Join the modulations of all blocks into one layer for the time and one layer for the condition.
+
+    Raises:
+        ConvertError: The layer of a block is missing.
+    """
+    out = dict(sources)
     weights: list[TensorSource] = []
     biases: list[TensorSource] = []
     for layer in range(config.head.num_layers):
         for value, into in (("weight", weights), ("bias", biases)):
             name = f"{HEAD}transformer_blocks.{layer}.adaLN_modulation.1.{value}"
             if name not in out:
-                raise ConvertError(f"{name} is missing")
+                raise ConvertError(
+                    f"the tensor {name} is missing in the checkpoint. Use a complete checkpoint"
+                )
             into.append(out.pop(name))
     halves = [split(weight, (config.time_size, config.condition_size), axis=1) for weight in weights]
     time, condition = (join(*parts) for parts in zip(*halves, strict=True))

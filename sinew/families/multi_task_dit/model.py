@@ -1,11 +1,10 @@
-"""Multi-task diffusion transformer, as LeRobot has it: CLIP's features of frames and words condition a transformer over
-the rows of a chunk.
+"""The multi-task diffusion transformer, as LeRobot computes it: a transformer that denoises a chunk of actions.
 
-A frame is one row of CLIP's vision tower, and the prompt one row of its text encoder. The condition has, for each
-observation step from the oldest on, the robot's state, each camera's row and the words. Each block scales and shifts
-its norms, and gates its branches, by a linear map of the condition and of the solver's time (Peebles and Xie 2023,
-adaLN): the part of the condition is computed once for an observation. The solver is that of Diffusion Policy, or flow
-matching.
+CLIP's vision tower gives one feature per frame, and CLIP's text encoder gives one feature for the prompt. The condition
+contains, for each observation step from the oldest on, the robot's state, the feature of each camera, and the text
+feature. Each block scales and shifts its norms and gates its branches by a linear map of the condition and of the
+solver's time (adaLN, Peebles and Xie 2023). The map of the condition is computed once per observation. The solver is
+that of Diffusion Policy, or flow matching.
 """
 
 from __future__ import annotations
@@ -30,22 +29,27 @@ from sinew.models.base import Model
 from sinew.models.solvers import NoiseLevels, Solver
 
 NORM_EPS = 1e-6
-PARTS = 6  # parts of a block's modulation: shift, scale and gate of the attention, then of the MLP
+# Number of vectors that modulate a block: shift, scale and gate of the attention, then of the MLP.
+PARTS = 6
 
 
 @dataclass(frozen=True)
 class MultiTaskDiTConfig:
-    """Sizes of a policy.
+    """Sizes of the policy.
 
     Attributes:
-        head: the transformer over a chunk, whose MLP is four times as wide inside.
-        encoders: vision towers: one for all cameras, or one for each.
-        history: observation steps.
-        time_size: width of the embedded time.
-        chunk_size: rows that the solver goes through.
-        max_state_dim: numbers of the state of all observation steps.
-        rope_theta: base of the rotary positions of rows; 0 where there are none.
-        places: rows also have learnt positions.
+        vision: Sizes of CLIP's vision tower.
+        language: Sizes of CLIP's text encoder.
+        head: Sizes of the transformer over the chunk. The inner width of its MLP is four times its width.
+        cameras: Number of cameras.
+        encoders: Number of vision towers: 1 for all cameras, or one per camera.
+        history: Number of observation steps.
+        time_size: Width of the time embedding.
+        chunk_size: Number of actions that the solver computes.
+        max_state_dim: Size of the states of all observation steps.
+        max_action_dim: Size of an action.
+        rope_theta: Base of the rotary positions. 0 if there are no rotary positions.
+        places: True if there are learned position embeddings.
     """
 
     vision: ClipVisionConfig
@@ -72,10 +76,11 @@ class MultiTaskDiTConfig:
                 f"max_state_dim: expected a multiple of {self.history} observation steps, got {self.max_state_dim}"
             )
         if self.time_size < 4 or self.time_size % 2:
-            raise ValueError(f"time_size: expected an even number from 4 on, got {self.time_size}")
+            raise ValueError(f"time_size: expected an even number of at least 4, got {self.time_size}")
         if self.rope_theta < 0 or (self.rope_theta and self.head.hidden_size // self.head.num_heads % 2):
             raise ValueError(
-                f"rope_theta: expected 0, or more and an even number of channels of each head, got {self.rope_theta}"
+                "rope_theta: expected 0, or a number above 0 together with an even number of channels per head, got"
+                f" {self.rope_theta}"
             )
         if self.head.intermediate_size != 4 * self.head.hidden_size:
             raise ValueError(
@@ -84,22 +89,22 @@ class MultiTaskDiTConfig:
 
     @property
     def condition_size(self) -> int:
-        """Return how many numbers the condition has."""
+        """Return the size of the condition."""
         features = self.cameras * self.vision.hidden_size + self.language.out_size
         return self.max_state_dim + self.history * features
 
     @property
     def modulation_size(self) -> int:
-        """Return how many numbers modulate all blocks."""
+        """Return the number of values that modulate all blocks."""
         return self.head.num_layers * PARTS * self.head.hidden_size
 
 
 class MultiTaskContext(NamedTuple):
-    """What an observation leaves for the head.
+    """The tensors that the solver steps read.
 
     Attributes:
-        modulation: what the condition adds to the modulation of all blocks, float32 [B, modulation_size].
-        rotation: cosines and sines of the rows' positions; empty without rotary positions.
+        modulation: Contribution of the condition to the modulation of all blocks, float32 [B, modulation_size].
+        rotation: Cosines and sines of the rotary positions. Empty without rotary positions.
     """
 
     modulation: Tensor
@@ -107,13 +112,15 @@ class MultiTaskContext(NamedTuple):
 
 
 class ModulatedBlock(nn.Module):
+    """A transformer block with modulated norms and gated branches."""
+
     def __init__(self, config: BlockConfig):
         super().__init__()
         self.attn = ViTAttention(config.block(NORM_EPS, "gelu_tanh"))
         self.mlp = GeluMLP(config.hidden_size)
 
     def forward(self, x: Tensor, modulation: Tensor, rotate: Rotation | None) -> Tensor:
-        """x: [B, H, C]; modulation: [B, 6, C] -> [B, H, C]."""
+        """Run the block on x [B, H, C] with its modulation, [B, 6, C]. Returns [B, H, C]."""
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation.unbind(dim=1)
         turn = () if rotate is None else (rotate,)
         attended = self.attn(modulated(x, scale, shift, NORM_EPS), *turn)
@@ -122,6 +129,8 @@ class ModulatedBlock(nn.Module):
 
 
 class MultiTaskDiT(Model):
+    """The multi-task diffusion transformer: CLIP and a modulated transformer."""
+
     config_type = MultiTaskDiTConfig
     config: MultiTaskDiTConfig
     solver = Solver("diffusion", levels=NoiseLevels(100))
@@ -165,13 +174,22 @@ class MultiTaskDiT(Model):
         return torch.stack(features, dim=2).flatten(1, 2)[:, :, None]
 
     def condition(self, image_tokens: Tensor, text: Tensor, state: Tensor) -> Tensor:
-        """image_tokens: [B, T * V, 1, C]; text: [B, C']; state: [B, T * S] -> [B, condition_size], step after step."""
+        """Build the condition, one observation step after the other.
+
+        Args:
+            image_tokens: [B, T * V, 1, C].
+            text: [B, C'].
+            state: [B, T * S].
+
+        Returns:
+            [B, condition_size].
+        """
         steps = state.unflatten(1, (self.config.history, -1))  # [B, T, S]
         views = (
             image_tokens.flatten(1).unflatten(1, (self.config.history, -1)).to(steps.dtype)
         )  # [B, T, V * C]
-        words = text.to(steps.dtype)[:, None].expand(-1, steps.shape[1], -1)
-        return torch.cat([steps, views, words], dim=-1).flatten(1)
+        repeated_text = text.to(steps.dtype)[:, None].expand(-1, steps.shape[1], -1)
+        return torch.cat([steps, views, repeated_text], dim=-1).flatten(1)
 
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor

@@ -1,4 +1,4 @@
-"""CLIP's vision tower (Radford et al. 2021, arXiv 2103.00020), of which one row is the picture."""
+"""CLIP's vision tower (Radford et al. 2021, arXiv 2103.00020), whose class token is the feature of a picture."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class ClipVisionConfig(BlockConfig):
     """Sizes of the tower.
 
     Attributes:
-        image_size: side of a picture in pixels.
-        patch_size: side of a patch in pixels; what is left at the right and the bottom is not read.
+        image_size: Side of a picture in pixels.
+        patch_size: Side of a patch in pixels. Pixels at the right and the bottom that do not fill a patch are ignored.
     """
 
     image_size: int
@@ -32,15 +32,17 @@ class ClipVisionConfig(BlockConfig):
         super().__post_init__()
         if self.image_size < self.patch_size:
             raise ValueError(
-                f"image_size: expected at least {self.patch_size}, a patch, got {self.image_size}"
+                f"image_size: expected at least patch_size {self.patch_size}, got {self.image_size}"
             )
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of the patches of a picture of so many pixels."""
+        """Return rows and columns of the patches of a picture. Height and width are in pixels."""
         return height // self.patch_size, width // self.patch_size
 
 
 class QuickLayer(ViTLayer):
+    """A block of CLIP's vision tower."""
+
     def __init__(self, config: ViTConfig):
         super().__init__(config)
         self.mlp = QuickMLP(config)
@@ -50,7 +52,11 @@ class QuickLayer(ViTLayer):
 
 
 class ClipVision(nn.Module):
-    """``first``: the learnt row that becomes the picture, with its position."""
+    """CLIP's vision tower.
+
+    Attributes:
+        first: The class token plus its position embedding.
+    """
 
     layers: Sequence[QuickLayer]
 

@@ -1,4 +1,4 @@
-"""SmolVLA (Shukor et al. 2025, arXiv 2506.01844), as LeRobot runs it."""
+"""SmolVLA (Shukor et al. 2025, arXiv 2506.01844) in LeRobot's checkpoint layout."""
 
 from sinew.core.registry import Family
 

@@ -1,8 +1,8 @@
-"""LeRobot SmolVLA checkpoint -> bundle.
+"""Convert LeRobot SmolVLA checkpoints to bundles.
 
-Widths come from the config of the language model that the checkpoint names; where that config leaves a
-field out, the default of the class that would read it applies (transformers' SmolVLMConfig and
-LlamaConfig), as it does upstream. Every tensor's shape is then checked against the result.
+The widths come from the configuration of the language model that the checkpoint names. A missing field has the default
+of transformers' SmolVLMConfig or LlamaConfig, as in LeRobot. The converter checks the shape of every tensor against the
+widths.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from sinew.steps.prompt.base import TextRecipe
 from sinew.steps.prompt.instruction import Instruction
 from sinew.steps.prompt.suffix import Suffix
 
-ROPE_THETA = 10_000.0  # fixed in LeRobot's apply_rope; the language model's own rope_theta is not read
+# LeRobot's apply_rope uses this constant and ignores the language model's own rope_theta.
+ROPE_THETA = 10_000.0
 VISION_EPS = 1e-6
 VISION_DEFAULTS = {
     "hidden_size": 1152,
@@ -57,28 +58,32 @@ PREFIXES = (
 )
 TABLE = "model.vlm_with_expert.vlm.model.text_model.embed_tokens.weight"
 HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
-DEAD = ("model.vlm_with_expert.vlm.lm_head.",)  # no action reads logits
+# Actions do not depend on the logits of the language head.
+DEAD = ("model.vlm_with_expert.vlm.lm_head.",)
 VLM_FILES = "config.json tokenizer.json tokenizer_config.json"
 
 
 def bundle_name(upstream: str) -> str:
-    """Upstream tensor name -> module path in :class:`sinew.families.smolvla.model.SmolVLA`."""
+    """Return the module path in :class:`sinew.families.smolvla.model.SmolVLA` for LeRobot's name of a tensor."""
     return rename(upstream, PREFIXES)
 
 
 NAMES = ("smolvla",)
 recognises = of_type(*NAMES)
 OPTIONS = ("base", "vlm", "tokenizer", "arch", "stats", "stats_key", "dataset")
-OURS = ("state_in_head", "rolling")  # options of our own training (research/policies/egg.py); absent upstream
+# Options of Sinew's own training (research/policies/egg.py). LeRobot's SmolVLA does not have them.
+OWN_OPTIONS = ("state_in_head", "rolling")
 SETTINGS = {
     "solver_steps": SOLVER_STEPS_SETTING,
     "committed_rows": COMMITTED_ROWS_SETTING,
     "ignore": IGNORE_SETTING,
     "lm_head": LM_HEAD_SETTING,
-    "question_prompt": PROMPT_SETTINGS["question_prompt"],  # nothing of its training says one
+    # The training of SmolVLA does not define a prompt for questions, so the user may set one.
+    "question_prompt": PROMPT_SETTINGS["question_prompt"],
 }
 SCHEMA = Schema(
-    defaults={  # LeRobot's configuration_smolvla.py, unchanged from its first version to 0.6
+    # Defaults of LeRobot's configuration_smolvla.py, unchanged from its first version to LeRobot 0.6.
+    defaults={
         "chunk_size": 50,
         "n_action_steps": 50,
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
@@ -101,7 +106,8 @@ SCHEMA = Schema(
         "max_period": 4.0,
     },
     fixed={"adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False},
-    unread=" ".join(("rtc_training_max_delay", "load_vlm_weights", *OURS)),  # committed_rows reads the first
+    # The function committed_rows reads the first of these fields.
+    unread=" ".join(("rtc_training_max_delay", "load_vlm_weights", *OWN_OPTIONS)),
     steps={
         "smolvla_new_line_processor": ProcessorStep(required=True),
         "tokenizer_processor": TOKENIZER,
@@ -113,12 +119,20 @@ SCHEMA = Schema(
 
 
 def open_checkpoint(path: Path, options: ConvertOptions | None = None) -> LeRobotCheckpoint:
-    """Open a checkpoint directory and check its configuration. Raises :class:`ConvertError`."""
+    """Open a checkpoint directory and check its configuration.
+
+    Raises:
+        ConvertError: The configuration is not supported.
+    """
     return LeRobotCheckpoint(path, options or ConvertOptions(), SCHEMA)
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported SmolVLA.
+    """
     checkpoint = open_checkpoint(path, options)
     vlm_name = str(checkpoint["vlm_model_name"])
     if options.arch:
@@ -128,16 +142,18 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         vlm_config = vlm_dir / "config.json"
     vlm = read_json(vlm_config)
 
-    beside = [path / "tokenizer", path]
+    folders = [path / "tokenizer", path]
     if vlm_dir and checkpoint.tokenizer_name in ("", vlm_name):
-        beside.append(vlm_dir)
+        folders.append(vlm_dir)
     vlm_name = checkpoint.tokenizer_name or vlm_name
-    tokenizer = find_tokenizer(options, *beside, whose=f"the one of {vlm_name!r}")
+    tokenizer = find_tokenizer(options, *folders, whose=f"the one of {vlm_name!r}")
     pad_id = tokenizer.pad_token_id
     if pad_id is None:
         pad_id = vlm.get("pad_token_id", vlm.get("text_config", {}).get("pad_token_id"))
     if pad_id is None:
-        raise ConvertError(f"{tokenizer.path}: no pad token is named here or in the config of {vlm_name!r}")
+        raise ConvertError(
+            f"{tokenizer.path}: expected a padding token in this file or in the configuration of {vlm_name!r}"
+        )
 
     special: dict[str, tuple[int, ...]] = {}
     if checkpoint["add_image_special_tokens"]:
@@ -193,7 +209,8 @@ def model_config(
             max_action_dim=checkpoint.size("max_action_dim"),
             min_period=checkpoint["min_period"],
             max_period=checkpoint["max_period"],
-            # Without "cross" in the mode every layer attends to itself; without a period none does.
+            # If attention_mode does not contain "cross", every layer attends to the actions. If the period is 0 or
+            # less, no layer does.
             self_attn_every_n_layers=max(every, 0) if "cross" in checkpoint["attention_mode"] else 1,
             prefix_length=max(checkpoint["prefix_length"], 0),
             image_start_tokens=special.get("image_start_tokens", ()),
@@ -204,13 +221,14 @@ def model_config(
 
 
 def expert_intermediate_size(width: int) -> int:
-    """LeRobot's ``get_intermediate_size``: 4 * 2/3 of the width, rounded up to a multiple of 256."""
+    """Return 4 * 2/3 of the width, rounded up to a multiple of 256, as LeRobot's ``get_intermediate_size``."""
     return -(-int(4 * int(2 * width / 3)) // 256) * 256
 
 
 def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, options: ConvertOptions) -> PolicySpec:
     cameras, resizes = checkpoint.cameras, checkpoint["resize_imgs_with_padding"] is not None
-    if not resizes:  # then frames must already have the size that the tower takes
+    # Without resizing, frames must already have the size that the tower requires.
+    if not resizes:
         side = config.vision.image_size
         cameras = tuple(replace(camera, height=side, width=side) for camera in cameras)
     return checkpoint.policy_spec(
@@ -230,14 +248,15 @@ def processing(
 ) -> Processing:
     checkpoint.refuse_image_scales()
     side = config.vision.image_size
-    width, height = checkpoint["resize_imgs_with_padding"] or (side, side)  # LeRobot's order
+    width, height = checkpoint["resize_imgs_with_padding"] or (side, side)  # LeRobot's order is width, height
     if height % config.vision.patch_size or width % config.vision.patch_size:
         raise ConvertError(
-            f"images of {height} x {width} do not divide into {config.vision.patch_size}-pixel patches"
+            f"resize_imgs_with_padding: expected multiples of the patch size {config.vision.patch_size}, got height"
+            f" {height} and width {width}"
         )
     padding = checkpoint.padding or checkpoint["pad_language_to"]
     if padding not in ("longest", "max_length"):
-        raise ConvertError(f"pad_language_to {padding!r} is neither 'longest' nor 'max_length'")
+        raise ConvertError(f"pad_language_to: expected 'longest' or 'max_length', got {padding!r}")
     return checkpoint.processing(
         ImageRecipe(
             height, width, (Letterbox(height, width),) if checkpoint["resize_imgs_with_padding"] else ()

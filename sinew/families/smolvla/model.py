@@ -1,15 +1,14 @@
-"""SmolVLA (Shukor et al. 2025, arXiv 2506.01844), as LeRobot 0.6 runs it.
+"""SmolVLA (Shukor et al. 2025, arXiv 2506.01844), as LeRobot 0.6 computes it.
 
-* SigLIP tower, pixel shuffle, one linear layer: 64 tokens per 512 x 512 view.
-* Prefix [views | instruction | state] through the first layers of a small language model: one
-  bidirectional block, except that nobody but the state sees the state.
-* An expert of the same depth and a smaller width turns noisy actions into velocities. Its layers
-  alternate: self layers attend causally over the actions and to the language model's keys and values of
-  the same depth; cross layers see the prefix alone, through their own re-projection of those keys and
-  values.
+* A SigLIP tower, a pixel shuffle and one linear layer encode each 512 x 512 view as 64 tokens.
+* The first layers of a small language model read the prefix [views | instruction | state]. The prefix is one
+  bidirectional block, except that only the state attends to the state.
+* An action expert with a smaller width converts noisy actions to velocities of flow matching. Its layers alternate.
+  Self layers attend causally to the actions, and to the keys and values of a language model layer. Cross layers attend
+  only to the prefix, whose keys and values they project again.
 
-The reference's rotary base is 10,000 whatever the language model's config says; the converter writes the
-value that is used.
+The reference always uses a rotary base of 10,000 and ignores the language model's configuration. The converter writes
+this value to the bundle.
 """
 
 from __future__ import annotations
@@ -33,15 +32,23 @@ from sinew.models.expert import ExpertContext, ExpertModel, FlowConfig, LMHead, 
 
 @dataclass(frozen=True)
 class SmolVLAConfig(FlowConfig):
-    """``self_attn_every_n_layers``: layer i of the expert is a self layer when i % n == 0; 0 means never.
-    ``prefix_length``: prefixes shorter than this are padded at the end; 0 means they are not.
-    ``image_start_tokens``, ``image_end_tokens``: embedded around each view when not empty.
+    """Sizes and options of SmolVLA.
 
-    Ours, for streams (docs/stream.md), not upstream's:
-    ``state_in_head``: the state is a token of the expert, in front of the actions, and not the prefix's last one, so
-    that a newer state needs no new prefix.
-    ``rolling``: trained with a time of its own for each row, and on windows that a newer state contradicts.
-    ``lm_head``: the language model's, for subtasks, answers and the text of a stream.
+    Attributes:
+        vision: Sizes of the SigLIP tower.
+        language: Sizes of the language model.
+        expert: Sizes of the action expert.
+        pixel_shuffle: Patches along a side of one image token.
+        self_attn_every_n_layers: Layer i of the expert is a self layer if i % n == 0. 0 means that there is no self
+            layer.
+        prefix_length: Shorter prefixes are padded at the end to this length. 0 means no padding.
+        image_start_tokens: Tokens before each view. May be empty.
+        image_end_tokens: Tokens after each view. May be empty.
+        state_in_head: True if the state is a token of the expert, before the actions, instead of the last token of the
+            prefix. A newer state then needs no new prefix. For streams (docs/stream.md); LeRobot has no such option.
+        rolling: True if the policy was trained with one time per action, and on action windows that a newer state
+            contradicts. For streams; LeRobot has no such option.
+        lm_head: Storage of the language head, which generates subtasks, answers and the text of a stream.
     """
 
     vision: ViTConfig
@@ -58,28 +65,33 @@ class SmolVLAConfig(FlowConfig):
 
     def __post_init__(self) -> None:
         if self.rolling and not self.state_in_head:
-            raise ValueError("rolling: expected state_in_head beside it")
+            raise ValueError("rolling: requires state_in_head; set both to true")
         if self.language.num_layers % self.expert.num_layers:
             raise ValueError(
-                f"{self.language.num_layers} language layers are not a multiple of {self.expert.num_layers}"
-                " expert layers"
+                f"expected a number of language layers that is a multiple of the {self.expert.num_layers} expert"
+                f" layers, got {self.language.num_layers}"
             )
         super().__post_init__()
         for index in range(self.language.num_layers):
             if self.is_self_layer(index) and index % self.stride:
-                raise ValueError(f"self-attention at layer {index} needs an expert layer there")
+                raise ValueError(
+                    f"self_attn_every_n_layers: language layer {index} has self-attention but no expert layer; use a"
+                    f" multiple of {self.stride}"
+                )
 
     @property
     def stride(self) -> int:
-        """Language layers per expert layer: expert layer e reads the cache of language layer e * stride."""
+        """Language layers per expert layer. Expert layer e reads the keys and values of language layer e * stride."""
         return self.language.num_layers // self.expert.num_layers
 
     def is_self_layer(self, index: int) -> bool:
-        """Return True if the expert attends to itself at *language* layer ``index``."""
+        """Return True if the expert attends to the actions at the *language* layer ``index``."""
         return self.self_attn_every_n_layers > 0 and index % self.self_attn_every_n_layers == 0
 
 
 class SmolVLAExpert(nn.Module):
+    """The action expert of SmolVLA, with self layers and cross layers."""
+
     layers: Sequence[DecoderLayer]
 
     def __init__(self, config: SmolVLAConfig):
@@ -93,11 +105,13 @@ class SmolVLAExpert(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the stream of hidden states."""
+        """Return the dtype of the hidden states."""
         return self.norm.dtype
 
 
 class SmolVLA(ExpertModel):
+    """SmolVLA: SmolVLM2 and an action expert of self layers and cross layers."""
+
     config_type = SmolVLAConfig
     fold_sites = ExpertModel.fold_sites
 
@@ -128,7 +142,8 @@ class SmolVLA(ExpertModel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         B, V, _, C = image_tokens.shape
         embed = self.language.embed_tokens
-        # The reference multiplies image tokens by a scale rounded to their dtype, language by the exact one.
+        # The reference scales image tokens by a factor that is rounded to their dtype, and text tokens by the exact
+        # factor.
         scaled = image_tokens * rounded(C**0.5, image_tokens.dtype)
         pieces: list[Tensor] = []
         valid: list[Tensor] = []
@@ -138,7 +153,8 @@ class SmolVLA(ExpertModel):
             valid.append(mask if mask.ndim == 2 else mask[:, None].expand(B, piece.shape[1]))
 
         def add_special(ids: tuple[int, ...]) -> None:
-            if ids:  # unscaled, unlike the language tokens
+            # Special tokens are not scaled, in contrast to text tokens.
+            if ids:
                 add(embed.rows(ids).expand(B, -1, -1), always)
 
         always = torch.ones(B, dtype=torch.bool, device=state.device)
@@ -153,7 +169,8 @@ class SmolVLA(ExpertModel):
         x, ok = torch.cat(pieces, dim=1), torch.cat(valid, dim=1)
         opens_block = torch.zeros_like(ok)
         if not self.head_reads_state:
-            opens_block[:, -1] = True  # the state: it sees all before it, nothing before it sees it
+            # The state is the last token. It attends to all earlier tokens, and no earlier token attends to it.
+            opens_block[:, -1] = True
         if (missing := self.config.prefix_length - x.shape[1]) > 0:
             x = F.pad(x, (0, 0, 0, missing))
             ok, opens_block = F.pad(ok, (0, missing)), F.pad(opens_block, (0, missing))
@@ -164,16 +181,16 @@ class SmolVLA(ExpertModel):
         return Prefix(kv=self.expert_kv(cache), valid=valid, length=valid.sum(dim=1), state=token)
 
     def expert_kv(self, cache: Sequence[KeyValue]) -> tuple[KeyValue, ...]:
-        """Return the prefix as each expert layer reads it.
+        """Return the keys and values that each expert layer reads.
 
-        Cross layers re-project the language model's rotated keys and its values; no rotation follows. The
-        result does not depend on the solver's time, so it is computed here, once.
+        Cross layers project the language model's rotated keys and its values again, without another rotation. The
+        result does not depend on the solver's time, so it is computed once per observation.
         """
-        read: list[KeyValue] = []
+        result: list[KeyValue] = []
         for e, (layer, is_self) in enumerate(zip(self.expert.layers, self.expert.is_self, strict=True)):
             k, v = cache[e * self.config.stride]  # [B, P, Hkv, D]
-            read.append((k, v) if is_self else layer.attn.key_value(k.flatten(2), v.flatten(2)))
-        return tuple(read)
+            result.append((k, v) if is_self else layer.attn.key_value(k.flatten(2), v.flatten(2)))
+        return tuple(result)
 
     @property
     def prefix_depth(self) -> int:
@@ -188,7 +205,9 @@ class SmolVLA(ExpertModel):
         return sinusoidal_embedding(t, config.expert.hidden_size, config.min_period, config.max_period)
 
     def context(self, prefix: Prefix) -> ExpertContext:
-        """Rotations and masks are those of the self layers, then of the cross layers."""
+        """Add the rotations and masks of a solver step: first those of the self layers, then those of the cross
+        layers.
+        """
         config = self.config.expert
         H = self.config.chunk_size + (prefix.state is not None)  # the state's token comes first
         B, device = prefix.valid.shape[0], prefix.valid.device

@@ -1,4 +1,4 @@
-"""TurboVLA (2026, arXiv 2607.27205): DINOv3 and BERT, two-way cross attention between them, and ACT's decoder."""
+"""TurboVLA (2026, arXiv 2607.27205): DINOv3 and BERT encoders, cross-attention between them, and ACT's decoder."""
 
 from sinew.core.registry import Family
 

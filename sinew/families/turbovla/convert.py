@@ -1,9 +1,10 @@
-"""TurboVLA's LIBERO checkpoint -> bundle: a ``.pth`` file, or a folder with ``model.safetensors`` and ``config.json``.
+"""Convert TurboVLA's LIBERO checkpoint: a ``.pth`` file, or a folder with ``model.safetensors`` and ``config.json``.
 
-The file has the tensors (``model_state_dict``) and the configuration (``model_config``), of which the folder's
-``config.json`` is the second. Neither has statistics, a tokenizer, or the number of heads of DINOv3 and BERT:
-``--stats``, ``--tokenizer``, and the names of the two encoders, or ``--arch``, give them. Two plugins of LeRobot have
-the same name and another network. They are rejected by the names of their tensors.
+The ``.pth`` file contains the tensors (``model_state_dict``) and the configuration (``model_config``). The folder's
+``config.json`` is the same configuration. The checkpoint contains no statistics (pass ``--stats``) and no tokenizer
+(pass ``--tokenizer``). It contains no number of heads of DINOv3 and BERT: Sinew knows the published encoders by their
+names, and ``--arch`` gives the number for other encoders. Two LeRobot plugins have the same name and another network.
+The converter rejects them by their tensor names.
 Sources: H-EmbodVis/TurboVLA (``turbovla/models``, ``turbovla/evaluation/policy.py``), transformers 4.57
 (``modeling_dinov3_vit.py``, ``modeling_bert.py``).
 """
@@ -47,25 +48,26 @@ SIGN, SCALED = "sign", "scaled"
 SETTINGS = {
     "gripper": Setting(
         str,
-        f"the last action: {SIGN} (1 from zero on, else -1, as LIBERO's evaluation has it) or {SCALED} (by its minimum"
-        " and maximum, as the others)",
+        f"how the last action is computed: {SIGN} (1 if it is zero or more, else -1, as in LIBERO's evaluation) or"
+        f" {SCALED} (scaled by its minimum and maximum, like the other actions)",
         values=(SIGN, SCALED),
     ),
     "ignore": IGNORE_SETTING,
 }
-WEIGHTS, CONFIG = "model_state_dict", "model_config"  # entries of a .pth file
-TELL_TALE = "vision_language_interaction.fusion_layers.0.gamma_v"  # a tensor of this network alone
-PLUGIN = "model.vl_interaction."  # tensors of the plugins
-PLUGINS = ("turbovla", "turbovla_so101")  # values of "type" in a plugin's config.json
-LIBERO = (8, 7)  # numbers of the state and of an action
-LIBERO_CAMERAS = ("image", "wrist_image")  # agent view, wrist
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
-STATE_EPS = 1e-6  # in evaluation/policy.py
+WEIGHTS, CONFIG = "model_state_dict", "model_config"  # keys of a .pth file
+# The name of a tensor that only this network has.
+TELL_TALE = "vision_language_interaction.fusion_layers.0.gamma_v"
+PLUGIN = "model.vl_interaction."  # prefix of the tensors of the two LeRobot plugins
+PLUGINS = ("turbovla", "turbovla_so101")  # values of "type" in the config.json of a plugin
+LIBERO = (8, 7)  # size of LIBERO's state, size of an action
+LIBERO_CAMERAS = ("image", "wrist_image")  # LIBERO's third-person camera and wrist camera
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # pixel statistics of ImageNet
+STATE_EPS = 1e-6  # constant in TurboVLA's evaluation/policy.py
 BERT_EPS = 1e-12
-# Facts about the published encoders that no file of the checkpoint has
+# Facts about the published encoders that a checkpoint does not contain.
 TOWERS = {"dinov3-vitb16": {"num_attention_heads": 12, "rope_theta": 100.0, "layer_norm_eps": NORM_EPS}}
 TEXTS = {"bert-base-uncased": {"num_attention_heads": 12, "layer_norm_eps": BERT_EPS}}
-# The configuration: values that are computed, and fields that change nothing in inference
+# FIXED: the only configuration values that Sinew supports. ASIDE: fields that do not influence inference.
 FIXED: dict[str, dict[str, Any]] = {
     "text": {"sub_sentence_present": True, "zero_padded_tokens": False},
     "vision": {"position_embedding": "view"},
@@ -79,7 +81,8 @@ ASIDE = {
     "interaction": "text_dropout fusion_dropout fusion_droppath attention_backend compute_precision",
     "action": "dropout",
 }
-DEAD = (  # the features are those before the last norm
+# TurboVLA reads features before the encoder's last norm, so these tensors are not needed.
+DEAD = (
     "vision_encoder.backbone.norm.",
     "vision_encoder.backbone.embeddings.mask_token",
     "text_encoder.bert.pooler.",
@@ -118,7 +121,8 @@ RULES = (
         "language.",
         "word_embeddings=embed_tokens position_embeddings=places LayerNorm=norm",
     ),
-    Rule(  # an instruction has one segment
+    # An instruction has only one segment, so only the first segment embedding is needed.
+    Rule(
         re.escape(f"{TEXT}embeddings.token_type_embeddings.weight"),
         ("language.segment",),
         lambda source: pick(source, 0),
@@ -153,13 +157,13 @@ RULES = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Files of a checkpoint, read.
+    """The content of a checkpoint.
 
     Attributes:
         record: The configuration.
-        tensors: By the names of the model's own state, without a wrapper's prefix.
-        files: For the provenance.
-        notes: For the user.
+        tensors: The tensors by their names in the model, without the prefix of a wrapper.
+        files: The files of the checkpoint, for the bundle's provenance.
+        notes: Notes for the user.
     """
 
     record: JsonRecord
@@ -169,17 +173,19 @@ class Checkpoint:
 
 
 def file_of(path: Path) -> Path:
-    """Return the file of weights that a path names: itself, or the only ``.pth`` file of a folder without a
-    ``config.json``. Any other folder is returned as it is.
+    """Return the file of weights for a path: the path itself, or the only ``.pth`` file of a folder without
+    ``config.json``.
+
+    Any other folder is returned unchanged.
     """
     if not path.is_dir() or (path / "config.json").exists():
         return path
-    found = sorted(path.glob("*.pth"))
-    return found[0] if len(found) == 1 else path
+    files = sorted(path.glob("*.pth"))
+    return files[0] if len(files) == 1 else path
 
 
 def recognises(path: Path) -> bool:
-    """Return True for a file or folder of this network, and for a plugin's folder, which :func:`read` rejects."""
+    """Return True for a TurboVLA file or folder, and for the folder of a LeRobot plugin, which :func:`read` rejects."""
     path = file_of(path)
     if path.is_dir():
         config = directory_config(path)
@@ -187,14 +193,19 @@ def recognises(path: Path) -> bool:
     if path.suffix != ".pth" or not path.is_file():
         return False
     try:
-        found, record = read_torch_record(path, CONFIG)
-        return record is not None or any(name.endswith(TELL_TALE) for name in found)
-    except ConvertError:  # the next family's message is the better one
+        names, record = read_torch_record(path, CONFIG)
+        return record is not None or any(name.endswith(TELL_TALE) for name in names)
+    except ConvertError:
+        # Another family can give a better error message for this file.
         return False
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported TurboVLA.
+    """
     path = file_of(path)
     checkpoint = opened(path)
     groups = {name: checkpoint.record.part(name) for name in FIXED}
@@ -207,7 +218,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     tokenizer = find_tokenizer(
         options,
         *([path] if path.is_dir() else [path.parent]),
-        whose="bert-base-uncased's, which no checkpoint has,",
+        whose="bert-base-uncased's tokenizer, which is not part of a checkpoint,",
     )
     config, prompt = with_words(config, groups["text"], tokenizer)
     side, cameras = config.vision.image_size, camera_names(config, options)
@@ -235,7 +246,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             action=action[0].normalization if len(action) == 1 else Normalization("identity"),
             padded_state_dim=config.max_state_dim,
             padded_action_dim=config.max_action_dim,
-            all_cameras=True,  # each view has its own embedding
+            all_cameras=True,  # each view has its own embedding, so all views are required
             action_steps=steps,
             action_parts=action if len(action) > 1 else (),
         ),
@@ -248,42 +259,49 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def opened(path: Path) -> Checkpoint:
-    """Return the configuration and the tensors. Raises :class:`ConvertError` for another network of the same name."""
+    """Open the configuration and the tensors of a checkpoint.
+
+    Raises:
+        ConvertError: The file has another layout, or another network with the same name.
+    """
     notes: tuple[str, ...] = ()
     if path.is_dir():
         config, files = JsonRecord(path / "config.json"), find_weights(path)
-        found = {name: source for file in files for name, source in read_safetensors(file).items()}
+        sources_by_name = {name: source for file in files for name, source in read_safetensors(file).items()}
         record, sources = config, (config.path, *files)
     else:
         every, content = read_torch_record(path, CONFIG)
         prefix = f"{WEIGHTS}."
-        found = {name.removeprefix(prefix): s for name, s in every.items() if name.startswith(prefix)}
-        if not found or content is None:
-            missing = CONFIG if found else WEIGHTS
+        sources_by_name = {
+            name.removeprefix(prefix): s for name, s in every.items() if name.startswith(prefix)
+        }
+        if not sources_by_name or content is None:
+            missing = CONFIG if sources_by_name else WEIGHTS
             raise ConvertError(
-                f"{path}: expected {WEIGHTS} and {CONFIG}, got no {missing}; give a file that TurboVLA's training saved"
+                f"{path}: expected the keys {WEIGHTS} and {CONFIG}, got no {missing}. Use a file that TurboVLA's"
+                " training code saved"
             )
         record, sources = JsonRecord(path, content, f"{CONFIG}."), (path,)
         notes = unread_note(path, every, WEIGHTS)
     names: dict[str, TensorSource] = {}
-    for name, source in found.items():
+    for name, source in sources_by_name.items():
         if (own := name.removeprefix("module.")) in names:
             raise ConvertError(
-                f"{path}: expected each tensor once, got {own} with and without the prefix module."
+                f"{path}: expected each tensor once, got {own} with and without the prefix 'module.'"
             )
         names[own] = source
     if plugin := next((name for name in names if name.startswith(PLUGIN)), None):
         raise ConvertError(
-            f"{path}: expected TurboVLA of H-EmbodVis, whose tensors have names such as {TELL_TALE}, got {plugin}: the"
-            " network of a LeRobot plugin with the same name, which Sinew does not support"
+            f"{path}: expected TurboVLA of H-EmbodVis, whose tensors have names such as {TELL_TALE}, got {plugin}. This"
+            " is the network of a LeRobot plugin with the same name, which Sinew does not support"
         )
     if TELL_TALE not in names:
-        raise ConvertError(f"{path}: {TELL_TALE} is missing: not a checkpoint of TurboVLA")
+        raise ConvertError(f"{path}: the tensor {TELL_TALE} is missing, so this is not a TurboVLA checkpoint")
     return Checkpoint(record, names, sources, notes)
 
 
 def check_settings(record: JsonRecord, groups: Mapping[str, JsonRecord]) -> None:
-    """Raise :class:`ConvertError` for a setting that is not computed."""
+    """Raise :class:`ConvertError` for a configuration value that Sinew does not support."""
     record.expect(name=NAMES[0])
     for name, group in groups.items():
         for key, value in FIXED[name].items():
@@ -297,54 +315,65 @@ def check_settings(record: JsonRecord, groups: Mapping[str, JsonRecord]) -> None
 def leftovers(
     record: JsonRecord, groups: Mapping[str, JsonRecord], options: ConvertOptions
 ) -> tuple[str, ...]:
-    """Return notes about fields that concern training, and about those that --set ignore names.
+    """Check the fields of the configuration that were not read.
+
+    Returns:
+        Notes about fields that only training uses, and about fields that --set ignore names.
 
     Raises:
-        ConvertError: A field was not read, and may change what is computed.
+        ConvertError: A field was not read and may change the actions.
     """
     unread: dict[str, Any] = {}
     for name, group in groups.items():
-        known = {*group.read, *ASIDE[name].split()}
-        unread |= {f"{name}.{key}": value for key, value in group.content.items() if key not in known}
-    # The file may have a table of debugging options beside the groups
-    known = {*groups, "name", "embedding_dump"}
-    unread |= {key: value for key, value in record.content.items() if key not in known}
+        expected = {*group.read, *ASIDE[name].split()}
+        unread |= {f"{name}.{key}": value for key, value in group.content.items() if key not in expected}
+    # The file may also have a table of debugging options.
+    expected = {*groups, "name", "embedding_dump"}
+    unread |= {key: value for key, value in record.content.items() if key not in expected}
     ignored = {key.strip() for key in options.setting("ignore", "").split(",")}
     training = [key for key in unread if TRAINING.search(key.rpartition(".")[2]) and key not in ignored]
     strange = {key: value for key, value in unread.items() if key not in (*training, *ignored)}
     if strange:
-        verb = "is" if len(strange) == 1 else "are"
         raise ConvertError(
-            f"{record.path}: {shown_fields(strange)} {verb} not understood, so the policy may compute something else;"
-            f" if not, --set ignore={','.join(strange)} leaves it aside"
+            f"{record.path}: Sinew does not support {shown_fields(strange)}, which may change the actions. If it does"
+            f" not, pass --set ignore={','.join(strange)}"
         )
-    left = [key for key in unread if key in ignored]
+    skipped = [key for key in unread if key in ignored]
     return (
         *([training_note(training)] if training else []),
-        *([f"{record.path.name}: ignored, as --set ignore says: {', '.join(left)}"] if left else []),
+        *([f"{record.path.name}: ignored because of --set ignore: {', '.join(skipped)}"] if skipped else []),
     )
 
 
-# ----------------------------------------------------------------------------- sizes
+def encoder(
+    name: str, key: str, encoders: Mapping[str, dict[str, Any]], arch: dict[str, Any]
+) -> dict[str, Any]:
+    """Find the facts about an encoder, in --arch or in the table of published encoders.
 
+    Args:
+        name: Name of the encoder in the checkpoint.
+        key: "vision" or "text".
+        encoders: Facts about the published encoders, by name.
+        arch: Content of the --arch file.
 
-def encoder(name: str, key: str, known: Mapping[str, dict[str, Any]], arch: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts about an encoder: those of --arch, or of the published one that the checkpoint names."""
+    Raises:
+        ConvertError: The encoder is unknown.
+    """
     if key in arch:
         return JsonRecord(Path("--arch"), arch, "").part(key).content  # type: ignore[return-value]
-    for published, facts in known.items():
+    for published, facts in encoders.items():
         if published in name:
             return facts
     raise ConvertError(
-        f"{key}.model_name_or_path: expected {', '.join(known)}, got {name!r}; give the content of the encoder's"
-        f' config.json as "{key}" of --arch FILE'
+        f"{key}.model_name_or_path: expected {', '.join(encoders)}, got {name!r}. For another encoder, pass --arch FILE"
+        f' with the content of its config.json as "{key}"'
     )
 
 
 def model_config(
     checkpoint: Checkpoint, groups: Mapping[str, JsonRecord], options: ConvertOptions
 ) -> TurboVLAConfig:
-    """Return the sizes, with the tokens of the text yet to come (:func:`with_words`)."""
+    """Build the model's configuration. :func:`with_words` adds the token ids of the text."""
     tensors = checkpoint.tensors
     text, vision, interaction, action = (groups[name] for name in FIXED)
     arch = read_json(options.arch) if options.arch else {}
@@ -352,7 +381,7 @@ def model_config(
     def shape(name: str, axes: int = 2) -> tuple[int, ...]:
         if name not in tensors or len(tensors[name].shape) != axes:
             got = list(tensors[name].shape) if name in tensors else "none"
-            raise ConvertError(f"{name}: expected a tensor of {axes} axes, got {got}")
+            raise ConvertError(f"{name}: expected a tensor with {axes} axes, got {got}")
         return tensors[name].shape
 
     def count(prefix: str) -> int:
@@ -366,8 +395,9 @@ def model_config(
     dino.expect(hidden_act="gelu", use_gated_mlp=False)
     bert.expect(hidden_act="gelu", position_embedding_type="absolute")
     width, _, patch, _ = shape(f"{TOWER}embeddings.patch_embeddings.weight", 4)
-    words, text_width = shape(f"{TEXT}embeddings.word_embeddings.weight")
-    text.get("padding_length_by_instruction")  # :func:`with_words` uses it
+    vocabulary, text_width = shape(f"{TEXT}embeddings.word_embeddings.weight")
+    # Mark this field as read, because :func:`with_words` uses it later.
+    text.get("padding_length_by_instruction")
     rows = text["padding_length"]
     if isinstance(rows, bool) or not isinstance(rows, int) or not 1 < rows <= int(text["max_length"]):
         raise ConvertError(
@@ -394,7 +424,7 @@ def model_config(
             num_layers=count(f"{TEXT}encoder.layer."),
             num_heads=bert["num_attention_heads"],
             positions=shape(f"{TEXT}embeddings.position_embeddings.weight")[0],
-            vocab_size=words,
+            vocab_size=vocabulary,
             norm_eps=bert["layer_norm_eps"],
             delimiters=(0,),
         ),
@@ -420,11 +450,16 @@ def model_config(
 def with_words(
     config: TurboVLAConfig, text: JsonRecord, tokenizer: TokenizerFiles
 ) -> tuple[TurboVLAConfig, PromptRecipe]:
-    """Return the sizes with the tokenizer's tokens, and the prompt. Raises :class:`ConvertError`."""
+    """Add the tokenizer's token ids to the configuration, and build the prompt recipe.
+
+    Raises:
+        ConvertError: The tokenizer or the padding table does not fit the model.
+    """
     language, rows = config.language, config.text_rows
     if (size := tokenizer.tokenizer.get_vocab_size()) > language.vocab_size:
         raise ConvertError(
-            f"{tokenizer.path}: expected at most {language.vocab_size} tokens, the rows of BERT's table, got {size}"
+            f"{tokenizer.path}: expected at most {language.vocab_size} tokens, the size of BERT's token table, got"
+            f" {size}. Pass the tokenizer of the checkpoint's BERT with --tokenizer"
         )
     pad, *delimiters = (tokenizer.token_id(token) for token in ("[PAD]", "[CLS]", "[SEP]", ".", "?"))
     behind = language.vocab_size
@@ -435,12 +470,13 @@ def with_words(
             raise ConvertError(f"{where}: expected a text and a whole number, got {length!r:.40}")
         if not (needed := len(tokenizer.encode(instruction))) <= length <= rows:
             raise ConvertError(
-                f"{where}: expected a length from its {needed} tokens to padding_length {rows}, got {length}"
+                f"{where}: expected a length from {needed}, the number of its tokens, to padding_length {rows}, got"
+                f" {length}"
             )
-    lengths = tuple(sorted((said, length) for said, length in table.items() if length != rows))
+    lengths = tuple(sorted((words, length) for words, length in table.items() if length != rows))
     prompt = PromptRecipe(
         max_tokens=rows,
-        vocab_size=language.vocab_size + 1,  # with the mark of a row behind the padding
+        vocab_size=language.vocab_size + 1,  # one more id for a token after the padding
         pad_token_id=pad,
         steps=(Instruction(), Fill(rows, pad, behind, lengths)),
         padding="max_length",
@@ -449,51 +485,61 @@ def with_words(
     return replace(config, language=named_tokens), prompt
 
 
-# ----------------------------------------------------------------------------- cameras and vectors
-
-
 def camera_names(config: TurboVLAConfig, options: ConvertOptions) -> tuple[str, ...]:
     count = config.num_views
     usual = LIBERO_CAMERAS if count == len(LIBERO_CAMERAS) else tuple(f"image_{i}" for i in range(count))
     names = options.cameras or usual
     if len(names) != count:
-        raise ConvertError(f"--cameras: expected {count}, as the checkpoint has views, got {len(names)}")
+        raise ConvertError(
+            f"--cameras: expected {count} names, one for each view of the checkpoint, got {len(names)}"
+        )
     return names
 
 
 def statistics_of(path: Path, options: ConvertOptions) -> tuple[JsonRecord, str]:
-    """Return the statistics of one data set and their key, "" in a file of one. Raises :class:`ConvertError`."""
+    """Read the statistics of one data set.
+
+    Returns:
+        The statistics, and their key in the file. The key is "" if the file has only one data set.
+
+    Raises:
+        ConvertError: --stats or --stats-key is missing or wrong.
+    """
     if options.stats is None:
         raise ConvertError(
-            f"{path}: a TurboVLA checkpoint has no statistics of states and actions; give the file of its training"
-            " with --stats FILE and, if that has several data sets, --stats-key KEY (LIBERO's release:"
+            f"{path}: a TurboVLA checkpoint has no statistics of states and actions. Pass the statistics file of its"
+            " training with --stats FILE and, if the file has several data sets, --stats-key KEY (LIBERO's release:"
             " libero_all4_stats.json, key libero_all4_no_noops)"
         )
     table = JsonRecord(options.stats)
     if "action" in table.content and not options.stats_key:
         return table, ""
-    known = sorted(table.content)
-    key = options.stats_key or (known[0] if len(known) == 1 else "")
+    keys = sorted(table.content)
+    key = options.stats_key or (keys[0] if len(keys) == 1 else "")
     if key not in table.content:
-        asked = f"got no {key!r}" if key else f"got statistics of {len(known)} data sets"
-        raise ConvertError(f"{options.stats}: {asked}; give one with --stats-key: {', '.join(known)}")
+        problem = f"there is no key {key!r}" if key else f"the file has statistics of {len(keys)} data sets"
+        raise ConvertError(f"{options.stats}: {problem}. Pass --stats-key with one of: {', '.join(keys)}")
     return table.part(key), key
 
 
 def vectors(
     statistics: JsonRecord, config: TurboVLAConfig, options: ConvertOptions
 ) -> tuple[Normalization, tuple[VectorPart, ...], tuple[VectorStep, ...]]:
-    """Return the normalisation of the state, the parts of an action, and the steps after them.
+    """Build the normalisation of states and actions.
+
+    Returns:
+        The normalisation of the state, the parts of an action, and the steps after the actions.
 
     Raises:
-        ConvertError: Statistics are missing or of another size, or nothing says how the last action is read.
+        ConvertError: Statistics are missing or have another size, or --set gripper is required.
     """
     sizes = config.max_state_dim, config.max_action_dim
     gripper = options.setting("gripper", SIGN if sizes == LIBERO else "")
     if not gripper:
         raise ConvertError(
             f"--set gripper: expected {SIGN} or {SCALED} for {sizes[1]} actions and a state of {sizes[0]} numbers, got"
-            f" nothing. No file says how the last action is read; LIBERO's ({LIBERO[1]} and {LIBERO[0]}) is the {SIGN}"
+            f" nothing. The checkpoint does not record how the last action is computed. LIBERO's policies ({LIBERO[1]}"
+            f" actions, a state of {LIBERO[0]} numbers) use {SIGN}"
         )
     state = statistics.part("state" if "state" in statistics.content else "proprio")
     action = statistics.part("action")
@@ -505,36 +551,38 @@ def vectors(
     steps: tuple[VectorStep, ...] = ()
     if gripper == SIGN:
         parts.append(VectorPart("gripper", 1, Normalization("identity")))
-        # Zero becomes 1, so the sign that is compared is turned first.
+        # A gripper value of zero must become 1. So the sign is inverted before the comparison, which is strict.
         steps = Affine((last,), scale=-1.0), Threshold((last,), above=-1.0, below=1.0)
     return Normalization("mean_std", mean_std, eps=STATE_EPS), tuple(parts), steps
 
 
 def numbers(part: JsonRecord, name: str, count: int) -> tuple[float, ...]:
-    """Return a list of statistics, as float32 has them. Raises :class:`ConvertError`."""
+    """Return a list of statistics, rounded to float32.
+
+    Raises:
+        ConvertError: The list is missing or has another length.
+    """
     try:
         values = np.asarray(part[name], np.float32)
     except (ValueError, TypeError):
         values = np.zeros((0, 0), np.float32)
     if values.shape != (count,):
-        got = f"{len(values)}" if values.ndim == 1 else "something else"
+        got = f"{len(values)}" if values.ndim == 1 else "another value"
         raise ConvertError(f"{part.path}: {part.name}{name}: expected a list of {count} numbers, got {got}")
     return tuple(map(float, values))
 
 
-# ----------------------------------------------------------------------------- tensors
-
-
-def tensors(found: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
-    """Return the model's tensors under its names, and those that are not read under upstream's."""
-    out = dict(found)
+def tensors(sources: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
+    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names."""
+    out = dict(sources)
     first, registers = f"{TOWER}embeddings.cls_token", f"{TOWER}embeddings.register_tokens"
     if first in out and registers in out:
         own = [reshape(source, -1, source.shape[-1]) for source in (out.pop(first), out.pop(registers))]
         out["vision.prefix"] = join(*own)
     for name in [name for name in out if name.startswith(TOWER) and name.endswith(".k_proj.weight")]:
         bias = name.replace(".weight", ".bias")
-        if bias not in out:  # DINOv3 has no bias of keys, and the tower's layers are those of other families
+        # DINOv3 has no key biases, but the shared transformer layer requires them, so add zeros.
+        if bias not in out:
             weight = out[name]
             out[bias] = moved(lambda w: np.zeros(len(w), w.dtype), weight, shape=weight.shape[:1])
     return apply(out, RULES)

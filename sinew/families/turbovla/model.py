@@ -1,9 +1,10 @@
-"""TurboVLA (2026, arXiv 2607.27205): two encoders that read each other, and a decoder that gives the whole chunk.
+"""TurboVLA (2026, arXiv 2607.27205): two encoders with cross-attention, and a decoder that returns the whole chunk.
 
-DINOv3 encodes each view, and BERT the instruction. In each fusion layer the patches attend to the text and the text to
-the patches, over the same scores. Then ACT's decoder attends to the patches, the text and the state. There is no
-history and no noise. The length to which an instruction is padded is part of the result, because the decoder attends
-to the padding: the prompt always has ``text_rows`` tokens, padding included.
+DINOv3 encodes each view, and BERT encodes the instruction. In each fusion layer the patches attend to the text and the
+text attends to the patches, with the same scores. Then ACT's decoder attends to the patches, the text and the state,
+and returns the action chunk in one pass. There is no observation history and no noise. The decoder also attends to the
+padding of the instruction, so the padded length changes the result: the prompt always has ``text_rows`` tokens,
+including padding.
 Source: H-EmbodVis/TurboVLA (``turbovla/models``), in its LIBERO form.
 """
 
@@ -33,17 +34,24 @@ class TurboVLAConfig:
     """Sizes of a TurboVLA model.
 
     Attributes:
-        rope_theta: Base of the periods of the vision tower's rotary positions.
-        projection_size: Width inside of the projection of patches.
-        num_views: Cameras.
-        text_rows: Tokens of every prompt, padding included.
-        num_heads: Heads of the decoder. Fusion and text layers have half of them.
-        fusion_size: Width of the fusion's attention, and inside of the text layers' MLP.
-        fusion_layers: Pairs of a fusion layer and a text layer.
-        intermediate_size: Width inside of the decoder's MLP.
+        vision: Sizes of DINOv3.
+        language: Sizes of BERT.
+        rope_theta: Base of the rotary periods in the vision tower.
+        projection_size: Inner width of the projection of patches.
+        num_views: Number of cameras.
+        text_rows: Tokens of every prompt, including padding.
+        hidden_size: Width of the fusion layers and of the decoder.
+        num_heads: Heads of the decoder. Fusion and text layers have half as many.
+        fusion_size: Width of the attention in fusion layers, and inner width of the MLP in text layers.
+        fusion_layers: Number of pairs of a fusion layer and a text layer.
+        decoder_layers: Layers of the decoder.
+        intermediate_size: Inner width of the decoder's MLP.
         state_tokens: Tokens of the state.
-        state_hidden_size: Width inside of the state's encoder.
-        action_hidden_size: Width inside of the projection of actions.
+        state_hidden_size: Inner width of the state encoder.
+        action_hidden_size: Inner width of the projection to actions.
+        chunk_size: Actions in a chunk.
+        max_state_dim: Size of the state.
+        max_action_dim: Size of an action.
     """
 
     vision: ViTConfig
@@ -90,7 +98,13 @@ class TurboVLAConfig:
 
 
 class TurboVLAContext(NamedTuple):
-    """Keys and values of each decoder layer, [B, K, H, D], and which of them are there, bool [B, K]."""
+    """The tensors that the decoder attends to.
+
+    Attributes:
+        keys: Keys of each decoder layer, [B, K, H, D].
+        values: Values of each decoder layer, [B, K, H, D].
+        valid: bool [B, K], False for missing keys.
+    """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -98,9 +112,9 @@ class TurboVLAContext(NamedTuple):
 
 
 class FusionLayer(nn.Module):
-    """Attention of patches to text and of text to patches. ``v`` is the side of vision, ``l`` that of language.
+    """Attention from patches to text and from text to patches. ``v`` means vision and ``l`` means language.
 
-    What is added to is the normalised value, not the layer's input.
+    The residual branch adds to the normalised value, not to the layer's input.
     """
 
     def __init__(self, config: TurboVLAConfig):
@@ -113,18 +127,31 @@ class FusionLayer(nn.Module):
         self.out_v_proj, self.out_l_proj = Linear(inner, size), Linear(inner, size)
         self.gamma_v, self.gamma_l = nn.Parameter(torch.ones(size)), nn.Parameter(torch.ones(size))
 
-    def forward(self, v: Tensor, l: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:  # noqa: E741
-        """v: [B, K, C]; l: [B, L, C]; words: bool [B, L], False for text that patches do not see -> both anew."""
+    def forward(self, v: Tensor, l: Tensor, text_mask: Tensor) -> tuple[Tensor, Tensor]:  # noqa: E741
+        """Run the layer.
+
+        Args:
+            v: [B, K, C], the patches.
+            l: [B, L, C], the text.
+            text_mask: bool [B, L], False for tokens that the patches must not attend to.
+
+        Returns:
+            The updated patches and text.
+        """
         v, l = self.norm_v(v), self.norm_l(l)  # noqa: E741
         parts = self.v_proj(v), self.l_proj(l), self.values_v_proj(v), self.values_l_proj(l)
-        seen, said, values_v, values_l = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        vision_heads, text_heads, values_v, values_l = (
+            part.unflatten(-1, (-1, self.head_dim)) for part in parts
+        )
         everything = torch.ones_like(v[..., 0], dtype=torch.bool)
-        to_v = self.out_v_proj(attend(seen, said, values_l, key_mask(words, v.shape[1])))
-        to_l = self.out_l_proj(attend(said, seen, values_v, key_mask(everything, l.shape[1])))
+        to_v = self.out_v_proj(attend(vision_heads, text_heads, values_l, key_mask(text_mask, v.shape[1])))
+        to_l = self.out_l_proj(attend(text_heads, vision_heads, values_v, key_mask(everything, l.shape[1])))
         return v + self.gamma_v * to_v, l + self.gamma_l * to_l
 
 
 class CrossAttention(nn.Module):
+    """Cross-attention of the decoder."""
+
     def __init__(self, size: int, num_heads: int):
         super().__init__()
         self.head_dim = size // num_heads
@@ -132,19 +159,29 @@ class CrossAttention(nn.Module):
         self.v_proj, self.o_proj = Linear(size, size), Linear(size, size)
 
     def inputs(self) -> tuple[nn.Module, ...]:
-        return (self.q_proj,)  # keys and values are of the memory, which has no norm
+        # Keys and values read the encoder's output, which has no norm to fold.
+        return (self.q_proj,)
 
     def key_value(self, memory: Tensor) -> tuple[Tensor, Tensor]:  # [B, K, C] -> [B, K, H, D] each
         heads = (-1, self.head_dim)
         return self.k_proj(memory).unflatten(-1, heads), self.v_proj(memory).unflatten(-1, heads)
 
     def forward(self, x: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """x: [B, H, C]; kv: of :meth:`key_value`; mask: bool [B, H, K] -> [B, H, C]."""
+        """Attend from x [B, H, C] to the result of :meth:`key_value`.
+
+        Args:
+            x: [B, H, C].
+            kv: Keys and values, [B, K, H, D] each.
+            mask: bool [B, H, K], True if the query may attend to the key.
+
+        Returns:
+            [B, H, C].
+        """
         return self.o_proj(attend(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), *kv, mask))
 
 
 class MemoryLayer(nn.Module):
-    """torch's ``TransformerDecoderLayer`` with its norms first."""
+    """A decoder layer like torch's ``TransformerDecoderLayer`` with ``norm_first=True``."""
 
     def __init__(self, config: TurboVLAConfig):
         super().__init__()
@@ -166,14 +203,23 @@ class MemoryLayer(nn.Module):
         ]
 
     def forward(self, x: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """x: [B, H, C]; kv: of the memory; mask: bool [B, H, K] -> [B, H, C]."""
+        """Run the layer.
+
+        Args:
+            x: [B, H, C].
+            kv: Keys and values of the encoder's output, [B, K, H, D] each.
+            mask: bool [B, H, K], True if the query may attend to the key.
+
+        Returns:
+            [B, H, C].
+        """
         x = x + self.attn(self.norm1(x))
         x = x + self.cross(self.norm2(x), kv, mask)
         return x + self.fc2(F.relu(self.fc1(self.norm3(x))))
 
 
 class StateEncoder(nn.Module):
-    """The state as tokens of the memory."""
+    """Encodes the state as tokens that the decoder attends to."""
 
     def __init__(self, config: TurboVLAConfig):
         super().__init__()
@@ -193,7 +239,7 @@ class StateEncoder(nn.Module):
 
 
 class ActionProjection(nn.Module):
-    """Three linear layers from a row of the decoder to an action in [-1, 1]."""
+    """Three linear layers that convert the decoder's output to actions in [-1, 1]."""
 
     def __init__(self, in_size: int, hidden_size: int, out_size: int):
         super().__init__()
@@ -206,6 +252,8 @@ class ActionProjection(nn.Module):
 
 
 class TurboVLA(Regression):
+    """TurboVLA: DINOv3, BERT, fusion layers and a decoder."""
+
     config_type = TurboVLAConfig
     config: TurboVLAConfig
     fusion: Sequence[FusionLayer]
@@ -242,7 +290,11 @@ class TurboVLA(Regression):
         return x + self.view_places[:, None]
 
     def fuse(self, image_tokens: Tensor, tokens: Tensor, token_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return patches [B, V * N, C] and text [B, L, C] after all fusion layers; arguments as in :meth:`read`."""
+        """Run the fusion layers. The arguments are those of :meth:`read`.
+
+        Returns:
+            Patches [B, V * N, C] and text [B, L, C].
+        """
         layout = self.language.layout(tokens, token_mask)
         v, text = image_tokens.flatten(1, 2), self.language(tokens, layout)
         for fusion, layer in zip(self.fusion, self.text_layers, strict=True):
@@ -251,11 +303,21 @@ class TurboVLA(Regression):
         return v, text
 
     def remember(self, v: Tensor, text: Tensor, token_mask: Tensor, state: Tensor) -> TurboVLAContext:
-        """Return the keys and values of the memory. v: [B, V * N, C]; text: [B, L, C]; others as in :meth:`read`."""
+        """Compute the decoder's keys and values from the patches, the text and the state.
+
+        Args:
+            v: [B, V * N, C], the patches.
+            text: [B, L, C].
+            token_mask: As in :meth:`read`.
+            state: As in :meth:`read`.
+        """
         memory = torch.cat([v, text, self.state(state).to(v.dtype)], dim=1)
         keys, values = zip(*(layer.cross.key_value(memory) for layer in self.decoder), strict=True)
-        seen, own = torch.ones_like(v[..., 0], dtype=torch.bool), torch.ones_like(token_mask[:, :1])
-        valid = torch.cat([seen, token_mask, own.expand(-1, self.config.state_tokens)], dim=1)
+        patches, state_token = (
+            torch.ones_like(v[..., 0], dtype=torch.bool),
+            torch.ones_like(token_mask[:, :1]),
+        )
+        valid = torch.cat([patches, token_mask, state_token.expand(-1, self.config.state_tokens)], dim=1)
         return TurboVLAContext(keys, values, valid)
 
     def read(
@@ -264,7 +326,7 @@ class TurboVLA(Regression):
         return self.remember(*self.fuse(image_tokens, tokens, token_mask), token_mask, state)
 
     def decode(self, context: TurboVLAContext) -> Tensor:
-        """Return the last rows of the decoder, [B, H, C]."""
+        """Run the decoder. Returns its output [B, H, C], one row per action."""
         x = self.queries.weight.expand(context.valid.shape[0], -1, -1)
         mask = key_mask(context.valid, x.shape[1])
         for layer, *kv in zip(self.decoder, context.keys, context.values, strict=True):

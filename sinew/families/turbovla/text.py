@@ -1,5 +1,7 @@
-"""BERT (Devlin et al. 2019, arXiv 1810.04805) over the sub-sentences of an instruction, as Grounding DINO reads text
-(Liu et al. 2023, arXiv 2303.05499)."""
+"""BERT (Devlin et al. 2019, arXiv 1810.04805) over the sub-sentences of an instruction.
+
+Grounding DINO encodes text in the same way (Liu et al. 2023, arXiv 2303.05499).
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ from sinew.layers.vit import BlockConfig, ViTAttention
 
 @dataclass(frozen=True)
 class BertConfig(BlockConfig):
-    """Sizes of a BERT encoder, and the tokens with a meaning of their own.
+    """Sizes of a BERT encoder, and its special tokens.
 
     Attributes:
-        positions: Rows of the table of positions.
-        vocab_size: Rows of the table of tokens. The id behind the last row is that of a row behind the padding.
-        norm_eps: Of its norms.
+        positions: Rows of the position table.
+        vocab_size: Rows of the token table. The id ``vocab_size`` marks a token after the padding of the instruction.
+        norm_eps: Epsilon of the norms.
         delimiters: Ids of the tokens that end a sub-sentence.
-        pad_token: Id of the padding.
+        pad_token: Id of the padding token.
     """
 
     positions: int
@@ -50,10 +52,11 @@ class TextLayout(NamedTuple):
     """The masks and positions of an instruction's tokens.
 
     Attributes:
-        sees: bool [B, L, L], True if the row may attend to the column.
-        position: int64 [B, L], in the row's sub-sentence.
-        words: bool [B, L], True for tokens of the instruction, False for all that fills its length.
-        encoded: bool [B, L], True for rows that BERT computes, False for those behind its length, which are zero.
+        sees: bool [B, L, L], True if the row's token may attend to the column's token.
+        position: int64 [B, L], position in the token's sub-sentence.
+        words: bool [B, L], True for tokens of the instruction, False for padding.
+        encoded: bool [B, L], True for tokens that BERT encodes. False for tokens after the padded length, whose
+            features are zero.
     """
 
     sees: Tensor
@@ -63,7 +66,7 @@ class TextLayout(NamedTuple):
 
 
 class PostNormLayer(nn.Module):
-    """norm1(x + attention), norm2(x + mlp)."""
+    """A transformer layer with norms after the branches: norm1(x + attention), then norm2(x + mlp)."""
 
     def __init__(self, config: BlockConfig, norm_eps: float, activation: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -81,6 +84,8 @@ class PostNormLayer(nn.Module):
 
 
 class Bert(nn.Module):
+    """BERT with a projection of its output."""
+
     layers: Sequence[PostNormLayer]
 
     def __init__(self, config: BertConfig, out_size: int):
@@ -89,7 +94,8 @@ class Bert(nn.Module):
         size = config.hidden_size
         self.embed_tokens = Embedding(config.vocab_size, size)
         self.places = Embedding(config.positions, size)
-        self.segment = nn.Parameter(torch.zeros(size))  # an instruction has one segment
+        # An instruction has only one segment, so there is only one segment embedding.
+        self.segment = nn.Parameter(torch.zeros(size))
         self.norm = LayerNorm(size, eps=config.norm_eps)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             PostNormLayer(config, config.norm_eps, F.gelu) for _ in range(config.num_layers)
@@ -97,15 +103,16 @@ class Bert(nn.Module):
         self.project = Linear(size, out_size)
 
     def layout(self, tokens: Tensor, token_mask: Tensor) -> TextLayout:
-        """Return which rows attend to each other, and where they are.
+        """Compute which tokens attend to each other, and the position of each token.
 
-        The tokens after one delimiter, up to and with the next one, attend to each other, and their positions start
-        at 0. Every other row attends to itself alone, at position 0. A delimiter in the last column of the padded
-        instruction ends nothing: the reference skips it, and weights were trained that way.
+        The tokens after one delimiter, up to and including the next delimiter, form a sub-sentence. They attend to each
+        other, and their positions start at 0. Every other token attends only to itself, at position 0. A delimiter in
+        the last column of the padded instruction does not end a sub-sentence, because the reference implementation
+        skips this delimiter and the weights were trained with it.
 
         Args:
             tokens: int64 [B, L].
-            token_mask: bool [B, L], False for padding of an engine, which is not that of the instruction.
+            token_mask: bool [B, L], False for padding that an engine added. The padding of the instruction is True.
 
         Returns:
             The layout.
@@ -118,11 +125,13 @@ class Bert(nn.Module):
         ends = ends & encoded
         column = torch.ones_like(tokens).cumsum(dim=1) - 1  # [B, L]
         last = encoded.long().sum(dim=1, keepdim=True) - 1
-        before = column[:, None, :] < column[:, :, None]  # [B, L, L]: the second axis is left of the first
-        passed = (ends[:, None] & before).long().sum(dim=-1)  # delimiters left of each column
+        # True if the second column is left of the first column, bool [B, L, L].
+        before = column[:, None, :] < column[:, :, None]
+        passed = (ends[:, None] & before).long().sum(dim=-1)  # number of delimiters left of each column
         closing = ends & (column > 0) & (column < last)
         closed = (closing[:, None] & ~before).any(dim=-1) & (column > 0) & encoded
-        start = torch.where(ends[:, None] & before, column[:, None], 0).amax(dim=-1)  # the newest delimiter
+        # Column of the last delimiter before the token.
+        start = torch.where(ends[:, None] & before, column[:, None], 0).amax(dim=-1)
         same = (passed[:, :, None] == passed[:, None, :]) & closed[:, :, None] & closed[:, None, :]
         return TextLayout(
             sees=same | (column[:, :, None] == column[:, None, :]),
@@ -132,9 +141,17 @@ class Bert(nn.Module):
         )
 
     def forward(self, tokens: Tensor, layout: TextLayout) -> Tensor:
-        """tokens: int64 [B, L] -> [B, L, out_size]. A row that is not encoded is the projection of zeros."""
-        known = torch.where(layout.encoded, tokens, self.config.pad_token)
-        x = self.norm(self.embed_tokens(known) + self.segment + self.places(layout.position))
+        """Encode tokens.
+
+        Args:
+            tokens: int64 [B, L].
+            layout: Result of :meth:`layout`.
+
+        Returns:
+            [B, L, out_size]. A token that is not encoded gives the projection of zeros.
+        """
+        ids = torch.where(layout.encoded, tokens, self.config.pad_token)
+        x = self.norm(self.embed_tokens(ids) + self.segment + self.places(layout.position))
         for layer in self.layers:
             x = layer(x, layout.sees)
         return self.project(torch.where(layout.encoded[..., None], x, 0.0))

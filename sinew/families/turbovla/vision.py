@@ -1,5 +1,8 @@
-"""DINOv3's vision transformer (Simeoni et al. 2025, arXiv 2508.10104) up to the norm that TurboVLA does not use, and
-the projection of its patches."""
+"""DINOv3's vision transformer (Simeoni et al. 2025, arXiv 2508.10104) without its final norm, and a projection of
+patches.
+
+TurboVLA reads the features before the final norm.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from sinew.layers.norm import LayerNorm
 from sinew.layers.rope import Rotation
 from sinew.layers.vit import ViTConfig, ViTLayer
 
-NORM_EPS = 1e-5  # torch's default, which the reference does not change
+NORM_EPS = 1e-5  # default of torch, which the reference does not change
 
 
 def patch_rotation(
@@ -23,15 +26,15 @@ def patch_rotation(
 ) -> Rotation:
     """Return the rotation of a tower's tokens.
 
-    The centre of each patch has coordinates from -1 to 1. A quarter of a head turns with the row, a quarter with the
-    column, and both halves of a head are pairs. The order of operations is that of transformers'
+    The centre of each patch has coordinates from -1 to 1. A quarter of a head's dimensions turns with the row and a
+    quarter with the column. The two halves of a head form the pairs. The order of operations is that of transformers'
     ``DINOv3ViTRopePositionEmbedding``, in float32.
 
     Args:
         rows: Rows of patches.
         cols: Columns of patches.
-        first: Tokens before the patches. They have no position, so they are not rotated.
-        head_dim: Size of a head.
+        first: Number of tokens before the patches. They have no position and are not rotated.
+        head_dim: Width of a head.
         theta: Base of the periods.
         device: Device of the tables.
 
@@ -46,12 +49,12 @@ def patch_rotation(
         axes.append(2.0 * centre - 1.0)
     where = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 1)  # [rows * cols, 2]
     angle = (2 * math.pi * where[:, :, None] * frequency).flatten(1)  # [rows * cols, head_dim / 2]
-    angle = F.pad(angle, (0, 0, first, 0))[None, :, None]  # an angle of 0 changes nothing
+    angle = F.pad(angle, (0, 0, first, 0))[None, :, None]  # an angle of 0 does not rotate
     return Rotation(angle.cos(), angle.sin())
 
 
 class DINOv3(nn.Module):
-    """Pixels -> one feature for each patch. The class token and the registers take part, and are not returned."""
+    """DINOv3, which returns one feature per patch. The class token and the registers take part in attention only."""
 
     def __init__(self, config: ViTConfig, theta: float):
         super().__init__()
@@ -61,7 +64,10 @@ class DINOv3(nn.Module):
         self.layers = nn.ModuleList(ViTLayer(config) for _ in range(config.num_layers))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """pixels: [B, 3, height, width], multiples of the patch size -> [B, patches, C] in row-major order."""
+        """Encode pixels [B, 3, height, width] to features [B, patches, C] in row-major order.
+
+        Height and width are multiples of the patch size.
+        """
         config = self.config
         rows, cols = config.grid(*pixels.shape[-2:])
         patches = self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype)).flatten(2)
@@ -74,7 +80,7 @@ class DINOv3(nn.Module):
 
 
 class PatchProjection(nn.Module):
-    """norm(skip(x) + fc2(gelu(fc1(norm(x)))))."""
+    """The projection norm(skip(x) + fc2(gelu(fc1(norm(x)))))."""
 
     def __init__(self, in_size: int, hidden_size: int, out_size: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""VQ-BeT (Lee et al. 2024, arXiv 2403.03181), in LeRobot's layout."""
+"""VQ-BeT (Lee et al. 2024, arXiv 2403.03181) in LeRobot's checkpoint layout."""
 
 from sinew.core.registry import Family
 

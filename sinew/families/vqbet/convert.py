@@ -1,8 +1,8 @@
-"""LeRobot VQ-BeT checkpoint -> bundle.
+"""Convert LeRobot VQ-BeT checkpoints to bundles.
 
-The backbone is named, not described, and defaults that differ between LeRobot's versions are never taken. What only
-training reads is left out: the encoder of the code book, its counts, and the rows of positions behind the newest
-observation step. Batch norms become part of their convolutions.
+The configuration names the backbone. It must contain the settings whose defaults differ between LeRobot's versions.
+Tensors that only training reads are omitted: the encoder of the code book, its counts, and the positions after the
+newest observation step. Batch norms are folded into their convolutions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ NAMES = ("vqbet",)
 recognises = of_type(*NAMES)
 OPTIONS = ("stats", "stats_key", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
-GROUP = 16  # channels of a group where the backbone's batch norms were replaced
+# Channels per group of the group norms that replace the backbone's batch norms.
+GROUP = 16
 HEAD = "vqbet.action_head."
 BOOK = r"vqbet\.action_head\.vqvae_model\.vq_layer\.layers\.(\d+)\._codebook\."
 FIRST, SECOND = f"{HEAD}map_to_cbet_preds_primary_bin.0.", f"{HEAD}map_to_cbet_preds_secondary_bin.0."
@@ -44,7 +45,8 @@ DEAD = (
     "vqbet.select_target_actions_indices",
 )
 SCHEMA = Schema(
-    defaults={  # LeRobot's configuration_vqbet.py
+    # Defaults of LeRobot's configuration_vqbet.py.
+    defaults={
         "n_action_pred_token": 3,
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
         "vision_backbone": "resnet18",
@@ -65,7 +67,8 @@ SCHEMA = Schema(
     unread="crop_is_random pretrained_backbone_weights n_vqvae_training_steps dropout mlp_hidden_dim"
     " offset_loss_weight primary_code_loss_weight secondary_code_loss_weight optimizer_vqvae_lr"
     " optimizer_vqvae_weight_decay",
-    features=("STATE", "VISUAL", "ENV", "LANGUAGE"),  # `check_inputs` accepts two of them
+    # The function check_inputs accepts only one camera and the state.
+    features=("STATE", "VISUAL", "ENV", "LANGUAGE"),
     steps={"normalizer_processor": NORMALIZER},
 )
 RULES = (
@@ -89,7 +92,11 @@ RULES = (
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported VQ-BeT.
+    """
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     check_inputs(checkpoint)
     image = whole_frames(checkpoint, None, checkpoint.sides("crop_shape"))
@@ -100,7 +107,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         spec=checkpoint.policy_spec(
             "vqbet",
             config.action_rows,
-            n_action_steps=config.action_rows,  # the queue executes all of them
+            n_action_steps=config.action_rows,  # LeRobot's action queue executes all actions
             noise_dim=config.max_action_dim,
             noise_rows=config.chunk_size,
             solver_steps=1,
@@ -113,7 +120,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             image,
             silent.PROMPT,
             config,
-            all_cameras=True,  # none was missing in training
+            all_cameras=True,  # training always had all cameras
         ),
         tokenizer=silent.TOKENIZER,
         tensors=tensors(checkpoint.tensors, config),
@@ -124,13 +131,13 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def check_inputs(checkpoint: LeRobotCheckpoint) -> None:
-    """Raise :class:`ConvertError` unless a policy reads one camera and the state, and nothing else."""
+    """Raise :class:`ConvertError` unless the policy reads exactly one camera and the state."""
     names = list(checkpoint["input_features"])
     if len(checkpoint.cameras) != 1 or len(names) != 2 or STATE not in names:
         raise ConvertError(
-            f"{checkpoint.file}: input_features: expected one camera and {STATE}, got {', '.join(names)}. LeRobot reads"
-            " the wrong row of the transformer where there are others, so their policies cannot be converted; train"
-            " with one camera and the state"
+            f"{checkpoint.file}: input_features: expected one camera and {STATE}, got {', '.join(names)}. With other"
+            " inputs LeRobot reads the wrong token of the transformer, so the policy cannot be converted. Train with"
+            " one camera and the state"
         )
 
 
@@ -139,11 +146,11 @@ def model_config(checkpoint: LeRobotCheckpoint, image: ImageRecipe) -> VQBeTConf
     grid = ResNetConfig.grid(image.height, image.width)
     history = checkpoint.size("n_obs_steps", high=MAX_HISTORY)
     longest = checkpoint.size("gpt_block_size")
-    # The reference also computes action tokens of the future, which no served row can see.
+    # The reference also computes tokens of future actions, to which no other token attends. So Sinew omits them.
     if (count := TOKENS * history + checkpoint.size("n_action_pred_token") - 1) > longest:
         raise ConvertError(
-            f"{checkpoint.file}: gpt_block_size: expected at least the {count} tokens of {history} observation steps,"
-            f" got {longest}"
+            f"{checkpoint.file}: gpt_block_size: expected at least {count}, the number of tokens of {history}"
+            f" observation steps, got {longest}"
         )
     with checkpoint.named():
         return VQBeTConfig(
@@ -169,7 +176,7 @@ def model_config(checkpoint: LeRobotCheckpoint, image: ImageRecipe) -> VQBeTConf
 
 
 def tensors(source: Mapping[str, TensorSource], config: VQBeTConfig) -> dict[str, TensorSource]:
-    """Return the model's tensors under its names, and those that are not read under upstream's."""
+    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names."""
     out = keypoint_encoder(source, "vqbet.rgb_encoder.", "vision.")
     table = "vqbet.policy.transformer.wpe.weight"
     if table in out:
@@ -179,15 +186,17 @@ def tensors(source: Mapping[str, TensorSource], config: VQBeTConfig) -> dict[str
     return apply(out, RULES)
 
 
-def in_sequence(found: dict[str, TensorSource], config: VQBeTConfig) -> dict[str, TensorSource]:
-    """Return the tensors with both layers of codes as one, and what the first code adds to the second as a table.
+def in_sequence(sources: dict[str, TensorSource], config: VQBeTConfig) -> dict[str, TensorSource]:
+    """Join the layers of the two codes into one layer, and convert the first code's contribution to the second into a
+    table.
 
-    Raises :class:`ConvertError` where one is missing.
+    Raises:
+        ConvertError: A tensor is missing.
     """
-    out = dict(found)
+    out = dict(sources)
     parts = [f"{place}{value}" for place in (FIRST, SECOND) for value in ("weight", "bias")]
     if missing := [part for part in parts if part not in out]:
-        raise ConvertError(f"{missing[0]} is missing")
+        raise ConvertError(f"the tensor {missing[0]} is missing in the checkpoint. Use a complete checkpoint")
     weight, bias, wide, second_bias = (out.pop(part) for part in parts)
     second, after = split(wide, (config.feature_size, config.codes), axis=1)
     return out | {

@@ -1,10 +1,11 @@
-"""VQ-BeT (Lee et al. 2024, arXiv 2403.03181), as LeRobot has it: a causal transformer over the newest observations
-chooses two codes of a residual code book, and the action chunk is what they decode to plus an offset.
+"""VQ-BeT (Lee et al. 2024, arXiv 2403.03181), as LeRobot computes it: a transformer that chooses codes of action
+chunks.
 
-The transformer reads three tokens of each observation step: the keypoints of the camera's frame, the robot's state, and
-one learnt token whose output row stands for the action. Only the newest of these rows is read. A code is drawn from
-its distribution: the likeliest of ``p / q``, where q is exponential noise. The policy's noise is this q, so noise of
-ones gives the most likely codes. There is no language: prompts are not read.
+A causal transformer over the newest observations chooses two codes of a residual code book. The action chunk is the
+decoded sum of the two codes plus an offset. The transformer reads three tokens of each observation step: the keypoints
+of the camera frame, the robot's state, and a learned action token. Only the output at the newest action token is used.
+A code is sampled from its distribution p as the largest value of ``p / q``, where q is exponential noise. The policy's
+noise is this q, so noise of ones gives the most likely codes. The policy does not read prompts.
 """
 
 from __future__ import annotations
@@ -27,28 +28,35 @@ from sinew.layers.vit import BlockConfig, MaskedLayer
 from sinew.models.base import Model
 from sinew.models.solvers import Solver
 
-NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
+NORM_EPS = 1e-5  # default of torch, which the reference does not change
 TOKENS = 3  # tokens of an observation step: frame, state, action
-LAYERS = 2  # layers of codes: the second corrects the error of the first
+LAYERS = 2  # code books; the second corrects the error of the first
 SOLVER = Solver("single", noise="exponential")
 
 
 @dataclass(frozen=True)
 class VQBeTConfig:
-    """Sizes of a policy.
+    """Sizes of VQ-BeT.
 
     Attributes:
-        history: observation steps.
-        rows, cols: of the network's last map of a frame.
-        token_size: width of a token before the transformer, which is ``hidden_size`` wide.
-        feature_size: width of a row behind it.
-        codes: entries of each of the two code books, ``code_size`` wide.
-        decoder_size: width inside the decoder of a code.
-        temperature: of the distribution from which codes are drawn.
-        action_rows: action steps of a chunk.
-        action_dim: numbers of an action step.
-        max_state_dim: numbers of the state of all observation steps.
-        sequential: the second code is drawn given the first one.
+        vision: Sizes of the ResNet.
+        history: Number of observation steps.
+        rows: Rows of a frame's features.
+        cols: Columns of a frame's features.
+        keypoints: Number of keypoints per frame.
+        token_size: Width of a token before the transformer.
+        hidden_size: Width of the transformer.
+        num_layers: Layers of the transformer.
+        num_heads: Attention heads.
+        feature_size: Width of a token after the transformer.
+        codes: Entries of each of the two code books.
+        code_size: Width of a code.
+        decoder_size: Inner width of the decoder of codes.
+        temperature: Temperature of the distribution of codes.
+        action_rows: Actions in a chunk.
+        action_dim: Size of an action.
+        max_state_dim: Size of the states of all observation steps.
+        sequential: True if the second code depends on the first code.
     """
 
     vision: ResNetConfig
@@ -81,12 +89,14 @@ class VQBeTConfig:
 
     @property
     def chunk_size(self) -> int:
-        """Return the rows of noise and of the result: those of a chunk, and at least one for each layer of codes."""
+        """Return the number of rows of the noise and of the result: at least one per action and one per code book."""
         return max(self.action_rows, LAYERS)
 
     @property
     def max_action_dim(self) -> int:
-        """Return the columns of noise and of the result: those of an action, and at least one for each code."""
+        """Return the number of columns of the noise and of the result: at least the size of an action and the number of
+        codes.
+        """
         return max(self.action_dim, self.codes)
 
     @property
@@ -95,11 +105,12 @@ class VQBeTConfig:
 
 
 class VQBeTContext(NamedTuple):
-    """What an observation leaves for the choice of codes.
+    """The tensors from which the codes and the actions are computed.
 
     Attributes:
-        logits: [B, 2, codes], of each layer; of the second one without what the first code adds in sequence.
-        offsets: [B, 2, codes, action_rows * action_dim], what each code adds to the decoded actions.
+        logits: [B, 2, codes], scores of each code book. With ``sequential``, the scores of the second code book do not
+            include the first code's contribution.
+        offsets: [B, 2, codes, action_rows * action_dim], the offset that each code adds to the decoded actions.
     """
 
     logits: Tensor
@@ -107,7 +118,7 @@ class VQBeTContext(NamedTuple):
 
 
 class CodeDecoder(nn.Module):
-    """Three linear layers from the sum of two codes to a chunk."""
+    """Three linear layers that decode the sum of two codes to a chunk."""
 
     def __init__(self, config: VQBeTConfig):
         super().__init__()
@@ -120,6 +131,8 @@ class CodeDecoder(nn.Module):
 
 
 class VQBeT(Model):
+    """VQ-BeT: a keypoint encoder, a causal transformer, and two code books."""
+
     config_type = VQBeTConfig
     config: VQBeTConfig
     solver = SOLVER
@@ -168,7 +181,15 @@ class VQBeT(Model):
         return self.vision(pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])[:, :, None]
 
     def embed(self, image_tokens: Tensor, state: Tensor) -> Tensor:
-        """image_tokens: [B, T, 1, 2 * keypoints]; state: [B, T * S] -> [B, 3 * T, token_size], oldest step first."""
+        """Build the transformer's input, the oldest observation step first.
+
+        Args:
+            image_tokens: [B, T, 1, 2 * keypoints].
+            state: [B, T * S].
+
+        Returns:
+            [B, 3 * T, token_size].
+        """
         images = self.image_proj(image_tokens[:, :, 0])
         states = self.state_proj(state.unflatten(1, (self.config.history, -1)))
         actions = self.action_token.expand(images.shape[0], images.shape[1], -1)
@@ -177,7 +198,7 @@ class VQBeT(Model):
     def encode(self, x: Tensor) -> Tensor:  # [B, 3 * T, token_size] -> [B, 3 * T, feature_size]
         x = self.token_proj(x) + self.places.weight
         valid = torch.ones_like(x[..., 0], dtype=torch.bool)
-        mask = block_mask(valid, valid)  # causal
+        mask = block_mask(valid, valid)  # causal mask
         for layer in self.layers:
             x = layer(x, mask)
         return self.feature_proj(self.norm(x))
@@ -196,11 +217,21 @@ class VQBeT(Model):
         return torch.zeros(t.shape[0], 1, device=t.device)
 
     def draw(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """Return the drawn code, int64 [B]. logits and noise: [B, codes]; as ``torch.multinomial`` draws."""
+        """Return the sampled code, int64 [B], as ``torch.multinomial`` samples it.
+
+        Args:
+            logits: [B, codes].
+            noise: [B, codes], exponential noise.
+        """
         return ((logits / self.config.temperature).softmax(dim=-1) / noise).argmax(dim=-1)
 
     def choose(self, logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the code of each layer, int64 [B]. logits and noise: [B, 2, codes]."""
+        """Return the code of each code book, int64 [B] each.
+
+        Args:
+            logits: [B, 2, codes].
+            noise: [B, 2, codes], exponential noise.
+        """
         first = self.draw(logits[:, 0], noise[:, 0])
         second = logits[:, 1]
         if self.after_first is not None:

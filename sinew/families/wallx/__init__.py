@@ -1,4 +1,4 @@
-"""Wall-X (X Square Robot), in LeRobot's layout."""
+"""Wall-X, a policy of X Square Robot, in LeRobot's checkpoint layout."""
 
 from sinew.core.registry import Family
 

@@ -1,8 +1,8 @@
-"""LeRobot Wall-X checkpoint -> bundle.
+"""Convert LeRobot Wall-X checkpoints to bundles.
 
-The configuration lacks the network. It is in the folder or the repository that ``pretrained_name_or_path`` names, or in
-the one of ``--vlm``, with the tokenizer and the image processor. That folder's weights are not read, because LeRobot
-writes all of them into the checkpoint.
+The checkpoint's configuration does not describe the network. The network's configuration, the tokenizer and the image
+processor are in the folder or repository that ``pretrained_name_or_path`` names, or in the folder of ``--vlm``. The
+weights in that folder are not read, because LeRobot writes all weights into the checkpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ OPTIONS = ("vlm", "tokenizer", "stats", "stats_key", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 FILES = "config.json tokenizer*.json *preprocessor_config.json vocab.json merges.txt"
 SCHEMA = Schema(
-    defaults={  # LeRobot's configuration_wall_x.py
+    # Defaults of LeRobot's configuration_wall_x.py.
+    defaults={
         "pretrained_name_or_path": "x-square-robot/wall-oss-flow",
         "chunk_size": 32,
         "n_action_steps": 32,
@@ -58,22 +59,22 @@ SCHEMA = Schema(
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
     },
     fixed={"n_obs_steps": 1, "prediction_mode": "diffusion"},
-    # The tokenizer of actions is for the prediction mode "fast" alone.
+    # Only the prediction mode "fast" uses the tokenizer of actions.
     unread="action_tokenizer_path attn_implementation vision_attn_implementation",
     steps={"wall_x_task_processor": ProcessorStep(required=True), "normalizer_processor": NORMALIZER},
 )
-# Entries of the network's configuration that do not change the computation of actions
+# Entries of the network's configuration that do not change the actions.
 ASIDE = (
     "attention_dropout bos_token_id eos_token_id pad_token_id vision_start_token_id vision_end_token_id"
     " vision_token_id video_token_id initializer_range max_position_embeddings max_window_layers sliding_window"
     " tie_word_embeddings vocab_size noise_scheduler tokens_per_second spatial_patch_size"
 )
 
-# LeRobot's constants of Wall-X
-STEPS = 10
+# Constants in LeRobot's code of Wall-X. Sizes are in pixels.
+SOLVER_STEPS = 10
 LONG_SIDE = 256
 LEAST_PIXELS, MOST_PIXELS = 4 * 28 * 28, 16384 * 28 * 28
-# Limits of an image processor, by their old and new names
+# Names of the pixel limits of an image processor, in older and newer files.
 LIMITS = ("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")
 MAX_TOKENS = 768  # LeRobot's limit for prompt and actions together
 CAMERA_NAMES = {"face_view": "front view", "move1_view": "move view", "move2_view": "move view"}
@@ -88,7 +89,11 @@ LAYER = r"model\.model\.layers\.(\d+)\."
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported Wall-X.
+    """
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     name = str(checkpoint["pretrained_name_or_path"])
     home = find_model_dir(name, options.vlm, path, "--vlm", FILES)
@@ -113,7 +118,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             config.chunk_size,
             noise_dim=config.max_action_dim,
             solver=SOLVER,
-            solver_steps=STEPS,
+            solver_steps=SOLVER_STEPS,
             max_prompt_tokens=prompt.max_tokens,
         ),
         processing=checkpoint.processing(image, prompt, config, all_cameras=True),
@@ -128,9 +133,9 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 def image_recipe(
     checkpoint: LeRobotCheckpoint, preprocessor: JsonRecord, vision: Qwen25ViTConfig
 ) -> ImageRecipe:
-    """Return the steps from a frame to pixels. Frames of different sizes stay so.
+    """Build the steps from a frame to pixels. Frames of different sizes keep different sizes.
 
-    LeRobot resizes each frame twice. Qwen's image processor follows with limits of its own.
+    LeRobot resizes each frame twice. Then Qwen's image processor applies its own limits.
     """
     checkpoint.refuse_image_scales()
     preprocessor.expect(
@@ -140,7 +145,7 @@ def image_recipe(
     least, most = (pixel_limit(preprocessor, *keys) for keys in LIMITS)
     if vision.unit != 28:
         raise ConvertError(
-            f"{preprocessor.path}: expected tokens of 28 x 28 pixels, to which LeRobot resizes, got {vision.unit}"
+            f"{preprocessor.path}: expected image tokens of 28 x 28 pixels, LeRobot's resize unit, got {vision.unit}"
         )
     with checkpoint.named():
         theirs = Grid(vision.unit, LEAST_PIXELS, MOST_PIXELS, method="bicubic")
@@ -150,13 +155,22 @@ def image_recipe(
 
 
 def pixel_limit(preprocessor: JsonRecord, key: str, newer: str) -> int:
-    """Return a limit of an image's pixels in all, which newer files keep in ``size``. Raises :class:`ConvertError`."""
-    found = preprocessor.get(key, (preprocessor.get("size") or {}).get(newer))
-    if type(found) is not int or not 1 <= found <= MAX_SIZE**2:
+    """Return a limit of an image's total number of pixels. Newer files store the limit in ``size``.
+
+    Args:
+        preprocessor: The image processor's configuration.
+        key: Name of the limit in older files.
+        newer: Name of the limit in newer files.
+
+    Raises:
+        ConvertError: The limit is missing or out of range.
+    """
+    limit = preprocessor.get(key, (preprocessor.get("size") or {}).get(newer))
+    if type(limit) is not int or not 1 <= limit <= MAX_SIZE**2:
         raise ConvertError(
-            f"{preprocessor.path}: {key}: expected a whole number from 1 to {MAX_SIZE**2}, got {found!r}"
+            f"{preprocessor.path}: {key}: expected a whole number from 1 to {MAX_SIZE**2}, got {limit!r}"
         )
-    return found
+    return limit
 
 
 def model_config(
@@ -167,12 +181,16 @@ def model_config(
     image: ImageRecipe,
     tokenizer: TokenizerFiles,
 ) -> tuple[WallXConfig, range]:
-    """Return the sizes of the model, and the numbers of the experts that no token selects."""
+    """Build the model's configuration.
+
+    Returns:
+        The configuration, and the numbers of the experts that no token uses.
+    """
     text.expect(attention_moe=False, use_lora=False)
-    if (found := text.get("mlp_moe", False)) is not True:
+    if (has_experts := text.get("mlp_moe", False)) is not True:
         raise ConvertError(
-            f"{text.path}: {text.name}mlp_moe: expected True, got {found!r}; Sinew does not support a Wall-X network"
-            " without experts yet, so this checkpoint cannot be converted"
+            f"{text.path}: {text.name}mlp_moe: expected True, got {has_experts!r}. Sinew cannot convert this"
+            " checkpoint, because it does not support a Wall-X network without experts yet"
         )
     rope = (text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})
     for key in ("type", "rope_type"):
@@ -203,47 +221,62 @@ def model_config(
             expert_width=width,
             expert_intermediate_size=inner,
         )
-    for key, name, wanted in (
+    for key, name, size in (
         ("dof_config", "max_action_dim", config.max_action_dim),
         ("agent_pos_config", "max_state_dim", config.max_state_dim),
     ):
-        check_width(text if text.get(key) is not None else base, key, name, wanted)
+        check_width(text if text.get(key) is not None else base, key, name, size)
     return config, range(2, count)
 
 
 def experts(text: JsonRecord, language: DecoderConfig) -> tuple[int, int]:
-    """Return width and inner width of the expert of the actions. Raises :class:`ConvertError`."""
-    given, widths = text["experts"], text["dim_inputs"]
+    """Return the width and the inner width of the expert for action tokens.
+
+    Raises:
+        ConvertError: A width is missing or inconsistent.
+    """
+    records, widths = text["experts"], text["dim_inputs"]
     where = f"{text.path}: {text.name}"
-    if not isinstance(given, list) or len(given) < 2 or not all(isinstance(each, dict) for each in given):
-        raise ConvertError(f"{where}experts: expected a list of at least two objects, got {given!r:.80}")
+    if (
+        not isinstance(records, list)
+        or len(records) < 2
+        or not all(isinstance(each, dict) for each in records)
+    ):
+        raise ConvertError(f"{where}experts: expected a list of at least two objects, got {records!r:.80}")
     if not isinstance(widths, list) or len(widths) < 2:
         raise ConvertError(f"{where}dim_inputs: expected a list of at least two widths, got {widths!r:.80}")
-    for index, (expert, width) in enumerate(zip(given[:2], widths[:2], strict=True)):
+    for index, (expert, width) in enumerate(zip(records[:2], widths[:2], strict=True)):
         record = JsonRecord(text.path, expert, f"{text.name}experts[{index}].")
         if record["hidden_size"] != width:
             raise ConvertError(
-                f"{where}experts[{index}].hidden_size: expected {width} as dim_inputs has, got {record['hidden_size']}"
+                f"{where}experts[{index}].hidden_size: expected {width}, the value in dim_inputs, got"
+                f" {record['hidden_size']}"
             )
         record.expect(hidden_act="silu")
     usual = language.hidden_size, language.intermediate_size
-    if (found := (widths[0], given[0]["intermediate_size"])) != usual:
+    if (widths_of_prompt := (widths[0], records[0]["intermediate_size"])) != usual:
         raise ConvertError(
-            f"{where}experts[0]: expected the widths {usual[0]} and {usual[1]} of hidden_size and intermediate_size,"
-            f" got {found[0]} and {found[1]}"
+            f"{where}experts[0]: expected hidden_size {usual[0]} and intermediate_size {usual[1]}, as in the network,"
+            f" got {widths_of_prompt[0]} and {widths_of_prompt[1]}"
         )
-    return widths[1], given[1]["intermediate_size"]
+    return widths[1], records[1]["intermediate_size"]
 
 
-def check_width(record: JsonRecord, key: str, name: str, wanted: int) -> None:
-    """Raise :class:`ConvertError` unless the parts of a vector have the width that the network's layers read."""
+def check_width(record: JsonRecord, key: str, name: str, size: int) -> None:
+    """Check that the parts of a vector have the total width that the network's layers read.
+
+    Raises:
+        ConvertError: The total width differs.
+    """
     parts = record.part(key).content
     where = f"{record.path}: {record.name}{key}"
     if not all(type(width) is int and width >= 0 for width in parts.values()):
-        raise ConvertError(f"{where}: expected the widths of the vector's parts, got {dict(parts)!r:.80}")
-    if (found := sum(parts.values())) != wanted:
         raise ConvertError(
-            f"{where}: expected widths with a sum of {wanted}, the checkpoint's {name}, got {found}; name the network"
+            f"{where}: expected an object with the width of each part, got {dict(parts)!r:.80}"
+        )
+    if (total := sum(parts.values())) != size:
+        raise ConvertError(
+            f"{where}: expected widths with a sum of {size}, the checkpoint's {name}, got {total}. Pass the network"
             " that this checkpoint was trained from with --vlm"
         )
 
@@ -251,9 +284,10 @@ def check_width(record: JsonRecord, key: str, name: str, wanted: int) -> None:
 def prompt_recipe(
     checkpoint: LeRobotCheckpoint, config: WallXConfig, tokenizer: TokenizerFiles
 ) -> PromptRecipe:
-    """Return the prompt up to the first action's token: the views by name, the instruction, the state's token."""
+    """Build the prompt up to the first action token: the named views, the instruction, and the state token."""
     placeholder = tokenizer.token_text(config.image_token)
-    # LeRobot scales a point in the instruction by the size of the frame, which no step of a prompt has.
+    # LeRobot scales a point in the instruction by the size of the frame. Prompt steps do not have this size, so reject
+    # such an instruction.
     steps: list[PromptStep] = [Without("<point>"), Text(BEFORE)]
     around = BEFORE + TASK + BEHIND
     for slot, (rows, cols) in zip(view_names(checkpoint), config.grids, strict=True):
@@ -261,12 +295,13 @@ def prompt_recipe(
         around += before + behind
         steps += [Text(before), Image(placeholder, rows * cols, config.image_token), Text(behind)]
     steps += [Text(TASK), Instruction(), Suffix("."), Text(BEHIND), Marker(config.state_token, 1)]
-    steps.append(Marker(tokenizer.token_id(ACTION), 0))  # LeRobot would take it for an action
+    # Reject the action token in an instruction, because LeRobot would read it as an action.
+    steps.append(Marker(tokenizer.token_id(ACTION), 0))
     most = MAX_TOKENS - config.chunk_size
     if (needed := len(tokenizer.encode(around)) + config.image_tokens + 1) > most:
         raise ConvertError(
-            f"{checkpoint.file}: expected a prompt of at most {most} tokens, where LeRobot cuts it, got {needed} for"
-            " the shortest instruction"
+            f"{checkpoint.file}: expected a prompt of at most {most} tokens, LeRobot's limit, got {needed} with an"
+            " empty instruction; use fewer or smaller views"
         )
     return PromptRecipe(
         max_tokens=most,
@@ -277,7 +312,7 @@ def prompt_recipe(
 
 
 def view_names(checkpoint: LeRobotCheckpoint) -> list[str]:
-    """Return the names of the views as the prompt has them, in the order of the cameras."""
+    """Return the names of the views in the prompt, in the order of the cameras."""
     names = []
     for key, feature in checkpoint["input_features"].items():
         slot = key.replace("observation.images.", "")
@@ -288,19 +323,20 @@ def view_names(checkpoint: LeRobotCheckpoint) -> list[str]:
 
 
 def tensors(checkpoint: LeRobotCheckpoint, config: WallXConfig) -> dict[str, TensorSource]:
-    """Return the model's tensors under its names, and those that are not read under upstream's."""
+    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names."""
     out, name = dict(checkpoint.tensors), "model.action_preprocessor.w2.weight"
     if name not in out:
-        raise ConvertError(f"{name} is missing")
+        raise ConvertError(f"the tensor {name} is missing in the checkpoint. Use a complete checkpoint")
     width = config.language.hidden_size
     out["action_mix.weight"], out["time_mix.weight"] = split(out.pop(name), (width, width), axis=1)
-    made = {
+    constants = {
         "image_places": image_places(config.grids),
         "state_mask": ones(checkpoint.state.dim, config.max_state_dim),
         "action_mask": ones(checkpoint.action.dim, config.max_action_dim),
     }
     rules = (
-        # The table is tied to the output layer, and LeRobot stores it under that name alone.
+        # The token table is tied to the output layer. LeRobot stores the tensor under the name of the output layer
+        # only.
         *(() if TABLE in out else (Rule(HEAD.replace(".", r"\."), ("language.embed_tokens.weight",)),)),
         Rule(
             LAYER + r"post_attention_layernorm\.(.+)",
@@ -317,10 +353,10 @@ def tensors(checkpoint: LeRobotCheckpoint, config: WallXConfig) -> dict[str, Ten
         ),
     )
     return apply(out, rules) | {
-        each: constant(each, np.array(values, np.float32)) for each, values in made.items()
+        each: constant(each, np.array(values, np.float32)) for each, values in constants.items()
     }
 
 
 def ones(count: int, width: int) -> list[float]:
-    """Return 1 for each of the first ``count`` numbers of a vector, and 0 for its padding."""
+    """Return 1 for each of the first ``count`` values of a vector, and 0 for its padding."""
     return [1.0] * count + [0.0] * (width - count)

@@ -1,9 +1,9 @@
-"""Wall-X (X Square Robot), as LeRobot has it: a language model's own layers denoise the actions.
+"""Wall-X (X Square Robot), as LeRobot computes it: the language model's own layers denoise the actions.
 
-Qwen2.5-VL reads views, state and instruction once (:mod:`sinew.models.qwen25_vl`). In each step its layers run over one
-token for each action of the chunk, which sees that prefix and all actions. Attention is the same for all tokens. The
-feed-forward half of a layer is not: tokens of the prompt have one expert and actions another, which may read and write
-the first channels only. Euler steps run from noise (t = 0) to actions (t = 1).
+Qwen2.5-VL reads views, state and instruction once (:mod:`sinew.models.qwen25_vl`). In each solver step the same layers
+run over one token per action of the chunk, which attends to the prefix and to all actions. All tokens share the
+attention weights of a layer. The feed-forward part has two experts: one for prompt tokens, and one for action tokens,
+which may read and write only the first channels. Euler steps run from noise (t = 0) to actions (t = 1).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SOLVER = Solver(start=0.0, end=1.0)
 
 @dataclass(frozen=True)
 class WallXConfig(Qwen25VLConfig):
-    """Sizes of a policy. ``language`` has those of the expert of the prompt's tokens.
+    """Sizes of the policy. ``language`` has the sizes of the expert for prompt tokens.
 
     Attributes:
-        expert_width: channels that the expert of the actions reads and writes, from the first on.
-        expert_intermediate_size: width of its gated product.
+        expert_width: Number of first channels that the expert for action tokens reads and writes.
+        expert_intermediate_size: Inner width of the expert for action tokens.
     """
 
     expert_width: int
@@ -47,15 +47,15 @@ class WallXConfig(Qwen25VLConfig):
             )
         if self.language.hidden_size % 2 or self.language.hidden_size < 4:
             raise ValueError(
-                f"hidden_size: expected an even number from 4 on, got {self.language.hidden_size}"
+                f"hidden_size: expected an even number of at least 4, got {self.language.hidden_size}"
             )
 
 
 class ActionExpert(nn.Module):
-    """The feed-forward half of a decoder layer for actions: x + mlp(norm(x)), over the first channels only.
+    """The feed-forward part of a decoder layer for action tokens: x + mlp(norm(x)), over the first channels only.
 
-    The norm is the layer's own. It is kept here a second time, so that each copy has one reader and an engine may fold
-    it into that reader.
+    The norm is a copy of the layer's norm. So each norm has only one reader, and an engine may fold the norm into its
+    reader.
     """
 
     def __init__(self, config: DecoderConfig, width: int, intermediate_size: int):
@@ -75,6 +75,8 @@ class ActionExpert(nn.Module):
 
 
 class WallX(Qwen25VL):
+    """Wall-X: Qwen2.5-VL with a second feed-forward expert for action tokens."""
+
     config_type = WallXConfig
     config: WallXConfig
     solver = SOLVER
@@ -104,7 +106,7 @@ class WallX(Qwen25VL):
         self.time_mix = Linear(size, size, bias=False)
         self.action_time_out = Linear(size, size, bias=False)
         self.action_out = Linear(size, config.max_action_dim, bias=False)
-        # 1 for the robot's own numbers, 0 for the padding behind them
+        # The masks are 1 for the robot's own values and 0 for the padding after them.
         self.register_buffer("state_mask", torch.zeros(config.max_state_dim))
         self.register_buffer("action_mask", torch.zeros(config.max_action_dim))
 
@@ -112,7 +114,8 @@ class WallX(Qwen25VL):
         return [FoldSite(self.language, "norm", (self.action_out,))]
 
     def state_row(self, state: Tensor) -> Tensor:
-        # The reference rounds the state to the type of the stream, and computes the product in that of the weight.
+        # The reference rounds the state to the dtype of the hidden states, and computes the product in the dtype of the
+        # weight.
         return self.state_proj(masked(state.to(self.language.embed_tokens.dtype), self.state_mask))
 
     def among(self, rows: Tensor) -> Tensor:
@@ -135,5 +138,5 @@ class WallX(Qwen25VL):
 
 
 def masked(vector: Tensor, mask: Tensor) -> Tensor:
-    """Return the vector with the mask behind it: [..., D] and [D] -> [..., 2 D]."""
+    """Return the vector followed by its mask: [..., D] and [D] -> [..., 2 D]."""
     return torch.cat([vector, mask.to(vector.dtype).expand_as(vector)], dim=-1)

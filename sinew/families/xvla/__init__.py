@@ -1,4 +1,4 @@
-"""X-VLA (Zheng et al. 2025, arXiv 2510.10274) in LeRobot's layout: one transformer, soft prompts for each robot."""
+"""X-VLA (Zheng et al. 2025, arXiv 2510.10274) in LeRobot's layout: one transformer with soft prompts for each robot."""
 
 from sinew.core.registry import Family
 

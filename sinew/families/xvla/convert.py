@@ -1,8 +1,8 @@
-"""LeRobot X-VLA checkpoint -> bundle.
+"""Convert LeRobot X-VLA checkpoints to bundles.
 
-Two names of each of Florence-2's tensors are known: those of LeRobot 0.4, which published checkpoints have, and those
-of transformers. Of what upstream keeps for each domain a bundle has one: that of the preprocessor, or another one with
-``--embodiment N``.
+Florence-2's tensors have two sets of names: those of LeRobot 0.4, which the published checkpoints use, and those of
+transformers. The converter supports both. A checkpoint has some weights for each domain (robot), and a bundle has the
+weights of one domain. The preprocessor's file defines the domain, or ``--embodiment N`` sets another domain.
 """
 
 from __future__ import annotations
@@ -34,13 +34,17 @@ NAMES = ("xvla",)
 recognises = of_type(*NAMES)
 OPTIONS = ("tokenizer", "embodiment", "stats", "stats_key", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as the step has them
-SCALE, TO_FLOAT = "xvla_image_scale", "xvla_image_to_float"  # times 255, and divided by it again
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # pixel statistics of ImageNet, as in LeRobot's step
+# The first step multiplies pixels by 255, and the second step divides them by 255.
+SCALE, TO_FLOAT = "xvla_image_scale", "xvla_image_to_float"
 NORMALIZE, DOMAIN = "xvla_imagenet_normalize", "xvla_add_domain_id"
-ROTATE = "xvla_rotation_6d_to_axis_angle"  # and the first arm alone, its gripper open (1) or shut (-1)
+# The step that converts a rotation from 6 numbers to an axis-angle vector. It returns only the first arm, and its
+# gripper becomes open (1) or closed (-1).
+ROTATE = "xvla_rotation_6d_to_axis_angle"
 OF_ALL_VIEWS = {"image_keys": (None,)}
 SCHEMA = Schema(
-    defaults={  # LeRobot's configuration_xvla.py
+    # Defaults of LeRobot's configuration_xvla.py.
+    defaults={
         "chunk_size": 32,
         "n_action_steps": 32,
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "IDENTITY", "ACTION": "IDENTITY"},
@@ -66,11 +70,14 @@ SCHEMA = Schema(
     required="florence_config",
     fixed={
         "use_proprio": True,
-        "domain_feature_key": None,  # a domain of each observation
+        # A key here would select a domain for each observation.
+        "domain_feature_key": None,
         "tokenizer_padding_side": "right",
-        "pad_language_to": "max_length",  # what fills a prompt up is read
+        # The model reads the padding tokens, so the padded length changes the result.
+        "pad_language_to": "max_length",
     },
-    unread="dtype freeze_language_encoder train_policy_transformer train_soft_prompts"  # dtype: of its computation
+    # "dtype" is the dtype of LeRobot's computation. The other fields only concern training.
+    unread="dtype freeze_language_encoder train_policy_transformer train_soft_prompts"
     " optimizer_soft_prompt_lr_scale optimizer_soft_prompt_warmup_lr_scale",
     steps={
         "tokenizer_processor": replace(
@@ -78,18 +85,19 @@ SCHEMA = Schema(
         ),
         SCALE: ProcessorStep(fields=OF_ALL_VIEWS),
         TO_FLOAT: ProcessorStep(
-            "validate_range", fields=OF_ALL_VIEWS, absent="frames are scaled to 0 to 1 all the same"
+            "validate_range", fields=OF_ALL_VIEWS, absent="Sinew still scales frames to the range 0 to 1"
         ),
         NORMALIZE: ProcessorStep(
             fields=OF_ALL_VIEWS,
-            absent="frames reach the model as 0 to 1, without the mean and deviation of ImageNet that X-VLA was"
-            " pretrained with. If this policy was trained with them (the hub's xvla-libero was), add the step to the"
-            " file",
+            absent="the model reads frames in the range 0 to 1, without ImageNet's mean and standard deviation, which"
+            " X-VLA was pretrained with. If this policy was trained with them (the hub's xvla-libero was), add the step"
+            " to the file",
         ),
         DOMAIN: ProcessorStep(
             "domain_id",
             ordered=False,
-            absent="nothing says which domain (robot) the policy is for, and 0 is taken; --embodiment N takes another",
+            absent="the file does not define the domain (robot) of the policy; using domain 0. Pass --embodiment N for"
+            " another domain",
         ),
         "normalizer_processor": NORMALIZER,
     },
@@ -99,21 +107,23 @@ SCHEMA = Schema(
         "device_processor": DEVICE,
     },
 )
-POSE = (  # what ROTATE takes, and leaves of it
+# The parts of an action after the ROTATE step.
+POSE = (
     VectorPart("position", 3, Normalization("identity")),
     VectorPart("rotation", 3, Normalization("identity"), rotation=True),
     VectorPart("gripper", 1, Normalization("identity")),
 )
-POSE_DIM, TAKEN = 7, 10
+# Sizes of one arm's action after and before the ROTATE step.
+POSE_DIM, UNROTATED_DIM = 7, 10
 
 
 class ActionSpace(NamedTuple):
-    """The meaning of ``action_mode``.
+    """The meaning of a value of ``action_mode``.
 
     Attributes:
-        model: Numbers that the head outputs.
-        real: Numbers of these that the robot has; 0 if the configuration states them.
-        grippers: Numbers that are not read, and output through a sigmoid.
+        model: Number of values that the head outputs.
+        real: Number of these values that the robot has. 0 if the configuration defines the number.
+        grippers: Indices of gripper values. The model does not read them, and their output goes through a sigmoid.
     """
 
     model: int
@@ -121,7 +131,8 @@ class ActionSpace(NamedTuple):
     grippers: tuple[int, ...] = ()
 
 
-SPACES = {  # LeRobot's action_hub.py
+# The action spaces of LeRobot's action_hub.py.
+SPACES = {
     "ee6d": ActionSpace(20, 20, (9, 19)),
     "joint": ActionSpace(14, 14, (6, 13)),
     "agibot_ee6d": ActionSpace(20, 20),
@@ -159,9 +170,8 @@ RULES = (
     Rule(
         rf"{FLORENCE}language_model\.(?:model\.)?encoder\.embed_positions\.weight",
         ("language.places",),
-        lambda source: rows(
-            source, 2, source.shape[0] if source.shape else 0
-        ),  # BART's first two are of no token
+        # BART's first two positions do not belong to any token.
+        lambda source: rows(source, 2, source.shape[0] if source.shape else 0),
     ),
     Rule(
         rf"{FLORENCE}language_model\.(?:model\.)?encoder\.layernorm_embedding\.(.+)", (r"language.norm.\1",)
@@ -181,25 +191,35 @@ RULES = (
     Rule(r"model\.transformer\.pos_emb", ("places",), lambda source: pick(source, 0)),
 )
 HEAD = "model.transformer."
-TABLES = tuple(  # names of the token table, which is stored once
+# Names of the token table. Only one of these tensors is read.
+TABLES = tuple(
     f"model.vlm.language_model.{middle}{name}.weight"
     for middle in ("model.", "")
     for name in ("encoder.embed_tokens", "shared")
 )
-DEAD = ("model.vlm.language_model.final_logits_bias", *TABLES)  # what is left of TABLES is a copy
+# The other names in TABLES are copies of the token table.
+DEAD = ("model.vlm.language_model.final_logits_bias", *TABLES)
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    """Read a checkpoint directory. The tensors are read later.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported X-VLA.
+    """
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     if not checkpoint.pipelines.steps[PRE]:
         raise ConvertError(
-            f"{path / PRE}.json: expected the steps before the model, which name its domain; got none"
+            f"{path / PRE}.json: expected the preprocessing steps, which define the policy's domain, got none. Save"
+            " the policy again with LeRobot"
         )
     whose = f"{checkpoint['tokenizer_name']}'s"
     tokenizer = find_tokenizer(options, path / "tokenizer", path, whose=whose)
     if tokenizer.pad_token_id is None:
-        raise ConvertError(f"{tokenizer.path}: expected a token for padding, which the model reads, got none")
+        raise ConvertError(
+            f"{tokenizer.path}: expected a padding token, which the model reads, got none. Pass the checkpoint's"
+            " tokenizer with --tokenizer"
+        )
     space, image = action_space(checkpoint), image_recipe(checkpoint)
     config = model_config(checkpoint, space, image, tokenizer)
     return Conversion(
@@ -216,75 +236,81 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def action_space(checkpoint: LeRobotCheckpoint) -> ActionSpace:
-    """Return the meaning of ``action_mode``. Raises :class:`ConvertError` for an unknown mode, or actions that do not
-    fit it.
+    """Read the meaning of ``action_mode``.
+
+    Raises:
+        ConvertError: The mode is unknown, or the actions have another size.
     """
     mode, dim = checkpoint["action_mode"], checkpoint.action.dim
-    found = SPACES.get(mode.lower()) if isinstance(mode, str) else None
-    if found is None:
+    space = SPACES.get(mode.lower()) if isinstance(mode, str) else None
+    if space is None:
         raise ConvertError(
             f"{checkpoint.file}: action_mode: expected one of {', '.join(SPACES)}, got {mode!r}"
         )
     if turns(checkpoint):
-        real = dim if not found.model else found.real
-        if real < TAKEN or dim not in (real, POSE_DIM):
+        real = dim if not space.model else space.real
+        if real < UNROTATED_DIM or dim not in (real, POSE_DIM):
             raise ConvertError(
-                f"{checkpoint.path / POST}.json: {ROTATE}: expected actions of {TAKEN} numbers or more, got {dim} of"
-                f" action_mode {mode!r}"
+                f"{checkpoint.path / POST}.json: {ROTATE}: expected actions of at least {UNROTATED_DIM} values, got"
+                f" {dim} for action_mode {mode!r}"
             )
         if checkpoint.normalization(ACTION, "ACTION").mode != "identity":
             raise ConvertError(
-                f"{checkpoint.path / POST}.json: {ROTATE}: expected actions that are not normalised"
+                f"{checkpoint.path / POST}.json: {ROTATE}: expected actions without normalisation"
             )
         dim = real
-    if not found.model:
+    if not space.model:
         return ActionSpace(checkpoint.size("max_action_dim", low=dim), dim)
-    if dim != found.real:
+    if dim != space.real:
         raise ConvertError(
-            f"{checkpoint.file}: output_features.action: expected the {found.real} numbers of action_mode {mode!r}, got"
+            f"{checkpoint.file}: output_features.action: expected {space.real} values for action_mode {mode!r}, got"
             f" {dim}"
         )
-    return found
+    return space
 
 
 def turns(checkpoint: LeRobotCheckpoint) -> bool:
-    """Return True where a pose with six numbers of a rotation becomes one with three."""
+    """Return True if the postprocessor converts rotations from six numbers to three."""
     return checkpoint.pipelines.step(POST, ROTATE) is not None
 
 
 def action_spec(checkpoint: LeRobotCheckpoint) -> VectorSpec:
-    found = checkpoint.action
-    return VectorSpec(POSE_DIM) if turns(checkpoint) and found.dim != POSE_DIM else found
+    action = checkpoint.action
+    return VectorSpec(POSE_DIM) if turns(checkpoint) and action.dim != POSE_DIM else action
 
 
 def domain(checkpoint: LeRobotCheckpoint) -> int:
-    """Return the number of the robot whose weights are taken."""
-    given, count = checkpoint.options.embodiment, checkpoint.size("num_domains")
+    """Return the number of the domain (robot) whose weights the bundle has."""
+    choice, count = checkpoint.options.embodiment, checkpoint.size("num_domains")
     number = checkpoint.pipelines.config(PRE, DOMAIN).get("domain_id", 0)
     where = f"{checkpoint.path / PRE}.json: {DOMAIN}: domain_id"
-    if given:
+    if choice:
         where, number = (
-            f"--embodiment {given}",
-            int(given) if given.isdecimal() and given.isascii() else given,
+            f"--embodiment {choice}",
+            int(choice) if choice.isdecimal() and choice.isascii() else choice,
         )
     if type(number) is not int or not 0 <= number < count:
         raise ConvertError(f"{where}: expected the number of a domain, 0 to {count - 1}, got {number!r}")
-    if given:
+    if choice:
         checkpoint.notes[:] = [note for note in checkpoint.notes if f"no step {DOMAIN}" not in note]
-    checkpoint.notes.append(f"domain {number} of {count}; --embodiment N takes another")
+    checkpoint.notes.append(f"using domain {number} of {count}; pass --embodiment N for another domain")
     return number
 
 
 def image_recipe(checkpoint: LeRobotCheckpoint) -> ImageRecipe:
-    """Return the recipe of a frame. Raises :class:`ConvertError`.
+    """Build the recipe of a frame.
 
-    It is resized after the normalisation, so bars have the mean's colour before it.
+    LeRobot resizes a frame after the normalisation. Sinew resizes before the normalisation, so the bars have the colour
+    of the mean.
+
+    Raises:
+        ConvertError: The steps of the preprocessor are not supported.
     """
     steps, pre = checkpoint.pipelines, f"{checkpoint.path / PRE}.json"
     if steps.step(PRE, SCALE) is not None and steps.step(PRE, TO_FLOAT) is None:
-        raise ConvertError(f"{pre}: {SCALE}: expected a step {TO_FLOAT} behind it, got none")
+        raise ConvertError(f"{pre}: {SCALE}: expected the step {TO_FLOAT} after it, got none")
     if (mode := checkpoint.image_mode()) != "IDENTITY":
-        raise ConvertError(f"{pre}: normalizer_processor: expected mode IDENTITY of images, got {mode}")
+        raise ConvertError(f"{pre}: normalizer_processor: expected mode IDENTITY for images, got {mode}")
     normalized = steps.step(PRE, NORMALIZE) is not None
     mean, std = (MEAN, STD) if normalized else ((0.0,) * 3, (1.0,) * 3)
     sides = checkpoint.sides("resize_imgs_with_padding")
@@ -296,11 +322,16 @@ def image_recipe(checkpoint: LeRobotCheckpoint) -> ImageRecipe:
     return ImageRecipe(height, width, resized, mean, std)
 
 
-def vision_config(found: JsonRecord) -> DaViTConfig:
-    """Return the tower of a ``vision_config``, in Microsoft's names or transformers'. Raises ConvertError, ValueError
-    and TypeError."""
-    widths, kernels = found.get("dim_embed") or found["embed_dim"], tuple(found["patch_size"])
-    found.expect(
+def vision_config(record: JsonRecord) -> DaViTConfig:
+    """Read the sizes of Florence-2's tower from a ``vision_config``.
+
+    Raises:
+        ConvertError: A field has an unsupported value.
+        ValueError: A size is wrong.
+        TypeError: A field has a wrong type.
+    """
+    widths, kernels = record.get("dim_embed") or record["embed_dim"], tuple(record["patch_size"])
+    record.expect(
         mlp_ratio=MLP_RATIO,
         qkv_bias=True,
         in_channels=3,
@@ -310,24 +341,29 @@ def vision_config(found: JsonRecord) -> DaViTConfig:
     )
     return DaViTConfig(
         widths=tuple(widths),
-        depths=tuple(found["depths"]),
-        num_heads=tuple(found["num_heads"]),
-        num_groups=tuple(found["num_groups"]),
+        depths=tuple(record["depths"]),
+        num_heads=tuple(record["num_heads"]),
+        num_groups=tuple(record["num_groups"]),
         kernels=kernels,
-        strides=tuple(found["patch_stride"]),
-        norms_first=tuple(found["patch_prenorm"]),
-        window_size=found["window_size"],
+        strides=tuple(record["patch_stride"]),
+        norms_first=tuple(record["patch_prenorm"]),
+        window_size=record["window_size"],
     )
 
 
-def text_config(found: JsonRecord) -> BlockConfig:
-    """Return the encoder of a ``text_config``. Raises ConvertError and ValueError."""
-    found.expect(activation_function="gelu", scale_embedding=False, normalize_before=False)
+def text_config(record: JsonRecord) -> BlockConfig:
+    """Read the sizes of the text encoder from a ``text_config``.
+
+    Raises:
+        ConvertError: A field has an unsupported value.
+        ValueError: A size is wrong.
+    """
+    record.expect(activation_function="gelu", scale_embedding=False, normalize_before=False)
     return BlockConfig(
-        hidden_size=found["d_model"],
-        intermediate_size=found["encoder_ffn_dim"],
-        num_layers=found["encoder_layers"],
-        num_heads=found["encoder_attention_heads"],
+        hidden_size=record["d_model"],
+        intermediate_size=record["encoder_ffn_dim"],
+        num_layers=record["encoder_layers"],
+        num_heads=record["encoder_attention_heads"],
     )
 
 
@@ -365,7 +401,7 @@ def model_config(
 def views(checkpoint: LeRobotCheckpoint) -> int:
     """Return the number of views that the model reads.
 
-    A saved policy lists its empty cameras among its features, and LeRobot adds ``empty_cameras`` to them again.
+    A saved policy lists its empty cameras among its features, and LeRobot adds ``empty_cameras`` to this number again.
     """
     features = checkpoint["input_features"].values()
     listed = sum(feature.get("type") == "VISUAL" for feature in features)
@@ -401,27 +437,30 @@ def processing(checkpoint: LeRobotCheckpoint, config: XVLAConfig, image: ImageRe
     )
 
 
-def tensors(found: dict[str, TensorSource], config: XVLAConfig, number: int) -> dict[str, TensorSource]:
-    """Return the model's tensors under its names, those of each domain of one, and what is not read under upstream's.
-    Raises :class:`ConvertError` where a part is missing."""
-    out, prefix = dict(found), "model.vlm."
+def tensors(sources: dict[str, TensorSource], config: XVLAConfig, number: int) -> dict[str, TensorSource]:
+    """Return the model's tensors under Sinew's names, with the weights of one domain. Unread tensors keep their names.
+
+    Raises:
+        ConvertError: A tensor is missing.
+    """
+    out, prefix = dict(sources), "model.vlm."
     if not any(name.startswith(f"{prefix}image_") for name in out):
         prefix += "multi_modal_projector."
 
     def take(name: str) -> TensorSource:
         if name not in out:
-            raise ConvertError(f"{name} is missing")
+            raise ConvertError(f"the tensor {name} is missing in the checkpoint. Use a complete checkpoint")
         return out.pop(name)
 
     def linear(name: str, size: int) -> tuple[TensorSource, TensorSource]:
-        """Weight [out, in] and bias [out] of a layer of the domain's own."""
+        """Return weight [out, in] and bias [out] of a layer that each domain has."""
         weight, bias = take(f"{HEAD}{name}.fc.weight"), take(f"{HEAD}{name}.bias.weight")
         return transpose(reshape(pick(weight, number), size, -1)), pick(bias, number)
 
     position = f"{prefix}image_pos_embed." if "projector" not in prefix else f"{prefix}image_position_embed."
     tables = [take(f"{position}{axis}_embeddings.weight") for axis in ("column", "row")]
     temporal = take(f"{prefix}visual_temporal_embed.pos_idx_to_embed")
-    made = {
+    results = {
         "connector.places": computed(
             lambda columns, rows, moments: view_places(columns, rows, moments, (config.rows, config.cols)),
             *tables,
@@ -429,27 +468,35 @@ def tensors(found: dict[str, TensorSource], config: XVLAConfig, number: int) -> 
         )
     }
     table = next((name for name in TABLES if name in out), TABLES[0])
-    made["language.embed_tokens.weight"] = take(table)
+    results["language.embed_tokens.weight"] = take(table)
     if config.domain_tokens:
         prompts = pick(take(f"{HEAD}soft_prompt_hub.weight"), number)
-        made["domain_rows"] = reshape(prompts, config.domain_tokens, -1)
-    read = config.max_action_dim + config.max_state_dim + config.time_size
-    weight, made["action_in_proj.bias"] = linear("action_encoder", read)
-    made |= shares(weight, config)
-    made["action_out_proj.weight"], made["action_out_proj.bias"] = linear(
+        results["domain_rows"] = reshape(prompts, config.domain_tokens, -1)
+    input_size = config.max_action_dim + config.max_state_dim + config.time_size
+    weight, results["action_in_proj.bias"] = linear("action_encoder", input_size)
+    results |= shares(weight, config)
+    results["action_out_proj.weight"], results["action_out_proj.bias"] = linear(
         "action_decoder", config.head.hidden_size
     )
     for theirs, ours in (("vlm_proj", "language_proj"), ("aux_visual_proj", "view_proj")):
         if f"{HEAD}{theirs}.fc.weight" in out:
-            made[f"{ours}.weight"], made[f"{ours}.bias"] = linear(theirs, config.language.hidden_size)
-    return apply(out, RULES) | made
+            results[f"{ours}.weight"], results[f"{ours}.bias"] = linear(theirs, config.language.hidden_size)
+    return apply(out, RULES) | results
 
 
 def view_places(
     columns: np.ndarray, rows: np.ndarray, moments: np.ndarray, grid: tuple[int, int]
 ) -> np.ndarray:
-    """Return the position of each feature of a view, [rows * cols, C]: its column's, then its row's, and on them that
-    of the only moment."""
+    """Return the position embedding of each feature of a view, [rows * cols, C].
+
+    The embedding is that of the column followed by that of the row. The embedding of the only time step is added.
+
+    Args:
+        columns: Embeddings of the columns.
+        rows: Embeddings of the rows.
+        moments: Embeddings of the time steps.
+        grid: Rows and columns of the features.
+    """
     count, across = grid
     both = (
         np.broadcast_to(columns[None, :across], (*grid, columns.shape[1])),
@@ -459,7 +506,9 @@ def view_places(
 
 
 def shares(weight: TensorSource, config: XVLAConfig) -> dict[str, TensorSource]:
-    """Split the first layer into those of actions, state and time, [C, in]. Columns of grippers are zero."""
+    """Split the first layer into the layers of actions, state and time, [C, in]. The columns of grippers become
+    zero.
+    """
     sizes = {
         "action_in_proj": config.max_action_dim,
         "state_proj": config.max_state_dim,
@@ -472,9 +521,9 @@ def shares(weight: TensorSource, config: XVLAConfig) -> dict[str, TensorSource]:
         def part(
             x: np.ndarray, start: int = start, size: int = size, zeros: tuple[int, ...] = grippers
         ) -> np.ndarray:
-            kept = x[:, start : start + size].copy()
-            kept[:, list(zeros)] = 0
-            return kept
+            columns = x[:, start : start + size].copy()
+            columns[:, list(zeros)] = 0
+            return columns
 
         out[f"{name}.weight"] = moved(part, weight)
         start += size

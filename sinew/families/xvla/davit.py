@@ -1,5 +1,8 @@
-"""DaViT (Ding et al. 2022, arXiv 2204.03645), as Florence-2 has it: attention of patches within windows, then of
-channels within groups, stage after stage on fewer and wider patches."""
+"""DaViT (Ding et al. 2022, arXiv 2204.03645), the vision tower of Florence-2.
+
+Each block has attention of patches within windows, followed by attention of channels within groups. Each stage has
+fewer and wider patches than the stage before.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,22 @@ from sinew.layers.resnet import Conv
 from sinew.layers.sizes import MAX_LAYERS, MAX_WIDTH, check_sizes
 from sinew.layers.vit import ViTAttention, ViTConfig, ViTMLP
 
-NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
+NORM_EPS = 1e-5  # default of torch, which the reference does not change
 MLP_RATIO = 4
 
 
 @dataclass(frozen=True)
 class DaViTConfig:
-    """Sizes of a DaViT tower, one entry for each stage.
+    """Sizes of a DaViT tower. Each tuple has one entry per stage.
 
     Attributes:
-        kernels: Kernel of the convolution that begins the stage, in pixels of the stage before.
-        strides: Its stride.
-        norms_first: True if its norm comes before that convolution.
-        num_groups: Groups of channels.
+        widths: Width of a patch.
+        depths: Number of pairs of blocks.
+        num_heads: Number of attention heads.
+        num_groups: Number of channel groups.
+        kernels: Kernel of the convolution at the start of the stage, in pixels of the stage before.
+        strides: Stride of this convolution.
+        norms_first: True if the norm is before this convolution, False if it is after.
         window_size: Patches along a side of a window.
     """
 
@@ -46,12 +52,14 @@ class DaViTConfig:
         each = (self.depths, self.num_heads, self.num_groups, self.kernels, self.strides, self.norms_first)
         if not self.widths or any(len(field) != len(self.widths) for field in each):
             raise ValueError(
-                f"vision: expected one number for each of {len(self.widths)} stages in every field"
+                f"vision: expected one entry for each of the {len(self.widths)} stages in every field"
             )
         if not all(1 <= depth <= MAX_LAYERS for depth in self.depths) or not all(
             1 <= width <= MAX_WIDTH for width in self.widths
         ):
-            raise ValueError("vision: widths or depths out of range")
+            raise ValueError(
+                f"vision: expected widths from 1 to {MAX_WIDTH} and depths from 1 to {MAX_LAYERS}"
+            )
         for width, heads, groups in zip(self.widths, self.num_heads, self.num_groups, strict=True):
             if heads < 1 or groups < 1 or width % heads or width % groups:
                 raise ValueError(
@@ -60,17 +68,17 @@ class DaViTConfig:
         for kernel, stride in zip(self.kernels, self.strides, strict=True):
             if not (1 <= stride <= kernel <= MAX_LAYERS and kernel % 2):
                 raise ValueError(
-                    f"vision: expected an odd kernel and a stride within it, got {kernel}, {stride}"
+                    f"vision: expected an odd kernel and a stride of at most the kernel, got {kernel}, {stride}"
                 )
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of the last stage's patches of a picture of this size, in pixels."""
+        """Return rows and columns of the last stage's patches. Height and width of the picture are in pixels."""
         for stride in self.strides:
             height, width = -(-height // stride), -(-width // stride)
         return height, width
 
     def block(self, stage: int) -> ViTConfig:
-        """Return a stage's blocks as those of a transformer whose picture is one window."""
+        """Return the sizes of a stage's blocks, as a vision transformer over one window."""
         width = self.widths[stage]
         return ViTConfig(
             hidden_size=width,
@@ -85,7 +93,7 @@ class DaViTConfig:
 
 
 class ChannelAttention(nn.Module):
-    """Attention whose rows are channels: each sees those of its group, over all patches."""
+    """Attention between channels: each channel attends to the channels of its group, over all patches."""
 
     def __init__(self, width: int, groups: int):
         super().__init__()
@@ -106,7 +114,7 @@ class ChannelAttention(nn.Module):
 
 
 class DaViTBlock(nn.Module):
-    """Two branches with norms before them, and before each a convolution of every channel by itself."""
+    """Attention and MLP, each after a norm. A depthwise convolution comes before each norm."""
 
     def __init__(self, config: ViTConfig):
         super().__init__()
@@ -131,8 +139,11 @@ class DaViTBlock(nn.Module):
 
 
 class SpatialBlock(DaViTBlock):
-    """Patches see those of their window. Windows over the edge are filled with zeros behind the norm, which take part
-    as what the projections make of them: their biases. Hence that norm is not folded."""
+    """A block in which patches attend to the patches of their window.
+
+    A window over the edge is padded with zeros after the norm. The projections map these zeros to their biases, which
+    take part in the attention. The norm must therefore not be folded into the projections.
+    """
 
     def __init__(self, config: ViTConfig):
         super().__init__(config)
@@ -156,14 +167,14 @@ class SpatialBlock(DaViTBlock):
 
 
 def filled(x: Tensor, axis: int, size: int, row: Tensor) -> Tensor:
-    """Return x [B, rows, cols, C] with an axis filled up to ``size`` with copies of ``row``, [1, 1, C]."""
+    """Pad an axis of x [B, rows, cols, C] to ``size`` with copies of ``row``, [1, 1, C]."""
     shape = list(x.shape)
     shape[axis] = size - shape[axis]
     return torch.cat([x, row.expand(shape)], dim=axis)
 
 
 class ChannelBlock(DaViTBlock):
-    """Channels see those of their group."""
+    """A block in which channels attend to the channels of their group."""
 
     def __init__(self, config: ViTConfig, groups: int):
         super().__init__(config)
@@ -177,7 +188,7 @@ class ChannelBlock(DaViTBlock):
 
 
 class DaViTStage(nn.Module):
-    """Fewer and wider patches, then pairs of blocks."""
+    """A stage: a convolution that makes fewer and wider patches, followed by pairs of blocks."""
 
     def __init__(self, config: DaViTConfig, stage: int):
         super().__init__()
@@ -204,6 +215,8 @@ class DaViTStage(nn.Module):
 
 
 class DaViT(nn.Module):
+    """The DaViT tower."""
+
     stages: Sequence[DaViTStage]
 
     def __init__(self, config: DaViTConfig):

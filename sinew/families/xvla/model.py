@@ -1,13 +1,15 @@
-"""X-VLA (Zheng et al. 2025, arXiv 2510.10274), as LeRobot runs it.
+"""X-VLA (Zheng et al. 2025, arXiv 2510.10274), as LeRobot computes it.
 
-* Florence-2's tower sees each view: the mean of its features and the features themselves become tokens.
-* Florence-2's text encoder (BART's) reads the first view and the prompt; the other views go past it. The prompt is
-  filled up to a fixed length, and what fills it is read.
-* One transformer reads noisy actions, what was encoded, and learned tokens of one robot ("domain"), in every step. It
-  says the actions themselves, which are mixed with the noise again (:class:`sinew.models.solvers.Solver`, "renoise").
+* Florence-2's vision tower encodes each view. The mean of the features and the features themselves become tokens.
+* Florence-2's text encoder (BART's encoder) reads the first view and the prompt. The other views go directly to the
+  head. The prompt is padded to a fixed length, and the encoder also reads the padding.
+* In each solver step one transformer reads noisy actions, the encoded tokens, and learned tokens of one robot
+  ("domain"). It predicts the actions themselves, which are mixed with noise again for the next step
+  (:class:`sinew.models.solvers.Solver`, "renoise").
 
-Upstream's files hold first and last layers and tokens of many domains; a bundle has those of one. A gripper's numbers
-are not read: its columns in the first layers are zero. Its answer goes through a sigmoid.
+A checkpoint has first and last layers and learned tokens for many domains, and a bundle has those of one domain. The
+model does not read gripper values: their columns in the first layers are zero. A sigmoid maps the gripper outputs to 0
+to 1.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from sinew.layers.vit import BlockConfig, ViTAttention, ViTConfig, ViTLayer, ViT
 from sinew.models.base import Model
 from sinew.models.solvers import Solver
 
-NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
-LONGEST = 100  # period of the time's waves, over 2 pi
+NORM_EPS = 1e-5  # default of torch, which the reference does not change
+LONGEST = 100  # longest period of the time embedding, divided by 2 pi
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,24 @@ class XVLAConfig:
     """Sizes of an X-VLA model.
 
     Attributes:
+        vision: Sizes of the vision tower.
+        language: Sizes of the text encoder.
+        head: Sizes of the transformer that denoises the actions.
+        vocab_size: Rows of the token table.
         rows: Rows of a view's features.
         cols: Columns of a view's features.
-        views: Views of training; zeros replace missing ones.
+        views: Number of views in training. Zeros replace missing views.
         text_places: Most tokens of the text encoder.
         places: Most tokens of the head, without learned tokens.
-        prompt_tokens: Length to which prompts are filled up with ``pad_token``.
-        domain_tokens: Learned tokens of the robot.
-        grippers: Numbers of an action that are not read, and output through a sigmoid.
+        prompt_tokens: Length to which prompts are padded with ``pad_token``.
+        chunk_size: Actions in a chunk.
+        max_state_dim: Width of the padded state.
+        max_action_dim: Width of a padded action.
+        time_size: Width of the time embedding.
+        domain_tokens: Number of learned tokens of the robot.
+        pad_token: Id of the padding token.
+        grippers: Indices of gripper values in an action. The model does not read them, and their output goes through a
+            sigmoid.
     """
 
     vision: DaViTConfig
@@ -72,38 +84,42 @@ class XVLAConfig:
         if self.time_size % 2:
             raise ValueError(f"time_size: expected an even number, got {self.time_size}")
         if self.pad_token >= self.vocab_size:
-            raise ValueError(f"pad_token: expected one of {self.vocab_size} tokens, got {self.pad_token}")
-        read = self.view_tokens + self.prompt_tokens
-        if read > self.text_places:
+            raise ValueError(f"pad_token: expected an id below {self.vocab_size}, got {self.pad_token}")
+        text_tokens = self.view_tokens + self.prompt_tokens
+        if text_tokens > self.text_places:
             raise ValueError(
-                f"text_places: expected {read} or more, a view's and a prompt's, got {self.text_places}"
+                f"text_places: expected at least {text_tokens}, for one view and the prompt, got {self.text_places}"
             )
-        seen = self.chunk_size + read + (self.views - 1) * self.view_tokens
-        if seen > self.places:
+        head_tokens = self.chunk_size + text_tokens + (self.views - 1) * self.view_tokens
+        if head_tokens > self.places:
             raise ValueError(
-                f"places: expected {seen} or more, those of actions, views and prompt, got {self.places}"
+                f"places: expected at least {head_tokens}, for actions, views and prompt, got {self.places}"
             )
         if list(self.grippers) != sorted({g for g in self.grippers if 0 <= g < self.max_action_dim}):
             raise ValueError(
-                f"grippers: expected rising numbers from 0 to {self.max_action_dim - 1}, got {list(self.grippers)}"
+                f"grippers: expected increasing indices from 0 to {self.max_action_dim - 1}, got {list(self.grippers)}"
             )
 
     @property
     def view_tokens(self) -> int:
-        """Return the number of tokens of a view: the mean, and one of each feature."""
+        """Return the number of tokens of a view: one for the mean and one for each feature."""
         return 1 + self.rows * self.cols
 
 
 class XVLAContext(NamedTuple):
-    """Tokens of the head that each step finds as they are, [B, K, C], and the state's share of those of the actions,
-    [B, 1, C]."""
+    """The tensors that each solver step reads.
+
+    Attributes:
+        rows: Tokens of the head that stay constant over the steps, [B, K, C].
+        state: Contribution of the state to the action tokens, [B, 1, C].
+    """
 
     rows: Tensor
     state: Tensor
 
 
 class Connector(nn.Module):
-    """Features with their places -> their mean, then themselves, projected and normed."""
+    """Adds position embeddings to the features of a view, and projects and normalises their mean and the features."""
 
     def __init__(self, config: XVLAConfig):
         super().__init__()
@@ -118,7 +134,7 @@ class Connector(nn.Module):
 
 
 class TextLayer(nn.Module):
-    """A block with norms behind its branches."""
+    """A transformer layer with norms after the branches."""
 
     def __init__(self, config: ViTConfig):
         super().__init__()
@@ -133,7 +149,7 @@ class TextLayer(nn.Module):
 
 
 class TextEncoder(nn.Module):
-    """BART's encoder (Lewis et al. 2019, arXiv 1910.13461) over rows of any kind, all of which are read."""
+    """BART's encoder (Lewis et al. 2019, arXiv 1910.13461) over embeddings of image and text. There is no mask."""
 
     layers: Sequence[TextLayer]
 
@@ -153,6 +169,8 @@ class TextEncoder(nn.Module):
 
 
 class XVLA(Model):
+    """X-VLA: Florence-2 and a transformer that denoises the actions."""
+
     config_type = XVLAConfig
     config: XVLAConfig
     per_embodiment: ClassVar[tuple[str, ...]] = (
@@ -201,23 +219,33 @@ class XVLA(Model):
         return self.connector(self.vision(pixels.flatten(0, 1))).unflatten(0, pixels.shape[:2])
 
     def views_of(self, image_tokens: Tensor, camera_mask: Tensor) -> Tensor:
-        """Return the tokens of all views that training had, [B, views, N, C]: zeros for those that are missing."""
-        seen = image_tokens.masked_fill(~camera_mask[:, :, None, None], 0.0)
-        return F.pad(seen, (0, 0, 0, 0, 0, self.config.views - image_tokens.shape[1]))
+        """Return the tokens of all views that training had, [B, views, N, C]. Missing views are zero."""
+        available = image_tokens.masked_fill(~camera_mask[:, :, None, None], 0.0)
+        return F.pad(available, (0, 0, 0, 0, 0, self.config.views - image_tokens.shape[1]))
 
     def filled(self, tokens: Tensor, token_mask: Tensor) -> Tensor:
-        """Return the prompt as it was trained, int64 [B, prompt_tokens], padding included."""
+        """Return the prompt as in training, int64 [B, prompt_tokens], including padding."""
         spare, pad = self.config.prompt_tokens - tokens.shape[1], self.config.pad_token
         return F.pad(tokens.masked_fill(~token_mask, pad), (0, spare), value=pad)
 
     def embed_text(self, first: Tensor, tokens: Tensor) -> Tensor:
-        """first: tokens of the first view, [B, N, C]; tokens: int64 [B, prompt_tokens] -> [B, L, C]."""
+        """Return the text encoder's input, [B, L, C].
+
+        Args:
+            first: [B, N, C], tokens of the first view.
+            tokens: int64 [B, prompt_tokens].
+        """
         return torch.cat(
             [first.to(self.language.embed_tokens.dtype), self.language.embed_tokens(tokens)], dim=1
         )
 
     def head_rows(self, text: Tensor, others: Tensor) -> Tensor:
-        """text: [B, L, C], encoded; others: [B, V, N, C], views behind the first -> [B, K, C'], domain's behind."""
+        """Return the head's tokens that stay constant over the solver steps, [B, K, C'].
+
+        Args:
+            text: [B, L, C], output of the text encoder.
+            others: [B, V, N, C], tokens of the views after the first. The learned tokens of the domain come last.
+        """
         B, H = text.shape[0], self.config.chunk_size
         rows = torch.cat([self.language_proj(text), self.view_proj(others.flatten(1, 2))], dim=1)
         rows = rows + self.places[H : H + rows.shape[1]]
@@ -236,7 +264,7 @@ class XVLA(Model):
         return self.time_proj(cosines_then_sines(t, self.config.time_size, LONGEST))
 
     def embed_actions(self, x: Tensor, time_embedding: Tensor, context: XVLAContext) -> Tensor:
-        """Return the head's tokens of noisy actions [B, H, A], without their places: [B, H, C]."""
+        """Return the head's tokens of noisy actions [B, H, A], without position embeddings, [B, H, C]."""
         return self.action_in_proj(x) + context.state + time_embedding[:, None]
 
     def act(self, x: Tensor, time_embedding: Tensor, context: XVLAContext) -> Tensor:
@@ -248,7 +276,7 @@ class XVLA(Model):
         return self.closed(self.action_out_proj(self.norm(h[:, :H])).float())
 
     def closed(self, actions: Tensor) -> Tensor:
-        """Return the actions with those numbers that are grippers' through a sigmoid, [B, H, A]."""
+        """Return the actions [B, H, A] with a sigmoid applied to the gripper values."""
         parts, start = [], 0
         for index in self.config.grippers:
             parts += [actions[..., start:index], actions[..., index : index + 1].sigmoid()]

@@ -1,1 +1,1 @@
-"""A SmolVLA of random weights in LeRobot's layout, at any size: for the demo, the measurements and the tests."""
+"""Random SmolVLA checkpoints in LeRobot's layout, of any size, for the demo, measurements and tests."""

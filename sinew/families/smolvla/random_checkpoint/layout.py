@@ -1,6 +1,6 @@
-"""Sizes of a LeRobot SmolVLA checkpoint, and how its tensors are stored.
+"""Sizes of a random SmolVLA checkpoint in LeRobot's layout, and the dtype of each tensor.
 
-The defaults of :class:`Widths` are SmolVLA with SmolVLM2-500M: 500 tensors, 450,046,176 parameters.
+The defaults of :class:`Widths` are those of SmolVLA with SmolVLM2-500M: 500 tensors, 450,046,176 parameters.
 """
 
 from __future__ import annotations
@@ -8,24 +8,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# "float32": everything F32.
-# "native":  what LeRobot builds without pretrained VLM weights: the language model and the expert in
-#            bfloat16; vision, connector and lm_head in float32.
-# "bf16-vlm": what it builds with them, as published checkpoints are: those in bfloat16 too.
-# The projections at both ends and the cross-attention k/v projections are float32 in all three.
+# How the tensors are stored. "float32" stores all tensors in float32. "native" is a LeRobot model without pretrained
+# VLM weights: the language model and the expert are bfloat16, and vision, connector and lm_head are float32. "bf16-vlm"
+# is a LeRobot model with pretrained VLM weights, as in published checkpoints: vision, connector and lm_head are
+# bfloat16 too. In all three, the projections of states and actions and the key and value projections of cross layers
+# are float32.
 StorageRecipe = Literal["float32", "native", "bf16-vlm"]
 
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Hyper-parameters that fix tensor shapes, by the names of the configs that they end up in."""
+    """Sizes that define the shapes of the tensors, with the names in the configurations.
+
+    Attributes:
+        text_layers: Layers in the VLM's configuration. The policy uses the first ``num_vlm_layers``.
+        scale_factor: Factor of the pixel shuffle between vision tower and language model.
+        num_expert_layers: Layers of the expert. 0 or less means ``num_vlm_layers``.
+    """
 
     text_hidden: int = 960
     text_ffn: int = 2560
     text_heads: int = 15
     text_kv_heads: int = 5
     head_dim: int = 64
-    text_layers: int = 32  # in the VLM's config; the policy keeps the first ``num_vlm_layers``
+    text_layers: int = 32
     num_vlm_layers: int = 16
     vocab_size: int = 49280
     vision_hidden: int = 768
@@ -34,9 +40,9 @@ class Widths:
     vision_layers: int = 12
     image_size: int = 512
     patch_size: int = 16
-    scale_factor: int = 4  # factor of the pixel shuffle between vision tower and language model
+    scale_factor: int = 4
     expert_width_multiplier: float = 0.75
-    num_expert_layers: int = -1  # 0 or less: as many as ``num_vlm_layers``
+    num_expert_layers: int = -1
     self_attn_every_n_layers: int = 2
     chunk_size: int = 50
     max_state_dim: int = 32
@@ -67,7 +73,7 @@ TINY = Widths(
 
 
 def storage(name: str, w: Widths, recipe: StorageRecipe) -> Literal["F32", "BF16"]:
-    """Return the type in which a recipe stores the tensor of this name."""
+    """Return the dtype in which a storage recipe stores a tensor."""
     if recipe == "float32" or not name.startswith("model.vlm_with_expert."):
         return "F32"
     if ".lm_expert." in name:
@@ -79,5 +85,7 @@ def storage(name: str, w: Widths, recipe: StorageRecipe) -> Literal["F32", "BF16
 
 
 def _is_cross(layer: int, w: Widths) -> bool:
-    """True where LeRobot replaces k_proj and v_proj by projections of the cached prefix K/V."""
+    """Return True if LeRobot replaces k_proj and v_proj of this layer by projections of the prefix's keys and
+    values.
+    """
     return w.self_attn_every_n_layers <= 0 or layer % w.self_attn_every_n_layers != 0

@@ -1,7 +1,7 @@
-"""Write a random SmolVLA checkpoint in LeRobot's layout, at full size or any other.
+"""Write a random SmolVLA checkpoint in LeRobot's layout, at full size or at any other size.
 
-Speed, memory and file handling can then be measured at real size with no download. The weights are noise
-scaled so that activations stay near one; no policy was trained, so the actions mean nothing.
+So speed, memory and file handling can be measured at full size without a download. The weights are noise that is scaled
+to keep activations near one. The policy is not trained, so its actions have no meaning.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ CAMERA_HEIGHT, CAMERA_WIDTH = 480, 640
 
 @dataclass(frozen=True, slots=True)
 class RandomCheckpoint:
-    """The written files.
+    """The files of a random checkpoint.
 
     Attributes:
         policy: The checkpoint folder.
-        vlm: The folder in place of ``vlm_model_name``.
+        vlm: The folder that replaces the repository ``vlm_model_name``.
+        parameters: Number of parameters.
+        nbytes: Size of model.safetensors in bytes.
     """
 
     policy: Path
     vlm: Path
     parameters: int
-    nbytes: int  # bytes of model.safetensors
+    nbytes: int
 
 
 def write_checkpoint(
@@ -52,7 +54,17 @@ def write_checkpoint(
     widths: Widths | None = None,
     progress: Progress | None = None,
 ) -> RandomCheckpoint:
-    """Write ``path/checkpoint`` and ``path/vlm``; the same arguments always give the same bytes."""
+    """Write ``path/checkpoint`` and ``path/vlm``. The same arguments always give the same bytes.
+
+    Args:
+        path: The folder to write to.
+        dtype: How the tensors are stored.
+        cameras: Number of cameras.
+        state_dim: Size of the state.
+        action_dim: Size of an action.
+        widths: Sizes of the model. None means SmolVLA's sizes.
+        progress: Called with the bytes written so far and the total.
+    """
     w = widths or Widths()
     for name, value, limit in (
         ("state_dim", state_dim, w.max_state_dim),
@@ -78,20 +90,23 @@ def write_checkpoint(
 
 
 def write_demo(path: Path, tiny: bool, progress: Progress) -> RandomCheckpoint:
-    """Write what ``sinew demo --full-size`` converts, or a million parameters of it."""
+    """Write the checkpoint of ``sinew demo``: at full size, or with about a million parameters if ``tiny`` is True."""
     return write_checkpoint(path, widths=TINY if tiny else Widths(), progress=progress)
 
 
 def tensors(w: Widths, recipe: StorageRecipe = "float32") -> list[TensorPlan]:
-    """Return every tensor of ``model.safetensors``, in the order in which safetensors stores them: our model's under
-    upstream's names, and the language head, which no action reads."""
+    """Return the plan of every tensor in ``model.safetensors``, in the order in which the safetensors library stores
+    them.
+
+    The tensors are those of Sinew's model under LeRobot's names, and the language head.
+    """
     record = policy_config(w, recipe, _features(1, 1, 1))
     checkpoint = LeRobotCheckpoint(Path(), ConvertOptions(), SCHEMA, record)
     model = build_on_meta("smolvla", model_config(checkpoint, vlm_config(w), {}))
     shapes = {upstream_name(name, PREFIXES): tuple(t.shape) for name, t in model.state_dict().items()}
     shapes[HEAD] = shapes[TABLE]
     plans = [TensorPlan(name, shape, _init(name), storage(name, w, recipe)) for name, shape in shapes.items()]
-    # The wider type first, then by name: what the safetensors library writes.
+    # The safetensors library writes tensors of the wider dtype first, and then sorts by name.
     return sorted(plans, key=lambda plan: (plan.storage != "F32", plan.name))
 
 
@@ -104,9 +119,6 @@ def _init(name: str) -> Init:
     return "embedding" if module.endswith(("embed_tokens", "position_embedding")) else "matrix"
 
 
-# ----------------------------------------------------------------------------- configuration
-
-
 def _features(cameras: int, state_dim: int, action_dim: int) -> dict[str, dict[str, Any]]:
     image = {"type": "VISUAL", "shape": [3, CAMERA_HEIGHT, CAMERA_WIDTH]}
     return {
@@ -117,7 +129,7 @@ def _features(cameras: int, state_dim: int, action_dim: int) -> dict[str, dict[s
 
 
 def _statistics(state_dim: int, action_dim: int) -> dict[tuple[str, str], np.ndarray]:
-    """Means and deviations like those of joint angles in degrees; different for every joint."""
+    """Return means and standard deviations like those of joint angles in degrees, different for every joint."""
     return {
         ("action", "mean"): np.linspace(-30, 25, action_dim, dtype=np.float32),
         ("action", "std"): np.linspace(12, 31, action_dim, dtype=np.float32),
@@ -130,7 +142,7 @@ _NORMALIZATION = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD
 
 
 def policy_config(w: Widths, dtype: StorageRecipe, features: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """``config.json`` as LeRobot 0.6 writes it, without the training fields that inference never reads."""
+    """Return ``config.json`` as LeRobot 0.6 writes it, without the training fields that inference does not read."""
     return {
         "type": "smolvla",
         "n_obs_steps": 1,
@@ -214,7 +226,7 @@ def vlm_config(w: Widths) -> dict[str, Any]:
 def _write_processors(
     policy: Path, w: Widths, features: dict[str, dict[str, Any]], stats: dict[tuple[str, str], np.ndarray]
 ) -> None:
-    """The pre- and post-processor pipelines of LeRobot 0.6, each with a file of statistics."""
+    """Write the preprocessor and the postprocessor of LeRobot 0.6, each with a file of statistics."""
     device = {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}}
     norm = {"eps": 1e-8, "features": features, "norm_map": _NORMALIZATION}
     tokenizer = {
