@@ -91,9 +91,10 @@ class Capabilities:
 
     def check(self, observation: Observation, spec: PolicySpec) -> None:
         """Raise :class:`ObservationError` for a field that requests a capability which this policy lacks."""
-        if observation.previous is not None:
+        request = observation.continuation
+        if request is not None and request.previous is not None:
             self._require(Capability.GUIDE, "previous")
-            kind = kind_of(observation, spec)
+            kind = kind_of(request, spec)
             if kind in RTC and kind not in self.guides:
                 able = either(engines_that(guides=RTC))
                 known = either(self.guides)

@@ -18,6 +18,8 @@ from sinew_client.errors import (
     did_you_mean,
 )
 from sinew_client.types import (
+    CONDITIONS,
+    CONTINUATION,
     MAX_HISTORY,
     MAX_HISTORY_STEPS,
     RTC,
@@ -25,6 +27,7 @@ from sinew_client.types import (
     WORDS,
     ActionChunk,
     CameraSpec,
+    ContinuationRequest,
     KeyMap,
     Moment,
     MotionSpec,

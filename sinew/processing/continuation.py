@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.core import RTC, SCHEDULES, Observation, ObservationError, PolicySpec
+from sinew.core import CONTINUATION, RTC, SCHEDULES, ContinuationRequest, ObservationError, PolicySpec
 from sinew.processing.arrays import numbers
 from sinew.steps.vector.base import VectorStep, turn_back
 
@@ -31,15 +31,15 @@ class Continuation:
     beta: float
 
 
-def check_continuation(observation: Observation, spec: PolicySpec) -> None:
+def check_continuation(request: ContinuationRequest, spec: PolicySpec) -> None:
     """Raise :class:`ObservationError` for fields of real-time chunking that do not fit the policy."""
-    given = {name: getattr(observation, name) for name in ("delay", "horizon", "rtc", "schedule", "beta")}
-    if observation.previous is None:
+    given = {name: getattr(request, name) for name in CONTINUATION if name != "previous"}
+    if request.previous is None:
         for name, value in given.items():
             if value is not None:
                 raise ObservationError(name, "`previous` with it, the actions to continue", "none")
         return
-    rows = numbers("previous", observation.previous)
+    rows = numbers("previous", request.previous)
     if rows.ndim != 2 or rows.shape[1] != spec.action.dim:
         raise ObservationError(
             "previous",
@@ -64,16 +64,16 @@ def check_continuation(observation: Observation, spec: PolicySpec) -> None:
         not isinstance(beta, (int, float, np.integer, np.floating)) or not 0 <= beta <= MAX_BETA
     ):
         raise ObservationError("beta", f"a number from 0 to {MAX_BETA:g}", repr(beta))
-    if kind_of(observation, spec) == "trained":
-        _check_trained(observation, spec)
+    if kind_of(request, spec) == "trained":
+        _check_trained(request, spec)
 
 
-def kind_of(observation: Observation, spec: PolicySpec) -> str:
-    """Return how ``previous`` is continued: as the observation states, else as the policy was trained."""
-    return observation.rtc or ("trained" if spec.committed_rows else "guided")
+def kind_of(request: ContinuationRequest, spec: PolicySpec) -> str:
+    """Return how ``previous`` is continued: as the request states, else as the policy was trained."""
+    return request.rtc or ("trained" if spec.committed_rows else "guided")
 
 
-def _check_trained(observation: Observation, spec: PolicySpec) -> None:
+def _check_trained(request: ContinuationRequest, spec: PolicySpec) -> None:
     if not spec.committed_rows:
         raise ObservationError(
             "rtc",
@@ -81,15 +81,15 @@ def _check_trained(observation: Observation, spec: PolicySpec) -> None:
             "trained",
         )
     for name in ("schedule", "beta"):
-        if (value := getattr(observation, name)) is not None:
+        if (value := getattr(request, name)) is not None:
             raise ObservationError(name, "no value with rtc trained, which has no weights", repr(value))
-    if (delay := int(observation.delay or 0)) > spec.committed_rows:
+    if (delay := int(request.delay or 0)) > spec.committed_rows:
         expected = f"at most the {spec.committed_rows} rows that this checkpoint was trained to continue"
         raise ObservationError("delay", expected, str(delay))
 
 
 def continuation(
-    observation: Observation,
+    request: ContinuationRequest,
     spec: PolicySpec,
     normalizer: Any,
     steps: Sequence[VectorStep],
@@ -97,10 +97,10 @@ def continuation(
     width: int,
     first_row: int = 0,
 ) -> Continuation | None:
-    """Return the continuation that a checked observation requests; None without guidance.
+    """Return the continuation that a checked request describes; None without guidance.
 
     Args:
-        observation: The observation.
+        request: The actions to continue.
         spec: The policy's specification.
         normalizer: Normaliser of the actions.
         steps: Changes of units after the normaliser. They are inverted here.
@@ -108,13 +108,13 @@ def continuation(
         width: Width of the model's action rows.
         first_row: Row of the solution where its chunk begins. Nothing is continued before it.
     """
-    kind = kind_of(observation, spec)
-    beta = BETA if observation.beta is None else float(observation.beta)
-    if observation.previous is None or (beta == 0.0 and kind != "ramp"):
+    kind = kind_of(request, spec)
+    beta = BETA if request.beta is None else float(request.beta)
+    if request.previous is None or (beta == 0.0 and kind != "ramp"):
         return None
-    given = np.asarray(observation.previous, np.float64)[: spec.chunk_size]
-    rows, delay = spec.noise_shape[0] - first_row, int(observation.delay or 0)
-    end = min(spec.chunk_size - int(observation.horizon or 0), len(given))
+    given = np.asarray(request.previous, np.float64)[: spec.chunk_size]
+    rows, delay = spec.noise_shape[0] - first_row, int(request.delay or 0)
+    end = min(spec.chunk_size - int(request.horizon or 0), len(given))
     # Imported here, because the robot's controller needs protobuf, which a machine that only measures may lack.
     from sinew_client.control.blend import guidance_weights, ramp_strength
 
@@ -126,7 +126,7 @@ def continuation(
             return None
         per_row, free = (np.arange(rows) >= end).astype(np.float32), 1.0
     else:
-        per_row, free = guidance_weights(rows, delay, end, observation.schedule or "exp"), 0.0
+        per_row, free = guidance_weights(rows, delay, end, request.schedule or "exp"), 0.0
         if not per_row.any():
             return None
     # Statistics may be per row, so the rows that are missing are filled in; nothing reads them.

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import filterfalse
-from operator import attrgetter
 from typing import TypedDict
 
 import numpy as np
@@ -105,7 +104,6 @@ class Prepared:
 
 SMALLEST_DRAW = np.float32(1e-30)  # bound of exponential noise, because policies divide by it
 MOST_SHAPES = 64  # remembered valid shapes of frames; bounded, because clients choose them
-_continued = attrgetter("previous", "delay", "horizon", "rtc", "schedule", "beta")
 
 
 class Allowed(TypedDict, total=False):
@@ -193,7 +191,7 @@ class Processor:
             seed=seed,
             steps=observation.solver_steps or self.spec.solver_steps,
             state=state,
-            continuation=None if observation.previous is None else self._continuation(observation, state),
+            continuation=self._continuation(observation, state),
             session=observation.session,
             time=observation.time,
             missing=tuple(filterfalse(observation.images.__contains__, self._cameras)),
@@ -227,8 +225,8 @@ class Processor:
         _integer(steps := observation.solver_steps, "solver_steps", solver.fixed_steps or 1, most)
         if steps is not None and steps not in (near := solver.possible(steps)):
             raise ObservationError("solver_steps", " or ".join(map(str, near)), str(steps))
-        if any(each is not None for each in _continued(observation)):
-            check_continuation(observation, self.spec)
+        if (request := observation.continuation) is not None:
+            check_continuation(request, self.spec)
         scale = 1.0
         if observation.guidance_scale is not None:
             scale = scale_of(observation, self.recipe.prompt, advantage)
@@ -339,9 +337,11 @@ class Processor:
         return np.ascontiguousarray(actions, np.float32)
 
     def _continuation(self, observation: Observation, state: np.ndarray) -> Continuation | None:
+        if (request := observation.continuation) is None:
+            return None
         steps, width = self.recipe.action_steps, self.recipe.padded_action_dim
         first = self.recipe.first_row
-        return continuation(observation, self.spec, self.action_normalizer, steps, state, width, first)
+        return continuation(request, self.spec, self.action_normalizer, steps, state, width, first)
 
     def _check_earlier(self, observation: Observation) -> None:
         most = self.spec.history - 1

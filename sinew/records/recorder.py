@@ -27,16 +27,26 @@ import numpy as np
 from sinew_client.untrusted import Npz, UntrustedError, open_npz, parse_json
 from sinew_client.untrusted.archives import MAX_ARRAYS, MAX_UNPACKED
 
-from sinew.core import MAX_HISTORY, MAX_SIZE, WORDS, Moment, Observation, SinewError, scratch
+from sinew.core import (
+    CONDITIONS,
+    CONTINUATION,
+    MAX_HISTORY,
+    MAX_SIZE,
+    WORDS,
+    Moment,
+    Observation,
+    SinewError,
+    scratch,
+)
 from sinew.records import arithmetic
 from sinew.records.background_writer import BackgroundWriter, Entry
 
 MAX_NAME = 256  # characters of a camera's name in a file
 MAX_META = 1 << 20  # characters of JSON; a prompt of 65,536 takes at most 786,432
 MAX_NUMBERS = 1 << 20  # most numbers of actions, noise, tokens or previous
-_ASKED = ("prompt", "solver_steps", "session", "time", "adapter", "advantage", "guidance_scale")
-_PLAIN = (*_ASKED, "delay", "horizon", "rtc", "schedule", "beta")
 _ARRAYS = ("noise", "tokens", "previous")
+_ASKED = ("prompt", "solver_steps", "session", "time", "adapter", *CONDITIONS)
+_PLAIN = (*_ASKED, *(name for name in CONTINUATION if name not in _ARRAYS))
 _EARLIER = re.compile(r"^earlier/\d{1,2}/")  # before the name of an array of an earlier moment
 
 

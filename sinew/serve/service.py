@@ -130,8 +130,9 @@ class Service:
         seconds = self._account(job, outcome)
         seen, deployment, request = job.observation, job.deployment, job.request
         if deployment is not None and seen is not None:
-            if seen.previous is not None and isinstance(outcome, ActionChunk):
-                self.uses.add(kind_of(seen, deployment.spec))
+            continued = seen.continuation
+            if continued is not None and isinstance(outcome, ActionChunk):
+                self.uses.add(kind_of(continued, deployment.spec))
             for record in self._records.values():
                 about = deployment.metadata.get("server", {})
                 record.put(request.wire, job.session, seen, outcome, about, policy=request.policy)

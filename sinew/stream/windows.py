@@ -15,7 +15,7 @@ import numpy as np
 from sinew_client.control.trajectory import Node, Trajectory
 from sinew_client.solver import Solver
 
-from sinew.core import Observation, SinewError
+from sinew.core import ContinuationRequest, SinewError
 from sinew.engine.engine import Engine
 from sinew.engine.watch import Watch
 from sinew.processing import Processor
@@ -237,9 +237,9 @@ class Chunks:
         at = np.rint(np.arange(min(count, spec.chunk_size)) * self.rate / self.hz).astype(int)
         previous = known[np.minimum(at, len(known) - 1)]
         delay = max(0, math.ceil((origin / self.rate - frame_time) * self.hz - 1e-6))
-        wanted = Observation(
-            images={}, state=state, previous=previous, delay=min(delay, len(previous)),
+        request = ContinuationRequest(
+            previous=previous, delay=min(delay, len(previous)),
             horizon=max(0, spec.chunk_size - 2 * max(delay, 1)), rtc=self.guidance,
         )  # fmt: skip
         recipe, normalizer = self._processor.recipe, self._processor.action_normalizer
-        return continuation(wanted, spec, normalizer, recipe.action_steps, state, recipe.padded_action_dim)
+        return continuation(request, spec, normalizer, recipe.action_steps, state, recipe.padded_action_dim)

@@ -193,7 +193,7 @@ def guidance(*options: str) -> None:
     from lerobot.policies.rtc.modeling_rtc import RTCProcessor
     from lerobot_policy_sinew.rtc import Continued
 
-    from sinew.core import Observation
+    from sinew.core import ContinuationRequest
     from sinew.engine.guidance import guide
     from sinew.models.solvers import FLOW, solve
     from sinew.processing.continuation import continuation
@@ -235,7 +235,7 @@ def guidance(*options: str) -> None:
         padded = torch.zeros(settings.execution_horizon, width)  # as its engine hands them over
         padded[: len(left)] = left
         fields = continued.fields(padded.numpy(), delay, state)
-        asked = continuation(Observation({}, state, **fields), spec, Same, (), state, width)
+        asked = continuation(ContinuationRequest(**fields), spec, Same, (), state, width)
         if asked is None:
             ours = alone
         else:

@@ -13,7 +13,14 @@ from sinew_eval.foreign.server import serving
 
 from sinew.bundle.schema import Normalization
 from sinew.cli import main
-from sinew.core import Observation, ObservationError, PolicySpec, RequestError, VectorSpec
+from sinew.core import (
+    ContinuationRequest,
+    Observation,
+    ObservationError,
+    PolicySpec,
+    RequestError,
+    VectorSpec,
+)
 from sinew.policy import load
 from sinew.processing.continuation import check_continuation, continuation
 from sinew.processing.normalize import Normalizer
@@ -139,7 +146,7 @@ def test_fields_are_taken_to_their_bounds_and_refused_beyond() -> None:
         (TRAINED, {}),
         (TRAINED, {"delay": 3, "rtc": "guided", "schedule": "ones", "beta": 1.0}),
     ):
-        check_continuation(asking(**fields), spec)
+        check_continuation(asking(**fields).continuation, spec)
     many = "at most the 2 rows that this checkpoint was trained to continue"
     weigh = "no value with rtc trained, which has no weights"
     for spec, fields, message in (
@@ -162,7 +169,7 @@ def test_fields_are_taken_to_their_bounds_and_refused_beyond() -> None:
         (TRAINED, {"beta": 5.0}, f"beta: expected {weigh}, got 5.0"),
     ):
         with pytest.raises(ObservationError) as error:
-            check_continuation(asking(**fields), spec)
+            check_continuation(asking(**fields).continuation, spec)
         assert str(error.value) == message
     bad = asking()
     bad.previous[1, 1] = np.nan  # type: ignore[index]
@@ -182,21 +189,21 @@ def test_fields_are_taken_to_their_bounds_and_refused_beyond() -> None:
         ),
     ):
         with pytest.raises(ObservationError) as error:
-            check_continuation(odd, PLAIN)
+            check_continuation(odd.continuation, PLAIN)
         assert str(error.value) == message
     for name in ("delay", "horizon", "rtc", "schedule", "beta"):
         with pytest.raises(
             ObservationError, match=f"^{name}: expected `previous` with it, the actions to continue"
         ):
-            check_continuation(Observation({}, np.zeros(2), **{name: 0}), PLAIN)  # type: ignore[arg-type]
-    check_continuation(Observation({}, np.zeros(2)), PLAIN)
+            check_continuation(ContinuationRequest(**{name: 0}), PLAIN)  # type: ignore[arg-type]
+    assert Observation({}, np.zeros(2)).continuation is None
 
 
 def test_rows_of_each_kind_that_are_continued() -> None:
     """Of five that the solver integrates, four are the chunk's, and the horizon's are free."""
 
     def of(spec: PolicySpec, **fields: Any) -> Any:
-        return continuation(asking(**fields), spec, IDENTITY, (), np.zeros(2), 3)
+        return continuation(asking(**fields).continuation, spec, IDENTITY, (), np.zeros(2), 3)
 
     found = of(PLAIN, delay=1, horizon=1)
     assert (found.kind, found.beta, found.overlap) == ("guided", 5.0, 3)
@@ -219,19 +226,19 @@ def test_rows_of_each_kind_that_are_continued() -> None:
         assert (trained.kind, trained.overlap) == ("trained", end)
         assert trained.weights.tolist() == [[0] * 3] * end + [[1] * 3] * (5 - end)
     assert of(TRAINED) is None
-    assert continuation(Observation({}, np.zeros(2)), PLAIN, IDENTITY, (), np.zeros(2), 3) is None
+    assert continuation(ContinuationRequest(), PLAIN, IDENTITY, (), np.zeros(2), 3) is None
 
 
 def test_actions_are_turned_back_before_they_are_continued() -> None:
     """Relative ones to the state of the new frame; a step without an inverse is refused by name."""
     state, add = np.array([10.0, 20.0]), AddState((0, 1))
-    found = continuation(asking(), PLAIN, IDENTITY, (add,), state, 2)
+    found = continuation(asking().continuation, PLAIN, IDENTITY, (add,), state, 2)
     assert found is not None
     assert found.target[:3].tolist() == [[-10, -19], [-8, -17], [-6, -15]]
     with pytest.raises(
         ObservationError, match="^previous: expected actions that can be turned back .* a step"
     ):
-        continuation(asking(), PLAIN, IDENTITY, (add, Threshold((1,))), state, 2)
+        continuation(asking().continuation, PLAIN, IDENTITY, (add, Threshold((1,))), state, 2)
 
 
 def test_one_row_is_continued_and_padding_is_committed_with_its_rows() -> None:
@@ -244,7 +251,7 @@ def test_one_row_is_continued_and_padding_is_committed_with_its_rows() -> None:
         ("trained", [[0, 0, 0], *[[1, 1, 1]] * 3]),
         ("guided", [[1, 1, 0], *[[0, 0, 0]] * 3]),  # nothing pulls at padding
     ):
-        asked = Observation({}, np.zeros(2, np.float32), previous=np.float32([[1, 2]]), delay=1, rtc=kind)
+        asked = ContinuationRequest(previous=np.float32([[1, 2]]), delay=1, rtc=kind)
         check_continuation(asked, spec)
         found = continuation(asked, spec, normalizer, (), np.zeros(2), 3)
         assert found is not None

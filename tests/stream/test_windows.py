@@ -234,7 +234,6 @@ def test_a_chunk_continues_what_the_robot_was_given(
         assert wanted.delay == min(delay, len(rows))
         assert wanted.horizon == max(0, spec.chunk_size - 2 * max(delay, 1))
         assert wanted.rtc == "guided"
-        assert wanted.state is state
     assert solve(40.0, 40) is None  # nothing is known of what follows
     many = round(2 * per_row * spec.chunk_size)
     chunks.handed(np.zeros((many, spec.action.dim), np.float32), 40, run=3)

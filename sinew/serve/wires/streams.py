@@ -21,8 +21,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from sinew_client.protocol import CONDITION_KEYS
 from sinew_client.schema import PredictRequest, PredictResponse
+from sinew_client.types import CONDITIONS
 
 from sinew.core import RTC, ActionChunk, BusyError, Observation, ObservationError, RequestError, SinewError
 from sinew.core.rate_limited_log import RateLimitedLog
@@ -211,7 +211,7 @@ class Streams:
                 "adapter", "none in a stream, which the base computes", repr(request.adapter[:64])
             )
         state = np.fromiter(request.raw_state, np.float32, len(request.raw_state))
-        for name in CONDITION_KEYS:
+        for name in CONDITIONS:
             if request.HasField(name):
                 raise ObservationError(name, "none in a stream, which follows the policy's own", "one")
         robot = self._robot(peer, envelope, header.session, request)

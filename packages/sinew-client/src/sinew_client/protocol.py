@@ -15,12 +15,18 @@ from google.protobuf.message import DecodeError
 from sinew_client import schema
 from sinew_client.errors import ClientError, InvalidObservation, LateChunk, ServerError, UnsafeChunk
 from sinew_client.robot_report import RobotReport
-from sinew_client.types import MOST_TOGETHER, WORDS, ActionChunk, Moment, Observation, Timing
+from sinew_client.types import (
+    CONDITIONS,
+    CONTINUATION,
+    MOST_TOGETHER,
+    WORDS,
+    ActionChunk,
+    Moment,
+    Observation,
+    Timing,
+)
 from sinew_client.untrusted import UntrustedError, parse_json, shown
 
-# These fields state how the policy continues the actions in the field ``previous`` (real-time chunking).
-CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")
-CONDITION_KEYS = ("advantage", "guidance_scale")
 # "deadline_ms" is a field of the request and not of the observation. Users may add it to the dict of an observation.
 OBSERVATION_KEYS = (*(each.name for each in fields(Observation)), "deadline_ms")
 
@@ -31,7 +37,7 @@ _KNOWN = frozenset(OBSERVATION_KEYS)
 _SCALARS = frozenset(
     (
         *("prompt", "session", "seed", "solver_steps", "time", "deadline_ms", "adapter"),
-        *(*CONTINUATION_KEYS, *CONDITION_KEYS, *WORDS),
+        *(name for name in (*CONTINUATION, *CONDITIONS, *WORDS) if name != "previous"),
     )
 )
 _IMAGES = schema.PredictRequest.DESCRIPTOR.fields_by_name["images"].number

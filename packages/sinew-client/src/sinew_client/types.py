@@ -262,7 +262,23 @@ class PolicySpec:
 RTC = ("guided", "no-jacobian", "ramp", "trained")
 SCHEDULES = ("exp", "linear", "ones", "zeros")
 OTHERS_WORDS = {"task": "prompt", "instruction": "prompt", "language_instruction": "prompt"}
+
+
+@dataclass(frozen=True)
+class ContinuationRequest:
+    """The actions that a new chunk continues (real-time chunking). :class:`Observation` has the same fields, flat."""
+
+    previous: np.ndarray | None = None
+    delay: int | None = None
+    horizon: int | None = None
+    rtc: str | None = None
+    schedule: str | None = None
+    beta: float | None = None
+
+
+CONTINUATION = tuple(each.name for each in fields(ContinuationRequest))
 WORDS = ("subtask", "question", "text_only", "text_tokens")  # fields that request text from the language head
+CONDITIONS = ("advantage", "guidance_scale")  # fields that condition the chunk
 
 
 @dataclass(frozen=True)
@@ -348,6 +364,12 @@ class Observation:
     def moments(self) -> tuple[Moment, ...]:
         """All observation steps, oldest first. The last one is this observation's own."""
         return (*self.earlier, Moment(self.images, self.state))
+
+    @property
+    def continuation(self) -> ContinuationRequest | None:
+        """The actions to continue; None if no field of real-time chunking is set."""
+        values = [getattr(self, name) for name in CONTINUATION]
+        return None if all(value is None for value in values) else ContinuationRequest(*values)
 
     @property
     def asks(self) -> str:

@@ -28,6 +28,8 @@ import numpy as np
 from sinew_client.untrusted import UntrustedError, named, parse_npy, raw_array, shown, unpack_msgpack
 
 from sinew.core import (
+    CONDITIONS,
+    CONTINUATION,
     ActionChunk,
     Moment,
     Observation,
@@ -56,8 +58,8 @@ MAX_VALUES = 2048
 MAX_ERROR_TEXT = 1000
 OPTIONS = (
     *("session", "deadline_ms", "seed", "solver_steps"),
-    *("previous", "delay", "horizon", "rtc", "schedule", "beta"),
-    *("advantage", "guidance_scale"),
+    *CONTINUATION,
+    *CONDITIONS,
 )
 FIELDS = ("endpoint", "data", "api_token")  # fields of a request
 ENDPOINTS = ("get_action", "get_modality_config", "ping", "reset", "kill")
