@@ -1,4 +1,8 @@
-"""LeRobot policy type ``sinew``. LeRobot imports this module by its distribution's name; nothing heavy happens here."""
+"""The LeRobot policy type ``sinew`` and the environment type ``sinew``.
+
+LeRobot imports this package at its start, because the distribution's name begins with ``lerobot_policy_``. So the
+package imports only the two configurations here.
+"""
 
 from lerobot_policy_sinew.configuration_sinew import SinewConfig
 from lerobot_policy_sinew.environment import SinewEnvConfig

@@ -1,7 +1,8 @@
-"""Chunks that are asked for while LeRobot's loop goes on: Sinew's own loop, a tick for each control step of LeRobot's.
+"""Request chunks in advance inside LeRobot: run Sinew's control loop, with one tick per control step of LeRobot.
 
-LeRobot's factory of inference engines knows ``sync`` and ``rtc``, and takes no other. Its ``sync`` asks the policy at
-every control step, so what asks ahead, holds and goes on can be the policy: no step waits for a server.
+LeRobot has only the inference engines ``sync`` and ``rtc``, and a plugin cannot add another one. The engine ``sync``
+calls the policy in every control step. So the policy itself can run Sinew's loop, which requests the next chunk in
+time and holds the robot without actions. No control step waits for a server.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ LONGEST_ANSWER = 2.0  # after this many seconds without an answer, a request has
 
 
 class _Body:
-    """LeRobot's robot as Sinew's loop sees it: what it was shown in this step, what it is to do."""
+    """A substitute robot for Sinew's loop: it returns LeRobot's observation, and stores the command for LeRobot.
+
+    Attributes:
+        seen: The observation of the present control step.
+        row: The command of the present control step, float32 [A]; None if the robot must hold.
+    """
 
     concurrent_hold = False
 
@@ -47,10 +53,26 @@ class _Body:
 
 
 class Ahead:
-    """Plays an episode. handover, replan, motion, timeout: of the policy's configuration; seed: of the first noise.
+    """Runs Sinew's control loop inside LeRobot's loop.
 
-    A step that has no row repeats the last one, or moves by nothing where rows are offsets, and the log says why; steps
-    before the first row wait for it. Raises ValueError for settings that are none, or that do not fit the policy.
+    If a control step has no action, the last action is repeated. Delta actions are then 0. The log has the reason. The
+    first step waits for the first action.
+
+    Args:
+        backend: The open policy.
+        spec: The specification of the policy.
+        handover: The method of chunk merging, such as "auto".
+        replan: The rule for the next request; "" for the default.
+        motion: "absolute", or "" for the policy's own motion.
+        timeout: Seconds that the robot may hold before RequestTimeout is raised.
+        session: Session of the requests.
+        seed: Seed of the first chunk's noise, which grows by one per chunk. A negative number lets the policy choose.
+
+    Attributes:
+        asked: Number of requests so far.
+
+    Raises:
+        ValueError: A setting is not valid, or does not fit the policy.
     """
 
     def __init__(
@@ -109,7 +131,7 @@ class Ahead:
         self.begin()
 
     def begin(self) -> None:
-        """Begin an episode: no row, no answer and no observation of the one before counts any more."""
+        """Begin an episode. Actions, answers and observations of the last episode are dropped."""
         if hasattr(self, "_loop"):
             self.close()
         self._body, self._number = _Body(), 0
@@ -118,15 +140,24 @@ class Ahead:
         self._held: float | None = None  # time since which the robot holds, seconds; None while it moves
 
     def close(self) -> None:
-        """End the request under way; its answer goes nowhere."""
+        """Cancel the request in progress, and drop its answer."""
         self._loop.source.cancel()
         self._loop.close()
 
     def step(self, images: Mapping[str, np.ndarray], state: np.ndarray, prompt: str) -> np.ndarray:
-        """Return the row of one control step, float32 [A].
+        """Return the action of one control step.
 
-        Raises Refused where the very first observation is refused, and RequestTimeout where there was no row for
-        ``timeout`` seconds.
+        Args:
+            images: Frame of each camera, uint8 [height, width, 3].
+            state: State of the robot, float [S].
+            prompt: The instruction.
+
+        Returns:
+            The action, float32 [A].
+
+        Raises:
+            Refused: The policy rejects the first observation.
+            RequestTimeout: There was no action for ``timeout`` seconds.
         """
         self._body.seen = {"images": dict(images), "state": state, "prompt": prompt}
         while True:

@@ -1,4 +1,4 @@
-"""The flags ``--policy.*`` of the type ``sinew``."""
+"""The configuration of the policy type ``sinew``: its options ``--policy.*`` on LeRobot's command line."""
 
 from dataclasses import dataclass, field
 
@@ -8,14 +8,26 @@ from lerobot.configs.policies import PreTrainedConfig
 @PreTrainedConfig.register_subclass("sinew")
 @dataclass
 class SinewConfig(PreTrainedConfig):
-    """The source of actions: ``address`` of a server, or ``bundle`` in this process.
+    """The configuration of a Sinew policy in LeRobot. Set either ``address`` or ``bundle``.
 
-    cameras: LeRobot's camera -> the policy's, for those whose names differ. n_action_steps: rows of a chunk that are
-    executed before the next one is asked for; 0: as many as the policy's checkpoint names, and a quarter of the chunk
-    where it names none. handover, replan: chunks are asked for and played by Sinew's own loop instead, while LeRobot's
-    goes on (:mod:`lerobot_policy_sinew.ahead`); motion: "absolute" where the policy does not say what its actions are
-    measured from, and they are goal positions. seed: of the first chunk's noise, counted on from there; negative: the
-    policy draws it. timeout: seconds to wait for an answer. engine, compute: of a bundle, as ``sinew.load`` has them.
+    Attributes:
+        address: Address of a Sinew server, such as "tcp://host:5555".
+        bundle: A bundle, checkpoint or hub name that runs in LeRobot's process (needs ``sinew-vla``).
+        engine: Engine of the bundle, as in ``sinew.load``.
+        compute: Device of the bundle, as ``device`` in ``sinew.load``.
+        cameras: For each camera of LeRobot, the camera of the policy, if their names differ.
+        n_action_steps: Number of actions of a chunk that are executed before the next request. 0 takes the number of
+            the policy's checkpoint, or a quarter of the chunk if the checkpoint states none.
+        handover: The method of chunk merging, such as "auto". If it is set, Sinew's own loop requests chunks in advance
+            (:mod:`lerobot_policy_sinew.ahead`).
+        replan: The rule for the next request; only with ``handover``.
+        motion: "absolute" if actions are goal positions and the policy does not state this itself; only with
+            ``handover``.
+        seed: Seed of the first chunk's noise, which grows by one per chunk. A negative number lets the policy choose.
+        timeout: Seconds to wait for an answer. With ``handover``: seconds that the robot may hold.
+
+    Raises:
+        ValueError: Options contradict each other, or a value is not allowed.
     """
 
     address: str = ""
@@ -77,4 +89,4 @@ class SinewConfig(PreTrainedConfig):
         return None
 
     def validate_features(self):
-        """Leave it to the policy, which knows its cameras and joints and names what does not fit."""
+        """Do nothing. The policy checks its cameras and joints itself, and its errors name what does not fit."""

@@ -1,4 +1,4 @@
-"""``--env.type=sinew``: the simulated tasks of sinew-vla for LeRobot's evaluation."""
+"""The environment type ``sinew`` (``--env.type=sinew``): Sinew's simulated tasks for LeRobot's evaluation."""
 
 import warnings
 from collections.abc import Mapping
@@ -20,7 +20,17 @@ MARKERS = ("lerobot_new_rollout",)
 @EnvConfig.register_subclass("sinew")
 @dataclass
 class SinewEnvConfig(EnvConfig):
-    """task: Blocks-v0, BlocksShove-v0 or Pen-v0. Features are those of the environment."""
+    """The configuration of a simulated task.
+
+    Attributes:
+        task: Name of the task: Blocks-v0, BlocksShove-v0 or Pen-v0.
+        fps: Control rate, Hz. It is set from the task.
+        features: The task's cameras, state and action. They are set from the task.
+        features_map: LeRobot's name of each feature. It is set from the task.
+
+    Raises:
+        ValueError: The task is unknown.
+    """
 
     task: str = "Blocks-v0"
     fps: int = 20
@@ -58,10 +68,14 @@ class SinewEnvConfig(EnvConfig):
 
 
 class Task(gymnasium.Env):
-    """A task of Sinew under the names that LeRobot's evaluation looks for.
+    """A simulated task of Sinew with the attributes that LeRobot's evaluation needs.
 
-    LeRobot reads ``task_description`` and ``_max_episode_steps`` of the environment itself, so no wrapper of
-    gymnasium may stand before them: episodes end here.
+    LeRobot reads ``task_description`` and ``_max_episode_steps`` from the outermost environment. So this class must not
+    be inside a wrapper of gymnasium, and it ends episodes itself.
+
+    Args:
+        name: Name of the task, such as "Blocks-v0".
+        render_mode: Render mode of gymnasium.
     """
 
     def __init__(self, name: str, render_mode: str = "rgb_array"):
@@ -108,10 +122,16 @@ class Task(gymnasium.Env):
 
 
 def _for_the_task(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a reset's options without those that LeRobot addresses to its own wrappers.
+    """Remove the options that LeRobot adds for its own wrappers from the options of ``reset``.
 
-    One that is not known here is told once, as it comes with a release that was not tried, and the episode begins all
-    the same. The task itself refuses what it does not know.
+    An unknown option of LeRobot may come from a newer release. It is removed with a warning. The task itself rejects
+    all other unknown options.
+
+    Args:
+        options: The options of ``reset``; None for no options.
+
+    Returns:
+        The options for the task.
     """
     options = dict(options or {})
     for key in [key for key in options if key.startswith(OWN)]:

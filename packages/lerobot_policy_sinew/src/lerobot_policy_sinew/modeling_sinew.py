@@ -1,4 +1,4 @@
-"""The policy: LeRobot's batches to Sinew's observations, chunks to actions."""
+"""The policy type ``sinew`` for LeRobot: it converts batches to observations, and chunks to actions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,19 @@ SLACK = 0.1
 
 
 def opened(config: SinewConfig) -> Policy:
-    """Return the policy of a configuration: a server's, or one that computes in this process."""
+    """Open the policy of a configuration: a server, or a bundle in this process.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        The open policy.
+
+    Raises:
+        ImportError: ``bundle`` is set, but the package sinew-vla is not installed.
+        ValueError: The API key would be sent to an address that the user has not typed.
+        SinewError: The policy cannot be opened.
+    """
     if config.address:
         key = key_from_environment()
         _refuse_to_tell(key, config)
@@ -51,7 +63,19 @@ def opened(config: SinewConfig) -> Policy:
 
 
 class SinewPolicy(PreTrainedPolicy):
-    """Actions of a Sinew policy under LeRobot's interface."""
+    """A Sinew policy with LeRobot's interface for policies.
+
+    Args:
+        config: The configuration.
+        dataset_stats: Not used, because Sinew policies contain their own statistics.
+        dataset_meta: Not used.
+
+    Attributes:
+        backend: The open Sinew policy.
+
+    Raises:
+        ValueError: The configuration does not fit the policy.
+    """
 
     config_class = SinewConfig
     name = "sinew"
@@ -100,10 +124,19 @@ class SinewPolicy(PreTrainedPolicy):
 
     @classmethod
     def from_pretrained(cls, pretrained_name_or_path=None, *, config=None, revision=None, **given):
-        """Return the policy of a configuration, or of the one in a folder or repository.
+        """Create the policy from a configuration, or from the configuration in a folder or repository.
 
-        There are no weights to read: they are the server's or the bundle's. LeRobot makes every policy of
-        ``lerobot-rollout`` this way, also one that ``--policy.type`` names and that has no path.
+        This method reads no weights, because the server or the bundle has the weights. LeRobot calls it in
+        ``lerobot-rollout``, even if the user passes only ``--policy.type`` and no path.
+
+        Args:
+            pretrained_name_or_path: The folder or repository; used if ``config`` is None.
+            config: The configuration.
+            revision: Revision of the repository.
+            **given: Further arguments of the class.
+
+        Returns:
+            The policy.
         """
         if config is None:
             config = PreTrainedConfig.from_pretrained(pretrained_name_or_path, revision=revision)
@@ -115,7 +148,7 @@ class SinewPolicy(PreTrainedPolicy):
         return policy.eval()
 
     def reset(self) -> None:
-        """Begin new episodes: of what was seen, asked or answered before, nothing counts any more."""
+        """Begin new episodes. Earlier observations, requests and answers are dropped."""
         if self._rtc is not None:
             self._rtc.begin()
         if self._ahead is not None:
@@ -127,11 +160,18 @@ class SinewPolicy(PreTrainedPolicy):
         self._sessions = 0
 
     def supports_rtc(self) -> bool:
-        """Return True: a policy that cannot is refused by :meth:`init_rtc_processor`, which says why."""
+        """Return True.
+
+        If the policy does not support real-time chunking, :meth:`init_rtc_processor` raises the reason.
+        """
         return True
 
     def init_rtc_processor(self) -> None:
-        """Take what LeRobot's rtc engine is set to, ``config.rtc_config``, before it starts. Raises ValueError."""
+        """Prepare real-time chunking with the settings of LeRobot's rtc engine (``config.rtc_config``).
+
+        Raises:
+            ValueError: The policy does not support these settings, or ``policy.handover`` is set too.
+        """
         if self._ahead is not None:
             raise ValueError(
                 "policy.handover: expected none beside --inference.type=rtc, which plays chunks itself"
@@ -147,14 +187,25 @@ class SinewPolicy(PreTrainedPolicy):
         inference_delay: int | None = None,
         prev_chunk_left_over: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the chunks for a batch of observations, float32 [B, H, action_dim] in world units.
+        """Compute the chunks for a batch of observations.
 
-        batch: ``observation.images.CAMERA`` float in [0, 1] or uint8 [B, 3, height, width], ``observation.state``
-        [B, D], ``task``: instructions. noise: float [B, H, noise_dim]. A policy that reads several moments is given
-        this one for those before it, which :meth:`select_action` keeps. inference_delay, prev_chunk_left_over [R,
-        action_dim]: of LeRobot's rtc engine, for which a chunk of no rows stands where there is none to play, as of an
-        observation or an answer from before the last reset. Raises ValueError for observations that do not go together,
-        and for a chunk of another form than the policy says of itself.
+        A policy with an observation history gets only the present observation. Use :meth:`select_action` for such
+        policies, which stores the history.
+
+        Args:
+            batch: ``observation.images.CAMERA`` uint8 or float in [0, 1], [B, 3, height, width];
+                ``observation.state`` [B, D]; ``task``, the instructions.
+            noise: float [B, H, noise_dim]; None draws the noise.
+            inference_delay: From LeRobot's rtc engine: expected number of actions until the answer arrives.
+            prev_chunk_left_over: From LeRobot's rtc engine: remaining actions of the running chunk, [R, action_dim].
+
+        Returns:
+            The chunks, float32 [B, H, action_dim] in robot units. With the rtc engine, H is 0 if the observation or the
+            answer belongs to the time before the last reset, so that the engine has nothing to execute.
+
+        Raises:
+            ValueError: The parts of the batch do not fit each other, or a chunk has another shape than the policy
+                states.
         """
         rtc = self._rtc
         # Read the episode before the observation, because another thread may call `reset` at any time.
@@ -181,7 +232,7 @@ class SinewPolicy(PreTrainedPolicy):
         return chunks if rtc.answered(chunks[0].cpu().numpy(), seen.state[0], episode) else nothing
 
     def _seen(self, batch: dict[str, Any]) -> Moment:
-        """Return the frames, uint8 [B, height, width, 3], and states [B, D] of a batch. Raises ValueError."""
+        """Extract the frames, uint8 [B, height, width, 3], and the states [B, D] of a batch. Raises ValueError."""
         if OBS_STATE not in batch:
             raise ValueError(f"{OBS_STATE}: expected a tensor [B, D], got nothing")
         states = batch[OBS_STATE].detach().cpu().numpy()
@@ -203,9 +254,20 @@ class SinewPolicy(PreTrainedPolicy):
         noise: torch.Tensor | None,
         more: dict[str, Any] | None = None,
     ) -> torch.Tensor:
-        """Return the chunks for what was seen now and at the control steps before, oldest first, as a robot takes them.
+        """Request the chunks for a batch.
 
-        more: what else goes with each observation.
+        Args:
+            batch: The batch, for its instructions.
+            seen: Frames and states of the present observations.
+            earlier: Frames and states of the earlier observation steps, oldest first.
+            noise: float [B, H, noise_dim]; None draws the noise.
+            more: Further fields of each observation.
+
+        Returns:
+            The chunks, float32 [B, H, action_dim]. Relative actions are converted to goal positions.
+
+        Raises:
+            ValueError: The number of instructions is wrong, or a chunk has another shape than the policy states.
         """
         count = len(seen.state)
         tasks = batch.get("task") or ""
@@ -248,10 +310,18 @@ class SinewPolicy(PreTrainedPolicy):
 
     @torch.no_grad()
     def select_action(self, batch: dict[str, Any], noise: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the next row of the running chunks, [B, action_dim]; ask for new ones when they are used up.
+        """Return the actions of one control step. LeRobot calls this method once per control step.
 
-        LeRobot calls this at every control step: what a policy of several moments has seen is kept here. With
-        ``policy.handover`` Sinew's own loop says which row is next (:class:`~lerobot_policy_sinew.ahead.Ahead`).
+        If the running chunks have no action left, it requests new chunks. For a policy with an observation history, it
+        stores the observations. With ``policy.handover``, Sinew's own loop chooses the action
+        (:class:`~lerobot_policy_sinew.ahead.Ahead`).
+
+        Args:
+            batch: As in :meth:`predict_action_chunk`.
+            noise: As in :meth:`predict_action_chunk`; not allowed with ``policy.handover``.
+
+        Returns:
+            The actions, float32 [B, action_dim] in robot units.
         """
         if self._ahead is not None:
             return self._next(self._ahead, batch, noise)
@@ -265,7 +335,10 @@ class SinewPolicy(PreTrainedPolicy):
         return self._queue.popleft()
 
     def _next(self, ahead: Ahead, batch: dict[str, Any], noise: torch.Tensor | None) -> torch.Tensor:
-        """Return the row of Sinew's loop, [1, action_dim], for the one robot that it plays."""
+        """Return the action of Sinew's loop, float32 [1, action_dim].
+
+        Raises ValueError for a batch of several robots.
+        """
         if noise is not None:
             raise ValueError("noise: expected none with policy.handover, whose chunks nobody waits for")
         seen, task = self._seen(batch), batch.get("task") or ""
@@ -294,7 +367,15 @@ class SinewPolicy(PreTrainedPolicy):
 
 
 def _refuse_to_tell(key: str, config: SinewConfig) -> None:
-    """Raise ValueError where the key of SINEW_API_KEY would go to another machine that a folder or repository names."""
+    """Check that the API key is not sent to an address that only a folder or repository names.
+
+    Args:
+        key: The key in ``SINEW_API_KEY``.
+        config: The configuration.
+
+    Raises:
+        ValueError: The configuration comes from a folder or repository, and its address is another machine.
+    """
     origin = config.pretrained_path
     if origin is None or is_loopback(host_of(config.address)):
         return
@@ -308,7 +389,18 @@ def _refuse_to_tell(key: str, config: SinewConfig) -> None:
 
 
 def rows_executed(config: SinewConfig, spec: PolicySpec) -> int:
-    """Return the rows of a chunk that are executed before the next one is asked for."""
+    """Choose the number of actions that are executed before the next request, and log the reason.
+
+    Args:
+        config: The configuration.
+        spec: The specification of the policy.
+
+    Returns:
+        The number of actions.
+
+    Raises:
+        ValueError: ``n_action_steps`` is larger than a chunk.
+    """
     chunk = spec.chunk_size
     if config.n_action_steps > chunk:
         raise ValueError(
@@ -337,7 +429,17 @@ def _is_image(key: str) -> bool:
 
 
 def _frames(key: str, value: torch.Tensor) -> np.ndarray:
-    """uint8 [B, height, width, 3]. LeRobot divides camera frames by 255; rounding gives them back exactly."""
+    """Convert frames [B, 3, height, width] to uint8 [B, height, width, 3].
+
+    LeRobot divides camera frames by 255. Rounding restores the original values exactly.
+
+    Args:
+        key: Name of the camera in the batch, for error messages.
+        value: uint8, or float in [0, 1].
+
+    Raises:
+        ValueError: The frames have another shape or range.
+    """
     if value.ndim != 4 or value.shape[1] != 3:
         raise ValueError(f"{key}: expected [B, 3, height, width], got {list(value.shape)}")
     if value.is_floating_point():

@@ -1,4 +1,4 @@
-"""LeRobot's pipelines around the policy: a batch dimension, and nothing that changes values."""
+"""LeRobot's processor pipelines for the policy. They add a batch dimension and do not change values."""
 
 from lerobot.processor import (
     AddBatchDimensionProcessorStep,
@@ -11,9 +11,16 @@ from lerobot.utils.constants import POLICY_POSTPROCESSOR_DEFAULT_NAME, POLICY_PR
 
 
 def make_sinew_pre_post_processors(config, dataset_stats=None):  # noqa: ARG001 - LeRobot passes it
-    """Return the pipelines before and after a policy of type sinew.
+    """Create LeRobot's pipelines before and after a policy of the type ``sinew``.
 
-    Statistics are not used: observations and actions are in the robot's own units on both sides.
+    The pipelines do not normalise, because the policy's inputs and outputs are in robot units.
+
+    Args:
+        config: The configuration of the policy.
+        dataset_stats: Not used.
+
+    Returns:
+        The preprocessor and the postprocessor.
     """
     before = [
         RenameObservationsProcessorStep(rename_map={}),

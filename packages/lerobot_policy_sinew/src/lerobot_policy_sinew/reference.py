@@ -1,10 +1,11 @@
-"""LeRobot's own inference of a checkpoint behind Sinew's native wire: the second policy of a paired evaluation.
+"""Serve LeRobot's own inference of a checkpoint over Sinew's native protocol, to compare it with Sinew's inference.
 
     python -m lerobot_policy_sinew.reference CHECKPOINT --bundle policy.gguf --port 5556
     sinew eval policy.gguf --suite libero_object --compare tcp://127.0.0.1:5556
 
-The first wants LeRobot and sinew in one environment (the extra ``local``). CHECKPOINT is what the bundle was converted
-from. The bundle says cameras, state and actions, and draws the noise of a request's seed; all else is LeRobot's.
+The first command needs LeRobot and sinew in one environment (the extra ``local``). CHECKPOINT is the checkpoint from
+which the bundle was converted. The bundle provides the cameras, the state and the actions, and draws the noise from the
+seed of a request. LeRobot computes everything else.
 """
 
 from __future__ import annotations
@@ -36,7 +37,16 @@ from sinew.serve.wires import open_wires, parse
 
 
 class Reference(ServedPolicy):
-    """A checkpoint as LeRobot runs it. Raises :class:`SinewError` for a bundle of another kind."""
+    """A policy that computes with LeRobot's own inference.
+
+    Args:
+        checkpoint: LeRobot's checkpoint.
+        bundle: The bundle that was converted from this checkpoint.
+        device: Device of the computation, such as "cuda".
+
+    Raises:
+        SinewError: The bundle belongs to another family than the checkpoint.
+    """
 
     def __init__(self, checkpoint: Path, bundle: Path, device: str = "cpu"):
         config = PreTrainedConfig.from_pretrained(str(checkpoint))
@@ -58,15 +68,30 @@ class Reference(ServedPolicy):
         self.spec = replace(manifest.spec, name=f"{manifest.spec.name}, LeRobot's inference")
 
     def warm_up(self) -> None:
-        """Do nothing, as LeRobot does."""
+        """Do nothing, because LeRobot does not warm up its policies either."""
 
     def prepare(self, observation: Observation) -> tuple[Observation, np.ndarray, int | None]:
-        """Check an observation as the bundle's policy would, and draw its noise."""
+        """Check an observation as the bundle's own policy does, and draw its noise.
+
+        Args:
+            observation: The observation.
+
+        Returns:
+            The observation, the noise, and the seed of the noise.
+        """
         self._processor.check(observation)
         return observation, *self._processor.noise(observation)
 
     def run(self, prepared: Any, *, cancel: threading.Event | None = None) -> ActionChunk:
-        """Return the chunk, float32 [H, D] in world units."""
+        """Compute the chunk with LeRobot.
+
+        Args:
+            prepared: The result of :meth:`prepare`.
+            cancel: Not used, because LeRobot's inference cannot be cancelled.
+
+        Returns:
+            The chunk, with actions float32 [H, D] in robot units.
+        """
         observation, noise, seed = prepared
         begun = time.perf_counter()
         raw = {f"observation.images.{name}": frame for name, frame in observation.images.items()}
@@ -79,12 +104,12 @@ class Reference(ServedPolicy):
         return ActionChunk(chunk.float().cpu().numpy(), Timing(total_ms=spent), seed=seed)
 
     def reset(self, session: str) -> None:
-        """Let LeRobot forget what it queued."""
+        """Reset LeRobot's policy, so that it drops its queued actions. ``session`` is not used."""
         self._policy.reset()
 
 
 def serve(policy: Reference, port: int) -> None:
-    """Answer until told to stop; prints the address first."""
+    """Print the address, and serve the policy on ``port`` until a signal stops the process."""
     wires = open_wires(parse([f"native:{port}"]), Listen())
     scheduler = Scheduler(policy)
     scheduler.start()
@@ -111,7 +136,7 @@ def serve(policy: Reference, port: int) -> None:
 
 
 def main() -> None:
-    """Parse the line, and serve."""
+    """Parse the command line, and serve the checkpoint."""
     parser = argparse.ArgumentParser(prog="python -m lerobot_policy_sinew.reference", description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--bundle", type=Path, required=True)

@@ -1,7 +1,7 @@
-"""LeRobot's real-time chunking (``--inference.type=rtc``) as fields of an observation, and what it may not play.
+"""Support LeRobot's real-time chunking (``--inference.type=rtc``): convert its arguments to fields of an observation.
 
-LeRobot's engine asks ``predict_action_chunk`` on a thread of its own, with the rows that are left of the running chunk.
-The server does what LeRobot's own policies do with them: guidance without the Jacobian, by LeRobot's settings.
+LeRobot's engine calls ``predict_action_chunk`` on its own thread, with the remaining actions of the running chunk. The
+server then does the same as LeRobot's own policies: guidance without the Jacobian, with LeRobot's settings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ SAME_S = 1.0  # after this many seconds, an observation that has not changed by 
 
 
 def said(backend: Any) -> Mapping[str, Any]:
-    """Return a policy's description of its engine: a server's is in its metadata."""
+    """Return the description of the engine that runs a policy; {} if there is none.
+
+    A server sends it in its metadata.
+    """
     if hasattr(backend, "metadata"):
         found = backend.metadata().get("server")
     else:
@@ -35,10 +38,16 @@ def said(backend: Any) -> Mapping[str, Any]:
 
 
 def refuse_unguided(spec: PolicySpec, about: Mapping[str, Any], kind: str, refused: str) -> None:
-    """Raise ValueError where the policy, or what runs it, cannot continue a running chunk by this kind of guidance.
+    """Check that the engine of a policy supports a kind of guidance for real-time chunking.
 
-    about: what runs it says (:func:`said`); one that says nothing is asked as it comes. refused: the setting, what was
-    expected and what it is.
+    Args:
+        spec: The specification of the policy.
+        about: Description of the engine (:func:`said`). An engine without a description is not checked.
+        kind: The kind of guidance, such as "no-jacobian".
+        refused: Beginning of the error message: the setting with its expected and its actual value.
+
+    Raises:
+        ValueError: The engine does not support this guidance.
     """
     why, known = about.get("unguided"), about.get("guidance")
     if not why and isinstance(known, (list, tuple)) and kind not in known:
@@ -50,10 +59,20 @@ def refuse_unguided(spec: PolicySpec, about: Mapping[str, Any], kind: str, refus
 
 
 def left_over(given: np.ndarray, chunk: np.ndarray | None) -> slice:
-    """Return which rows of the last chunk LeRobot still has, and says so with ``prev_chunk_left_over`` [R, D].
+    """Find the remaining actions of LeRobot's queue in the last chunk.
 
-    It cuts them to its execution horizon, or fills them up to it with zeros, which are no actions and are left away;
-    of a queue that is empty nothing else is there. Raises ValueError for rows of another chunk.
+    LeRobot cuts the remaining actions to its execution horizon, or fills them with zeros up to this horizon. The zeros
+    are not actions, so they are not part of the result.
+
+    Args:
+        given: ``prev_chunk_left_over`` of LeRobot, float [R, D].
+        chunk: The last chunk, float [H, D]; None if there is none.
+
+    Returns:
+        The indices of the remaining actions in the chunk.
+
+    Raises:
+        ValueError: The actions do not belong to the last chunk.
     """
     rows = np.zeros((0, given.shape[1]), given.dtype) if chunk is None else chunk
     for start in range(len(rows) + 1):
@@ -66,9 +85,18 @@ def left_over(given: np.ndarray, chunk: np.ndarray | None) -> slice:
 
 
 class Continued:
-    """Keeps what stands between two requests of LeRobot's engine. Its thread and the loop's call it at once.
+    """Stores the running chunk and the episode between two requests of LeRobot's rtc engine. It is thread-safe.
 
-    settings: LeRobot's ``RTCConfig``. Raises ValueError for a policy that cannot be played so.
+    Args:
+        settings: LeRobot's ``RTCConfig``.
+        spec: The specification of the policy.
+        about: Description of the engine (:func:`said`).
+
+    Attributes:
+        episode: Number of the present episode.
+
+    Raises:
+        ValueError: The policy does not support LeRobot's rtc engine or its settings.
     """
 
     def __init__(self, settings: Any, spec: PolicySpec, about: Mapping[str, Any]):
@@ -91,7 +119,7 @@ class Continued:
         self.begin()
 
     def begin(self) -> None:
-        """Begin an episode: what was seen and answered before it counts no more."""
+        """Begin an episode. Observations and answers of the last episode are dropped."""
         with self._lock:
             self.episode = getattr(self, "episode", 0) + 1
             self._first: Moment | None = None
@@ -100,11 +128,18 @@ class Continued:
             self._targets: np.ndarray | None = None
 
     def fresh(self, seen: Moment, episode: int) -> bool:
-        """Return whether an observation [1, ...] is of this episode.
+        """Check that an observation belongs to the present episode.
 
-        After a reset LeRobot's engine may infer at once from what it was shown last, which was before a correction or
-        a reset of the scene. So the first observation is not acted on until another one has come, or the same one
-        again for a second: a camera never gives a frame twice.
+        After a reset, LeRobot's engine may use an observation from before the reset. So the first observation counts
+        only after another observation has arrived, or after it has stayed the same for a second. A real camera never
+        returns the same frame twice.
+
+        Args:
+            seen: The observation, with a batch dimension of 1.
+            episode: Number of the episode when the request began.
+
+        Returns:
+            True if the observation may be used.
         """
         with self._lock:
             if episode != self.episode or self._fresh:
@@ -116,11 +151,18 @@ class Continued:
             return self._fresh
 
     def fields(self, given: np.ndarray | None, delay: int | None, state: np.ndarray) -> dict[str, Any]:
-        """Return the fields of real-time chunking for an observation of ``state`` [D]; {} if there is no chunk to
-        continue.
+        """Compute the fields of real-time chunking for a request.
 
-        given: ``prev_chunk_left_over``, float [R, A]. delay: Actions that LeRobot expects to execute until the
-        answer, at most the remaining ones.
+        Args:
+            given: ``prev_chunk_left_over`` of LeRobot, float [R, A]; None if there is no running chunk.
+            delay: Number of actions that LeRobot expects to execute until the answer arrives.
+            state: State of the observation, float [D].
+
+        Returns:
+            The fields; {} if there is no chunk to continue.
+
+        Raises:
+            ValueError: The remaining actions do not belong to the last chunk.
         """
         if not self._kind or given is None:
             return {}
@@ -143,8 +185,15 @@ class Continued:
         return found
 
     def _kind_for(self, delay: int | None, left: int) -> str:
-        """Return the guidance of one request: a policy that was trained to continue fewer rows than are under way is
-        guided as LeRobot guides others."""
+        """Choose the kind of guidance for one request.
+
+        If the delay is longer than the action prefix that the policy was trained to continue, the policy is guided like
+        an untrained policy.
+
+        Args:
+            delay: Number of actions that LeRobot expects to execute until the answer arrives.
+            left: Number of remaining actions.
+        """
         most = self._spec.committed_rows
         if self._kind != "trained" or min(int(delay or 0), left) <= most:
             return self._kind
@@ -159,7 +208,16 @@ class Continued:
         return "no-jacobian"
 
     def answered(self, chunk: np.ndarray, state: np.ndarray, episode: int) -> bool:
-        """Keep a chunk [H, A] for an observation of ``state``; return False for one of an episode before."""
+        """Store a chunk.
+
+        Args:
+            chunk: The actions as LeRobot gets them, float [H, A].
+            state: State of the observation, float [D].
+            episode: Number of the episode when the request began.
+
+        Returns:
+            False if the chunk belongs to an earlier episode.
+        """
         # For relative actions, the plugin has already converted the chunk to targets for LeRobot.
         goals = isinstance(self._motion, Relative)
         targets = chunk if goals else self._motion.targets(chunk, state)
@@ -170,7 +228,7 @@ class Continued:
             return True
 
     def skipped(self) -> None:
-        """Take note that LeRobot's queue holds nothing now."""
+        """Record that LeRobot's queue is empty, so that there is no chunk to continue."""
         with self._lock:
             self._chunk = self._targets = None
 

@@ -1,4 +1,7 @@
-"""Encode and decode a robot's report of its own run, a message to its server. No clocks, no sockets."""
+"""The report of a robot's run that a robot sends to its server for the dashboard: encode, check and decode.
+
+This module uses neither clocks nor sockets.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,32 @@ LARGEST = 1 << 53  # largest number in a report
 
 @dataclass(frozen=True)
 class RobotReport:
-    """The state of a robot's run. ``Report`` in ``sinew.proto`` describes the fields. None means unknown."""
+    """The state of a robot's run. For optional fields, None means unknown.
+
+    Attributes:
+        run: Random number that identifies the run.
+        state: One of :data:`STATES`.
+        name: Name of the robot.
+        reason: Why the robot holds; "" while it moves.
+        hz: Planned control rate, Hz.
+        rate_hz: Achieved control rate over the last seconds, Hz.
+        rows_hz: Rate of the executed actions of the policy over the last seconds, Hz.
+        age_p50_ms: Median time from the exposure of a frame to the execution of its action, ms.
+        age_p95_ms: 95th percentile of this time, ms.
+        steps: Number of control steps so far.
+        late: Number of late ticks so far.
+        skipped: Number of skipped ticks so far.
+        held: Number of control steps with a hold, by reason.
+        clipped_commands: Number of commands that a limit changed.
+        clipped: Number of commands that each limit changed, by "joint.limit".
+        limits: The kinds of limits that apply (:data:`LIMITS`).
+        failed_requests: Number of failed requests.
+        takeovers: Number of take-overs by a human.
+        steps_by_hand: Number of control steps in which a human drove.
+        episodes: Number of finished episodes.
+        successes: Number of successful episodes.
+        arm: Last known positions of the arm's base, joints and tip: x, y, z of each point, metres.
+    """
 
     run: int
     state: str
@@ -49,7 +77,7 @@ class RobotReport:
     arm: tuple[float, ...] = ()
 
     def to_message(self) -> Any:
-        """Return the message, with texts and lists cut to their limits."""
+        """Convert the report to a protobuf message. Texts and lists that are too long are cut."""
         message = schema.Report(limits=self.limits, arm=self.arm)
         for name, value in vars(self).items():
             if name in ("held", "clipped"):
@@ -61,11 +89,17 @@ class RobotReport:
 
     @classmethod
     def parse(cls, data: bytes | memoryview) -> RobotReport:
-        """Decode a report from a message, which may come from an untrusted client.
+        """Decode and check a report, which may come from an untrusted client.
+
+        Args:
+            data: The encoded message.
+
+        Returns:
+            The report.
 
         Raises:
             RequestError: The message is too large, or a field has too many entries or characters, an invalid or
-                negative number, or an unknown word. The message names the field.
+                negative number, or an unknown word. The error names the field.
         """
         message = schema.Report()
         try:
@@ -112,7 +146,7 @@ def _printable(text: str) -> str:
 
 
 def _most(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the largest counts, and the sum of all other counts."""
+    """Return the 11 largest counts, and the sum of all other counts under the name "others"."""
     counted: dict[str, int] = {}
     for text, count in sorted(counts.items(), key=lambda each: -each[1]):
         name = _printable(text) if len(counted) < MAX_COUNTS - 1 else "others"

@@ -1,8 +1,13 @@
-"""Rotations in the forms that policies and robots use, and poses that are relative to another pose.
+"""Convert rotations between the forms that policies and robots use, and compose poses.
 
-Forms: six numbers (the first two rows of the matrix, Zhou et al. 2019), a rotation vector (axis times angle in
-radians), a quaternion [x, y, z, w], and roll, pitch and yaw in radians about the fixed axes x, y and z, in that order,
-as URDF has them. All functions take float64 [..., n] and compute in float64.
+The forms are:
+
+* 6D: the first two rows of the rotation matrix, as six numbers (Zhou et al. 2019).
+* Rotation vector: the axis times the angle in radians.
+* Quaternion: [x, y, z, w].
+* Roll, pitch and yaw: angles in radians about the fixed axes x, y and z, in this order, as in URDF.
+
+All functions expect float64 [..., n] and compute in float64.
 """
 
 from __future__ import annotations
@@ -14,16 +19,20 @@ FLAT = 1e-3  # shorter vectors, and angles with a smaller sine, do not determine
 
 
 def compose(reference: np.ndarray, relative: np.ndarray) -> np.ndarray:
-    """Convert the pose ``relative`` to the frame of ``reference``: T_reference T_relative.
+    """Convert poses that are relative to a reference pose to absolute poses: T_reference T_relative.
 
-    A pose is [x, y, z, rotation], where the rotation is six numbers or a rotation vector.
+    A pose is [x, y, z, rotation]. The rotation is in the 6D form, or a rotation vector.
 
     Args:
-        reference: [9] or [6].
-        relative: [..., 9] or [..., 6], in the same form.
+        reference: The reference pose, [9] or [6].
+        relative: The relative poses, [..., 9] or [..., 6], in the same form.
 
     Returns:
-        The pose, in the shape of ``relative``.
+        The absolute poses, in the shape of ``relative``.
+
+    Example:
+        >>> compose(np.array([1.0, 0, 0, 0, 0, 0]), np.array([0.5, 0, 0, 0, 0, 0]))[:3]
+        array([1.5, 0. , 0. ])
     """
     to_matrix, from_matrix = (from_6d, to_6d) if relative.shape[-1] == 9 else (from_vector, to_vector)
     turn = to_matrix(reference[3:])  # [3, 3]
@@ -32,7 +41,7 @@ def compose(reference: np.ndarray, relative: np.ndarray) -> np.ndarray:
 
 
 def from_6d(x: np.ndarray) -> np.ndarray:
-    """Convert six numbers [..., 6] to matrices [..., 3, 3]: two orthonormalised rows, and their cross product."""
+    """Convert 6D rotations [..., 6] to matrices [..., 3, 3]. The two rows are orthonormalised (Gram-Schmidt)."""
     first = x[..., :3] / _length(x[..., :3])
     second = x[..., 3:] - (first * x[..., 3:]).sum(axis=-1, keepdims=True) * first
     second = second / _length(second)
@@ -40,9 +49,13 @@ def from_6d(x: np.ndarray) -> np.ndarray:
 
 
 def undetermined(x: np.ndarray) -> str:
-    """Return the reason why a quaternion [4] or six numbers [6] do not determine a rotation; "" if they do.
+    """Check that the numbers of a rotation determine a rotation.
 
-    The result is "" for all other forms.
+    Args:
+        x: A quaternion [4] or a 6D rotation [6]. All other forms are always valid.
+
+    Returns:
+        The reason why the numbers do not determine a rotation, such as "a quaternion of length 0"; "" if they do.
     """
     if len(x) == 4 and (size := float(np.linalg.norm(x))) < FLAT:
         return f"a quaternion of length {size:.2g}"
@@ -57,7 +70,7 @@ def undetermined(x: np.ndarray) -> str:
 
 
 def to_6d(matrix: np.ndarray) -> np.ndarray:
-    """Return the first two rows of [..., 3, 3], as [..., 6]."""
+    """Convert matrices [..., 3, 3] to 6D rotations [..., 6]."""
     return matrix[..., :2, :].reshape(*matrix.shape[:-2], 6)
 
 
@@ -73,7 +86,7 @@ def from_vector(x: np.ndarray) -> np.ndarray:
 
 
 def to_vector(matrix: np.ndarray) -> np.ndarray:
-    """Convert matrices [..., 3, 3] to rotation vectors [..., 3] with angles from 0 to pi, by way of quaternions."""
+    """Convert matrices [..., 3, 3] to rotation vectors [..., 3] with angles from 0 to pi."""
     q = to_quaternion(matrix)
     sine = np.linalg.norm(q[..., :3], axis=-1, keepdims=True)
     angle = 2 * np.arctan2(sine, q[..., 3:])

@@ -1,12 +1,13 @@
-"""The Protobuf messages of ``sinew.proto``, built when this module is imported.
+"""The protobuf messages of ``sinew.proto``, built when this module is imported.
 
-Generated ``_pb2`` modules work only with a range of protobuf releases: code from protoc 4 does not load under protobuf
-3.20, and code from before 3.19 does not load under protobuf 4. A robot has the protobuf release that its other software
-needs. The descriptor API is the same from 3.20 to 7. So this module reads the few messages from the file and passes
-them to that API, with the same result as protoc (``tests/serve/test_native_wire.py``).
+There is no generated ``_pb2`` module, because such a module works only with some releases of protobuf: code from protoc
+4 cannot be imported with protobuf 3.20, and code older than 3.19 cannot be imported with protobuf 4. A robot has the
+release that its other software needs. The descriptor API is the same from protobuf 3.20 to 7. So this module parses
+``sinew.proto`` and passes the messages to that API. The result is the same as with protoc
+(``tests/serve/test_native_wire.py``).
 
-The descriptors are in their own pool, because vla.cpp's client registers messages with the same full names in the
-default pool, and both clients must be able to run in one process.
+The descriptors are in a pool of their own. vla.cpp's client registers messages with the same full names in the default
+pool, and both clients must be able to run in one process.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ PACKAGE = "vla"
 
 
 def read_messages(text: str) -> dict[str, dict[str, Any]]:
-    """Parse a ``.proto`` file.
+    """Parse the messages of a ``.proto`` file.
+
+    Args:
+        text: The content of the file.
 
     Returns:
-        Message -> {"enums": {name: {value: number}}, "fields": [(number, name, type)]}. A type is "[repeated|optional
-            ]<scalar, message or enum name>".
+        For each message, {"enums": {name: {value: number}}, "fields": [(number, name, type)]}. A type is the name of a
+        scalar, message or enum, after "repeated " or "optional " if the field is so.
     """
     text, found = re.sub(r" *//.*", "", text), {}
     for message, body in re.findall(r"^message (\w+) {$(.*?)^}$", text, re.MULTILINE | re.DOTALL):
@@ -45,7 +49,7 @@ MESSAGES = read_messages((pkgutil.get_data("sinew_client", "sinew.proto") or b""
 
 
 def file_descriptor(messages: dict[str, dict[str, Any]] = MESSAGES, package: str = PACKAGE) -> Any:
-    """Convert the messages of :func:`read_messages` to a ``FileDescriptorProto``."""
+    """Convert the messages of :func:`read_messages` to a ``FileDescriptorProto`` with the package name ``package``."""
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="sinew.proto", package=package, syntax="proto3")
     for message_name, described in messages.items():
@@ -77,7 +81,7 @@ def file_descriptor(messages: dict[str, dict[str, Any]] = MESSAGES, package: str
 
 
 def classes(file: Any) -> dict[str, Any]:
-    """Return the message classes of a ``FileDescriptorProto`` by name. They have their own pool."""
+    """Create the message classes of a ``FileDescriptorProto`` in a new pool, and return the classes by name."""
     pool = descriptor_pool.DescriptorPool()
     # The C++ implementation of protobuf 3.20 accepts a file descriptor only as serialised bytes.
     pool.AddSerializedFile(file.SerializeToString())

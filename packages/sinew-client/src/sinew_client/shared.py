@@ -1,9 +1,11 @@
-"""Camera frames in memory that a client and a server of one machine share, together with a Unix socket: both ends.
+"""Shared memory for camera frames, between a client and a server on one machine that use a Unix socket.
 
-The client creates a memory file without a name (``memfd_create``), seals its size and sends its descriptor through the
-socket once. Requests then contain the positions of their pixels and a generation number, which is also in the file's
-first bytes. The client cannot make a read of the server fail, because the file is memory and never shrinks. When both
-ends are closed, nothing remains.
+The client creates a memory file without a name (``memfd_create``), seals its size, and sends its descriptor through the
+socket once. Each request then contains the positions of its pixels in the file, and a generation number, which is also
+in the first bytes of the file. With this number, the server detects frames that were overwritten. The file can never
+shrink, so reading it cannot fail. When both processes have closed the file, the system frees the memory.
+
+This module has the code of both sides: :class:`SharedFrames` for the client, :class:`ReceivedFrames` for the server.
 """
 
 from __future__ import annotations
@@ -42,10 +44,16 @@ _GENERATION = struct.Struct("<Q")
 
 
 class SharedFrames:
-    """The client's end: a file of ``size`` bytes of frames. Raises OSError if there is not enough memory.
+    """The client's side of the shared memory.
+
+    Args:
+        size: Space for frames, bytes.
 
     Attributes:
-        state: SHARED once the server has accepted the file, else SENT with the reason.
+        state: :data:`SHARED` after the server has accepted the memory, else :data:`SENT` with the reason.
+
+    Raises:
+        OSError: The system has not enough memory.
     """
 
     def __init__(self, size: int):
@@ -62,10 +70,10 @@ class SharedFrames:
         self._bytes = np.frombuffer(self._map, np.uint8)
 
     def offer(self, ask: Callable[[list], str]) -> None:
-        """Offer the file to the server.
+        """Offer the memory to the server, and store the server's answer in ``state``.
 
         Args:
-            ask: Sends a request with ancillary data for ``sendmsg``, and returns the server's answer.
+            ask: Function that sends a request with ancillary data for ``sendmsg``, and returns the server's answer.
         """
         try:
             self.state = (
@@ -78,7 +86,14 @@ class SharedFrames:
             os.close(self._descriptor)  # the server has its own copy of the descriptor
 
     def placed(self, parts: Sequence) -> list:
-        """Copy the raw frames of a request into the file. Return the request's parts with positions in their place."""
+        """Copy the raw frames of a request into the shared memory.
+
+        Args:
+            parts: The parts of the request.
+
+        Returns:
+            The parts of the request with the positions of the frames in place of their pixels.
+        """
         self._generation += 1
         # Set the generation to 0 first, so that a server that still reads the last frames detects the change.
         _GENERATION.pack_into(self._map, 0, 0)
@@ -97,10 +112,15 @@ class SharedFrames:
 
 
 def offered(size: int, ask: Callable[[list], str]) -> Any:
-    """Create memory for ``size`` bytes of frames, and offer it to the server (:meth:`SharedFrames.offer`).
+    """Create shared memory, and offer it to the server.
 
-    If there is no memory, the result has only the reason (``state``). If the connection is lost, the errors of ``ask``
-    are raised.
+    Args:
+        size: Space for frames, bytes.
+        ask: Function that sends a request with ancillary data for ``sendmsg``, and returns the server's answer. Its
+            errors are raised.
+
+    Returns:
+        The :class:`SharedFrames`. If memory cannot be shared, an object that has only ``state`` with the reason.
     """
     if not AVAILABLE or size >> 32:
         why = "they are 4 GiB or more" if AVAILABLE else "this Python has no memfd_create"
@@ -114,26 +134,34 @@ def offered(size: int, ask: Callable[[list], str]) -> Any:
 
 
 def room(head: Any, part: Any) -> int:
-    """Return the bytes that a part of a request takes in shared memory; 0 if it is not a frame of raw pixels.
+    """Compute the space that a part of a request needs in shared memory.
 
-    ``head`` is the part of the request before it.
+    Args:
+        head: The part before this part.
+        part: The part.
+
+    Returns:
+        The size in bytes, rounded up to 64; 0 if the part is not a frame of raw pixels.
     """
     return -(-len(part) // ALIGN) * ALIGN if isinstance(head, protocol.FrameHead) else 0
 
 
 def size_of(parts: Sequence) -> int:
-    """Return the bytes that all parts of a request take in shared memory."""
+    """Return the space that all frames of a request need in shared memory, bytes."""
     return sum(map(room, parts, parts[1:]))
 
 
 class ReceivedFrames:
-    """The server's end: a connection's memory, mapped for reading.
+    """The server's side of the shared memory of one connection, mapped for reading.
 
-    An unusable descriptor raises nothing. The attribute ``state`` then has the reason.
+    If the descriptor cannot be used, the constructor does not raise an error. ``state`` then has the reason.
 
     Args:
         descriptor: The received descriptor. The constructor closes it.
-        limit: Largest size in bytes.
+        limit: Largest size of the frames, bytes.
+
+    Attributes:
+        state: :data:`SHARED` if the memory can be used, else :data:`SENT` with the reason.
     """
 
     def __init__(self, descriptor: int, limit: int):
@@ -161,22 +189,35 @@ class ReceivedFrames:
         return SHARED
 
     def pixels(self, name: str, at: int, size: int) -> memoryview:
-        """Return the bytes of a frame, without a copy. Raises :class:`ObservationError`."""
+        """Return the bytes of a frame, without a copy.
+
+        Args:
+            name: Name of the camera, for error messages.
+            at: Position of the frame in the memory, bytes.
+            size: Size of the frame, bytes.
+
+        Raises:
+            ObservationError: The frame is not inside the memory.
+        """
         if not (at >= HEADER and at + size <= len(self._bytes)):
             place = f"{size} bytes from {HEADER} to {len(self._bytes)} in shared memory"
             raise ObservationError(name, place, f"them at {at}")
         return self._bytes[at : at + size].data
 
     def generation(self) -> int:
-        """Return the generation of the present frames; 0 while they are written, or without frames."""
+        """Return the generation number of the present frames; 0 while the client writes frames, or without memory."""
         return int(_GENERATION.unpack_from(self._bytes.data)[0]) if len(self._bytes) else 0
 
 
 class LentFrames:
-    """The frames of one request in the shared memory of its connection.
+    """Reads the frames of one request from shared memory, and detects if the client has overwritten them.
+
+    Args:
+        frames: The shared memory of the connection.
+        generation: The generation number in the request.
 
     Attributes:
-        taken: True if the request has frames in that memory.
+        taken: True if the request has frames in shared memory.
     """
 
     def __init__(self, frames: ReceivedFrames, generation: int):
@@ -188,7 +229,7 @@ class LentFrames:
         return self._frames.pixels(name, at, size)
 
     def check(self) -> None:
-        """Raise :class:`RequestError` if the memory has other frames now."""
+        """Raise :class:`RequestError` if the client has overwritten the frames of this request."""
         if (now := self._frames.generation()) != self._generation:
             raise RequestError(
                 f"generation: expected frames to stay in shared memory until they are answered, got generation {now} in"
@@ -197,9 +238,18 @@ class LentFrames:
 
 
 def receive(made: Any, buffer: memoryview, limit: int) -> tuple[int, ReceivedFrames | None]:
-    """Receive from a Unix socket. Return the count of bytes, and frames if they came with a descriptor.
+    """Receive bytes, and perhaps a descriptor of shared memory, from a Unix socket.
 
-    Raises OSError.
+    Args:
+        made: The socket.
+        buffer: Buffer for the bytes.
+        limit: Largest size of shared memory, bytes.
+
+    Returns:
+        The number of received bytes, and the shared memory; None if no descriptor has arrived.
+
+    Raises:
+        OSError: The connection broke.
     """
     count, beside, _, _ = made.recvmsg_into([buffer], PASSED, _CLOEXEC)
     frames = None

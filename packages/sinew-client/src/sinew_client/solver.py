@@ -1,7 +1,8 @@
-"""The solver of a head, as data: part of a policy's description.
+"""The solver of an action head, described by numbers, so that a bundle can store it.
 
-A step has the form ``x <- keep * x + gain * output``. Some solvers add ``weight * estimate``, ``fresh * noise``, or
-weights times the x of earlier steps. The numbers depend on the step alone.
+A solver turns noise x into actions in several steps. Each step evaluates the head and computes
+``x <- keep * x + gain * output``. Some solvers add ``weight * estimate``, ``fresh * noise``, or weights times the x of
+earlier steps. The factors depend only on the number of the step.
 """
 
 from __future__ import annotations
@@ -20,13 +21,19 @@ LARGEST_BETA = 0.999  # upper limit of each beta in the schedule "squaredcos_cap
 LEAST_BETA = 2.0**-24
 SMALLEST_VARIANCE = 1e-20  # lower limit of the variance of the noise that DDPM adds, as in diffusers
 MAX_LEVELS = 100_000
-MOST_EARLIER = 3  # the largest number of weights in ``Step.earlier``
+MOST_EARLIER = 3  # largest number of weights in ``Step.earlier``
 
 
 class Estimate(NamedTuple):
-    """A step's estimate of the actions, clipped to +-``clip``.
+    """The estimate of the final actions in a step of a diffusion solver.
 
     The estimate is ``(x - sigma * output) / alpha``, or the output itself if ``alpha`` is 0.
+
+    Attributes:
+        weight: Factor of the estimate in the step.
+        sigma: Standard deviation of the noise in x.
+        alpha: Factor of the actions in x.
+        clip: Largest magnitude of the estimate.
     """
 
     weight: float
@@ -35,17 +42,22 @@ class Estimate(NamedTuple):
     clip: float = math.inf
 
     def of(self, x: Any, output: Any) -> Any:
+        """Compute the estimate from ``x`` and the output of the head, which have the same shape."""
         estimate = (x - self.sigma * output) / self.alpha if self.alpha else output
         return estimate if self.clip == math.inf else estimate.clip(-self.clip, self.clip)
 
 
 class Step(NamedTuple):
-    """One evaluation at ``time``, then ``keep * x + gain * output``, in double precision.
+    """One step of a solver: evaluate the head at ``time``, then compute ``x <- keep * x + gain * output``.
 
     Attributes:
-        estimate: If set, the step also adds the estimate's ``weight`` times the estimate.
-        fresh: Factor of the noise with number ``draw`` that the step adds. Noise 0 is the start of the solution.
-        earlier: Weights of the x of earlier steps that the step adds, the newest of them first.
+        time: Time input of the head.
+        keep: Factor of x.
+        gain: Factor of the head's output.
+        estimate: If set, the step also adds this estimate of the actions, times its ``weight``.
+        fresh: Factor of new noise that the step adds; 0 for none.
+        draw: Number of this noise. Noise 0 is the start of the solver.
+        earlier: The step also adds the x of earlier steps with these weights, newest first.
     """
 
     time: float
@@ -57,13 +69,16 @@ class Step(NamedTuple):
     earlier: tuple[float, ...] = ()
 
     def advance(self, x: Array, output: Array, noise: Any = None, earlier: Sequence[Array] = ()) -> Array:
-        """Return the x of the next step, [B, H, A].
+        """Compute the x of the next step.
 
         Args:
-            x: The x of this step.
-            output: The head's output at this x.
-            noise: The noises of the solution, as :func:`drawn` describes them.
-            earlier: The x of the earlier steps, the newest first. At least as many as the step has weights for.
+            x: The x of this step, [B, H, A].
+            output: Output of the head for this x, [B, H, A].
+            noise: All noises of the solution (:func:`drawn`); not used if ``fresh`` is 0.
+            earlier: The x of the earlier steps, newest first, at least one for each weight in ``earlier``.
+
+        Returns:
+            The next x, [B, H, A].
         """
         parts: list[Any] = []
         product: Any = output
@@ -83,7 +98,7 @@ class Step(NamedTuple):
 
 
 def drawn(noise: Any, index: int) -> Any:
-    """Return noise number ``index``, [B, H, A], from [B, D, H, A], or from [B, H, A] with a single draw."""
+    """Select noise number ``index``, [B, H, A], from all noises, [B, D, H, A]. A single noise is [B, H, A] itself."""
     return noise[:, index] if noise.ndim == 4 else noise
 
 
@@ -93,14 +108,19 @@ class NoiseLevels:
 
     Attributes:
         count: Number of levels in training.
+        betas: "squaredcos_cap_v2", or "linear" from ``first_beta`` to ``last_beta``.
+        first_beta: First beta of "linear".
+        last_beta: Last beta of "linear".
+        predicts: Output of the head: "epsilon" (the noise in x) or "sample" (the actions).
+        clip: Largest magnitude of the estimated actions in model units; 0 sets no limit.
+        fresh: True adds new noise in each step except the last (DDPM). False is DDIM with eta 0.
         spacing: The levels that a solution in n steps visits, from the last level down. "leading" takes the first
             level of each group of count // n levels. "even" takes every s-th level, with the smallest s that gives n
             levels, and the middle level for n = 1 (OpenAI's guided-diffusion, "ddimN"). With "even", some n are
             impossible.
-        betas: "squaredcos_cap_v2", or "linear" from ``first_beta`` to ``last_beta``.
-        predicts: Output of the head: "epsilon", the noise in x, or "sample", the actions.
-        clip: Largest magnitude of the estimated actions in model units; 0 sets no limit.
-        fresh: True adds new noise in each step except the last (DDPM). False is DDIM with eta 0.
+
+    Raises:
+        ValueError: A number is out of its range.
     """
 
     count: int
@@ -124,10 +144,13 @@ class NoiseLevels:
             raise ValueError(f"levels: clip: expected 0 or more, got {self.clip}")
 
     def alphas(self) -> np.ndarray:
-        """Return the share of the actions' variance at each level, float32 [count], falling.
+        """Compute the share of the actions in the variance of x at each level (``alphas_cumprod`` of diffusers).
 
-        The shares are the cumulative products of 1 - beta. As in the reference, they are computed in double precision
-        and stored in single precision.
+        As in diffusers, the cumulative products of 1 - beta are computed in double precision and stored in single
+        precision.
+
+        Returns:
+            The shares, float32 [count], falling.
         """
         if self.betas == "linear":
             betas = np.linspace(self.first_beta, self.last_beta, self.count, dtype=np.float32)
@@ -142,7 +165,7 @@ class NoiseLevels:
         return np.cumprod((np.float32(1) - betas).astype(np.float64)).astype(np.float32)
 
     def possible(self, count: int) -> tuple[int, ...]:
-        """Return only ``count`` if a solution may have so many steps, else the nearest numbers below and above."""
+        """Return (count,) if a solution in ``count`` steps is possible, else the nearest possible numbers of steps."""
         if count > self.count:
             return (self.count,)
         stride = -(-self.count // count)
@@ -152,7 +175,7 @@ class NoiseLevels:
         return fewer, -(-self.count // (stride - 1))
 
     def visited(self, count: int) -> range:
-        """Return the levels of a solution in ``count`` steps, falling. Raises ValueError for an impossible count."""
+        """Return the levels of a solution in ``count`` steps, falling. Raises ValueError if the count is impossible."""
         if count not in (near := self.possible(count)):
             raise ValueError(f"solver_steps: expected {' or '.join(map(str, near))}, got {count}")
         if self.spacing == "leading":
@@ -163,6 +186,7 @@ class NoiseLevels:
         return range(0, self.count, -(-self.count // count))[::-1]
 
     def steps(self, count: int) -> list[Step]:
+        """Return the steps of a solution in ``count`` steps, by the formulas of diffusers' DDIM or DDPM."""
         levels, alphas, solution = self.visited(count), self.alphas(), []
         one = np.float32(1)
         for k, level in enumerate(levels):
@@ -186,19 +210,26 @@ class NoiseLevels:
 
 @dataclass(frozen=True)
 class Solver:
-    """The method that turns noise into actions. It is part of a policy's specification, and stored in bundles.
+    """The method by which an action head turns noise into actions. It is part of a policy's specification.
 
     Attributes:
         kind: "euler" integrates a velocity from ``start`` to ``end`` in equal steps. "rk4" does so by the classic
             Runge-Kutta method. Each of its intervals takes four evaluations, and each evaluation counts as a step.
             "single" takes the output of one evaluation as the actions. "renoise" takes each output as the actions and
-            mixes them with the initial noise, whose share falls from ``start`` to ``end``. "diffusion" goes through
-            ``levels``. "table" lists its steps.
+            mixes them with the initial noise, whose share falls from ``start`` to ``end``. "diffusion" is DDIM or DDPM
+            with ``levels``. "table" has its steps in ``table``.
         start: Time of pure noise: 1 in openpi and LeRobot, 0 in GR00T and Evo-1.
         end: Time of the actions: 0 in openpi and LeRobot, 1 in GR00T and Evo-1.
         noise: x at the start: "normal" (standard), "uniform" in [-1, 1], or "zeros".
         table: The steps of "table", as rows (time, keep, gain).
         levels: The noise levels of "diffusion".
+
+    Raises:
+        ValueError: The values do not fit ``kind``.
+
+    Example:
+        >>> [step.time for step in Solver().steps(4)]
+        [1.0, 0.75, 0.5, 0.25]
     """
 
     kind: Literal["euler", "rk4", "single", "renoise", "diffusion", "table"] = "euler"
@@ -234,7 +265,7 @@ class Solver:
         return self.levels.count if self.levels is not None else self.fixed_steps
 
     def possible(self, count: int) -> tuple[int, ...]:
-        """Return only ``count`` if a solution may have so many steps, else the nearest numbers below and above."""
+        """Return (count,) if a solution in ``count`` steps is possible, else the nearest possible numbers of steps."""
         if self.levels is not None:
             return self.levels.possible(count)
         if self.fixed_steps is not None:
@@ -245,11 +276,11 @@ class Solver:
         return (count,)
 
     def draws(self, count: int) -> int:
-        """Return the number of noises that a solution in ``count`` steps draws, including the noise at the start."""
+        """Return how many noises a solution in ``count`` steps needs, including the noise at the start."""
         return count if self.levels is not None and self.levels.fresh else 1
 
     def steps(self, count: int) -> list[Step]:
-        """Return the evaluations of a solution in ``count`` steps. Raises ValueError if the number is impossible."""
+        """Return the steps of a solution in ``count`` steps. Raises ValueError if this number is impossible."""
         if count < 1 or self.fixed_steps not in (None, count):
             raise ValueError(f"solver_steps: expected {self.fixed_steps or '1 or more'}, got {count}")
         if self.most_steps is not None and count > self.most_steps:
@@ -275,11 +306,15 @@ class Solver:
         return [Step(time, 0.0, 1.0 - part, fresh=part) for time, part in zip(times, shares)]
 
     def _interval(self, index: int, count: int) -> list[Step]:
-        """Return the four evaluations of an interval of the classic Runge-Kutta method.
+        """Return the four evaluations of one interval of the classic Runge-Kutta method (RK4).
 
-        The textbook's result is ``x0 + h / 6 * (k1 + 2 k2 + 2 k3 + k4)``. The first three velocities are in the points
-        that they led to: ``y1 = x0 + h / 2 * k1``, ``y2 = x0 + h / 2 * k2`` and ``y3 = x0 + h * k3``. The result is
-        therefore ``(y3 + 2 y2 + y1 - x0) / 3 + h / 6 * k4``, and no velocity has to be stored.
+        The textbook formula is ``x0 + h / 6 * (k1 + 2 k2 + 2 k3 + k4)``. The first three velocities can be computed
+        from the points ``y1 = x0 + h / 2 * k1``, ``y2 = x0 + h / 2 * k2`` and ``y3 = x0 + h * k3``. So the result is
+        ``(y3 + 2 y2 + y1 - x0) / 3 + h / 6 * k4``, and the solver does not have to store velocities.
+
+        Args:
+            index: Number of the interval, from 0.
+            count: Number of intervals of the solution.
         """
         h = (self.end - self.start) / count
         time = self.start + index * (self.end - self.start) / count
@@ -291,13 +326,22 @@ class Solver:
         ]
 
     def times(self, count: int) -> list[float]:
+        """Return the time inputs of the head for a solution in ``count`` steps."""
         return [step.time for step in self.steps(count)]
 
     def denoised(self, x: Any, output: Any, time: float) -> Any:
-        """Return the actions after one Euler step from ``time`` to the end. Guidance uses this estimate.
+        """Estimate the final actions in the middle of a solution, by one Euler step to the end. Guidance needs this.
+
+        Args:
+            x: The present x.
+            output: Output of the head at ``time``.
+            time: Time input of the head.
+
+        Returns:
+            The estimate, in the shape of ``x``.
 
         Raises:
-            ValueError: The solver has no such estimate.
+            ValueError: This kind of solver has no such estimate.
         """
         if self.kind in ("table", "diffusion", "rk4"):
             raise ValueError(f"solver: kind {self.kind} has no estimate of the denoised actions")

@@ -1,4 +1,4 @@
-"""The robot's end of a stream: samples and frames are sent, windows of waypoints are received, and no call waits."""
+"""The client of a stream: it sends samples and frames, and receives windows of waypoints, without ever waiting."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ OPTIONS = ("rtc", "interpolation", "solver_steps", "seed", "text_tokens")
 
 @dataclass(frozen=True)
 class StreamWindow:
-    """Waypoints ``step``, ``step + 1`` ... of a trajectory, ``rows`` float32 [K, D] in robot units.
+    """A window of a stream: the waypoints ``step``, ``step + 1`` and so on.
 
-    If the answer is later than the last waypoint, there are no rows. Such a window still measures the delay.
+    If the answer arrives after its last waypoint is due, the window has no waypoints. It still measures the delay.
 
     Attributes:
-        step: Number of the first waypoint. Waypoint k belongs to k / rate seconds of the robot's clock.
-        rows: The waypoints.
+        step: Number of the first waypoint. Waypoint k is due at k / rate seconds of the robot's clock.
+        rows: The waypoints, float32 [K, D] in robot units.
         sample_time: Time of the newest sample, seconds of the robot's clock.
         frame_time: Time of the newest frame, seconds of the robot's clock.
-        prefix_age_ms: Milliseconds since the prefix was ready, on the server's clock.
-        sensor_age_ms: Milliseconds since the sample arrived, on the server's clock.
-        request_id: Id of the message with that sample.
+        prefix_age_ms: Age of the prefix (the computed context of the frames) on the server's clock, ms.
+        sensor_age_ms: Time since the sample arrived at the server, ms.
+        head_ms: Time of the action head, ms.
+        run: Number of the run of the action head.
+        request_id: Id of the message with the newest sample.
         label: The server's method to compute windows, in the first window; "" in all others.
         text: Text that the policy's language head is generating, from its first token on.
         said: Last complete text of the language head.
@@ -66,26 +68,30 @@ class StreamWindow:
 
 
 class StreamLink:
-    """A stream to a policy server. Its methods belong to one thread, the robot's loop, and never wait for the server.
+    """A stream to a policy server. One thread, the robot's control loop, calls its methods. They never wait.
 
-    Its own thread connects, and sends bytes that the connection did not accept at once. A stream has no handshake.
-    While no server listens at the address, messages are dropped. The first message that arrives begins the stream,
-    also after a restart of the server. With several addresses, the next address is tried in these cases:
+    A second thread of the link connects, and sends the bytes that the connection did not accept at once. While there
+    is no server, messages are dropped. The first message that arrives at a server begins the stream, even after a
+    restart of the server. With several addresses, the link tries the next address in these cases:
 
     * A connection fails or breaks.
     * A stopping or unhealthy server rejects a message.
     * No window arrives for ``timeout`` seconds after a sample.
 
     Args:
-        address: Address, as for :class:`sinew_client.Client`, with ``/NAME`` for a policy other than the server's
-            first.
+        address: Address or addresses, as for :class:`sinew_client.Client`. ``/NAME`` at the end names one of several
+            policies of a server.
         rate: Waypoints per second.
-        connect_timeout: Time limit, as for :class:`sinew_client.Client`.
-        max_rows: Largest number of waypoints in a window.
-        policy: The server's description of the policy. Another policy gets no sample. None allows any policy.
+        session: Session of the robot.
+        api_key: Key of the server.
         options: ``rtc`` (guided, no-jacobian, ramp, none), ``interpolation`` (linear, hold), ``solver_steps`` and
-            ``seed``, for checkpoints whose head has one time for all actions. ``text_tokens``: tokens of each text
-            that the policy generates in parallel, if it has a language head.
+            ``seed``. These four are for checkpoints whose action head has one time for all actions. ``text_tokens`` is
+            the number of tokens in each text that a policy with a language head generates in parallel.
+        max_rows: Largest number of waypoints in a window.
+        connect_timeout: With several addresses: seconds to wait for a connection before the next address is tried.
+        timeout: Seconds without a window after which the next address is tried.
+        policy: Description of the expected policy. A server with another policy gets no samples. None allows any
+            policy.
 
     Attributes:
         sent: Number of samples that were sent.
@@ -93,6 +99,14 @@ class StreamLink:
         errors: Number of errors.
         error: Text of the last error.
         faults: Errors that are not part of normal operation.
+
+    Raises:
+        ClientError: The address or an option is not valid, or the key would travel unencrypted.
+
+    Example:
+        >>> link = StreamLink("tcp://server:5555", rate=100)
+        >>> link.send(state, time, images={"front": frame})
+        >>> windows = link.windows()
     """
 
     def __init__(
@@ -136,16 +150,16 @@ class StreamLink:
 
     @property
     def present(self) -> str:
-        """The present address as the user typed it, with the policy's name."""
+        """The present address as the user wrote it, with the policy's name."""
         return self._addresses.given[self._addresses.place]
 
     def wait_connected(self, seconds: float) -> bool:
-        """Wait for a connection. Return False if there is no connection after ``seconds``."""
+        """Wait at most ``seconds`` for a connection. Return True if there is one."""
         with self._changed:
             return self._changed.wait_for(lambda: self._link is not None, seconds)
 
     def wait_window(self, seconds: float) -> bool:
-        """Wait until a message has arrived, or the connection has ended. Return False after ``seconds``."""
+        """Wait at most ``seconds`` until a message arrives or the connection ends. Return False if neither happens."""
         link = self._link
         return link is not None and link.wait(monotonic() + seconds)
 
@@ -163,7 +177,8 @@ class StreamLink:
         Args:
             state: State of the robot, float [S].
             time: Time of the sample, seconds of the robot's clock.
-            delay: Number of waypoints from the sample's waypoint to the first that the answer can change.
+            delay: Number of waypoints from the sample's own waypoint to the first waypoint that can still change when
+                the answer arrives.
             images: New frames by camera; None without new frames.
             frame_time: Time of the frames; None takes ``time``.
             prompt: The instruction.
@@ -233,7 +248,7 @@ class StreamLink:
         return decoded
 
     def _arrived(self) -> list[bytes]:
-        """Return the payloads of the messages that have arrived."""
+        """Return the encoded messages that have arrived. If the connection is lost, start to reconnect."""
         payloads: list[bytes] = []
         with self._changed:
             link = self._link
@@ -259,7 +274,7 @@ class StreamLink:
         return payloads
 
     def _note(self, error: ClientError) -> None:
-        """Count an error. Change to another server if this server will not answer the next message either."""
+        """Count an error. If the server stops or is unhealthy, change to the next address."""
         self.errors += 1
         if kind := kind_of(error):
             self.faults.add(kind, str(error))
@@ -299,7 +314,10 @@ class StreamLink:
         return payload
 
     def _lose(self, link: Link, why: str) -> None:
-        """Drop a connection, and change to the next address if there is one. The caller has the lock."""
+        """Drop a connection, and change to the next address if there is one.
+
+        The caller must have locked ``_changed``.
+        """
         if self._link is link:
             self._link, self._asked = None, None
             self._addresses.move(self._addresses.place, why)
@@ -307,7 +325,7 @@ class StreamLink:
             self._changed.notify_all()
 
     def _keep_connected(self) -> None:
-        """Connect, reconnect after a loss, and send bytes that were not accepted at once."""
+        """Run in the link's own thread: connect, reconnect after a loss, and send the bytes that wait."""
         patience = self.connect_timeout if len(self._addresses) > 1 else self.timeout
         waits = pauses()
         while not self._closed:
@@ -339,7 +357,7 @@ class StreamLink:
             link.close()
 
     def _serve(self, link: Link) -> None:
-        """Use a connection until it is lost or closed."""
+        """Use a new connection until it is lost or closed, and send the bytes that wait."""
         with self._changed:
             if self._closed:
                 return
@@ -362,8 +380,11 @@ def decode_window(payload: bytes, max_rows: int = protocol.MAX_ROWS) -> StreamWi
     """Decode a window from a message of the server.
 
     Args:
-        payload: The message.
+        payload: The encoded message.
         max_rows: Largest number of waypoints.
+
+    Returns:
+        The window.
 
     Raises:
         ServerError: The message is an error of the server.

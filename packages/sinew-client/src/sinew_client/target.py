@@ -1,4 +1,4 @@
-"""The text with which a user names a policy: one parser for all kinds, and one way to open the policy.
+"""Parse the text with which a user names a policy, and open the policy.
 
 ========================  ==============================================================
 text                      kind
@@ -10,7 +10,8 @@ text                      kind
 anything else             ``local``: a bundle, a checkpoint, a hub name or recordings
 ========================  ==============================================================
 
-This package opens addresses. All other kinds need a package with an entry point ``sinew.targets`` of the kind's name.
+This package can open only addresses. For all other kinds, another package must be installed that has an entry point
+``sinew.targets`` with the name of the kind.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Target:
 
     Attributes:
         kind: "address", "model-server", "expert" or "local".
-        text: The text as it was typed; addresses of several servers are joined by commas.
-        place: The text without the name of its kind.
+        text: The text as the user wrote it. Several addresses are joined by commas.
+        place: The text without the prefix of its kind, such as ``vla-eval://``.
     """
 
     kind: str
@@ -46,7 +47,7 @@ class Target:
 
     @classmethod
     def parse(cls, source: Any) -> Target:
-        """Parse a text, a path or a list of addresses. Nothing is opened or looked up.
+        """Parse a text, a path or a list of addresses. This opens no file and no connection.
 
         Args:
             source: The text, path or list.
@@ -55,7 +56,7 @@ class Target:
             The target.
 
         Raises:
-            ClientError: A list has something other than addresses.
+            ClientError: A list contains something that is not an address.
         """
         if isinstance(source, (list, tuple)):
             parts = [cls.parse(each) for each in source]
@@ -74,12 +75,12 @@ class Target:
 
     @property
     def remote(self) -> bool:
-        """True if another process computes: a server of this project, or a model server."""
+        """True if another process computes the actions: a Sinew server, or a model server of another project."""
         return self.kind in (ADDRESS, MODEL_SERVER)
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of the servers, tried in this order; [] for any other kind."""
+        """Addresses of the servers in the order in which they are tried; [] for any other kind."""
         return self.place.split(",") if self.kind == ADDRESS else []
 
     def open(self, **options: Any) -> Policy:
@@ -114,7 +115,7 @@ class Target:
 
 
 def _opener(kind: str) -> Any:
-    """Return the function that opens a kind of policy; None if no installed package has one."""
+    """Find the function that opens a kind of policy; None if no installed package has such a function."""
     points = metadata.entry_points()
     # Before Python 3.10, entry_points() returns a dict from the groups to their entry points.
     group = points.get(GROUP, ()) if isinstance(points, dict) else points.select(group=GROUP)

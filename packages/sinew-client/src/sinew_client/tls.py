@@ -1,8 +1,8 @@
-"""Encryption of the native protocol: TLS around a plain socket, with the certificates that web clients trust.
+"""TLS encryption for the native protocol, and the rule that protects API keys on plain connections.
 
-A client encrypts if its address begins with ``tls://``. It trusts the certificates of the system. If ``SSL_CERT_FILE``
-is set in the environment, it trusts the certificates in that file instead. A client without encryption sends no API key
-to another machine.
+A client uses TLS if the address of its server begins with ``tls://``. It trusts the certificate authorities of the
+operating system. If the environment variable ``SSL_CERT_FILE`` is set, it trusts the certificates in that file instead.
+On a connection without TLS, a client never sends an API key to another machine.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ MAX_PIECE = 1 << 16
 
 
 class TlsSocket(ssl.SSLSocket):
-    """A non-blocking socket with TLS. Like a plain socket, it raises ``BlockingIOError``. :func:`encrypted` creates it.
+    """A non-blocking socket with TLS that behaves like a plain socket. Create it with :func:`encrypted`.
 
-    Thread-safe: OpenSSL allows one call at a time for each connection.
+    It raises ``BlockingIOError`` where an ``SSLSocket`` raises ``SSLWantReadError``. It is thread-safe: a lock ensures
+    that OpenSSL gets one call at a time.
     """
 
     sendmsg = None  # type: ignore[assignment] # a TLS socket can only send one buffer at a time
     lock: Any
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """Receive decrypted bytes. Raises OSError."""
+        """Receive decrypted bytes into ``buffer``. Return the number of bytes. Raises OSError."""
         try:
             with self.lock:
                 return super().recv_into(buffer, nbytes, flags)
@@ -52,9 +53,18 @@ class TlsSocket(ssl.SSLSocket):
 
 
 def encrypted(context: ssl.SSLContext, made: socket.socket, **options: Any) -> TlsSocket:
-    """Return a connected socket with TLS around it. ``options`` are those of ``SSLContext.wrap_socket``.
+    """Start TLS on a connected socket.
 
-    Raises OSError.
+    Args:
+        context: Settings and certificates.
+        made: The connected socket.
+        **options: Further arguments of ``SSLContext.wrap_socket``, such as ``server_hostname``.
+
+    Returns:
+        The socket with TLS.
+
+    Raises:
+        OSError: The handshake failed.
     """
     context.sslsocket_class = TlsSocket
     wrapped = context.wrap_socket(made, **options)
@@ -64,7 +74,7 @@ def encrypted(context: ssl.SSLContext, made: socket.socket, **options: Any) -> T
 
 
 def refusal_of(error: ssl.SSLError, address: str) -> str:
-    """Return the reason why a TLS connection to an address failed, with the next step."""
+    """Explain why a TLS connection to ``address`` failed, with the next step for the user."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return (
             f"{address}: expected a trusted certificate, got {error.verify_message}; to trust your own certificate, set"
@@ -77,7 +87,7 @@ def refusal_of(error: ssl.SSLError, address: str) -> str:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Return True for an address or a name that only this machine reaches."""
+    """Return True for an IP address or a host name that always means this machine, such as "127.0.0.1"."""
     if host is None:
         return False
     try:
@@ -95,13 +105,18 @@ def host_of(address: str) -> str:
 
 
 def check_key_is_private(addresses: Sequence[str], key: str, serves_tls: bool = True) -> None:
-    """Raise :class:`ClientError` if a key would travel unencrypted to another machine and the user has not allowed it.
+    """Check that an API key is not sent to another machine without encryption.
+
+    The user can allow it: with ``SINEW_ALLOW_UNENCRYPTED_KEY=1`` in the environment, nothing is checked.
 
     Args:
         addresses: Addresses with their scheme: ``tcp://``, ``tls://``, ``ipc://``, ``http://``, ``https://``. A name
             other than localhost counts as another machine.
         key: The API key; "" if no key is sent.
         serves_tls: False if the server at the address does not support TLS, so that the error does not suggest TLS.
+
+    Raises:
+        ClientError: The key would be sent unencrypted. The message lists what the user can do.
     """
     if not key or os.environ.get(ALLOW_VARIABLE) == "1":
         return

@@ -1,8 +1,8 @@
-"""Names in files from outside: code to import, files to open, addresses to contact.
+"""Protect the user from names in received files: code to import, files to open, addresses to contact.
 
-A received file is data: a page, a gate, the plan of a farm, a recording, a manifest. A name in such a file is imported,
-opened or contacted only if the user of this machine typed the same name. :func:`require_typed` checks this for all
-readers, before anything is imported, opened or contacted.
+A file from another person, such as a recording, an evaluation plan or a manifest, can contain names of Python objects,
+files and servers. Sinew uses such a name only if the user of this machine has typed the same name as an option.
+:func:`require_typed` checks this before Sinew imports, opens or contacts anything.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _FOLDERS = re.compile(
 
 
 class UntypedNameError(ClientError):
-    """A file from outside uses a name that nobody typed; the message lists the names and the options to type."""
+    """A received file contains a name that the user has not typed. The message lists the names and their options."""
 
 
 @dataclass(frozen=True)
 class OutsideName:
-    """A name in a file from outside.
+    """A name in a received file.
 
     Attributes:
-        field: The field of the file, such as ``task.env``.
+        field: The field of the file that contains the name, such as ``task.env``.
         value: The name as a text, or a JSON object of options that contain names.
-        flag: The option with which a user types the name, such as ``--env``; "" for a positional argument.
+        flag: The option with which the user types this name, such as ``--env``; "" for a positional argument.
         key: The text that is compared with the typed text; "" takes :func:`comparable` of ``value``.
     """
 
@@ -48,12 +48,12 @@ class OutsideName:
 
     @property
     def compared(self) -> str:
-        """The text that must be among the typed texts."""
+        """The text that must be equal to a typed text."""
         return self.key or comparable(self.value)
 
     @property
     def text(self) -> str:
-        """The name for a message: one line of limited length."""
+        """The name for an error message: one line of limited length."""
         text = self.value if isinstance(self.value, str) else json.dumps(self.value)
         return named(text, LONGEST_SHOWN)
 
@@ -61,18 +61,18 @@ class OutsideName:
 def require_typed(
     source: object, names: Sequence[OutsideName], typed: Mapping[str, Mapping[str, Any]]
 ) -> list[Any]:
-    """Return the typed value for each name of a file, in the order of the names.
+    """Check that the user has typed all names of a received file.
 
     Args:
-        source: The file, for the message.
-        names: All names in the file that are not built in.
-        typed: Flag -> comparable text -> typed value; see :func:`typed_values`.
+        source: The file, for the error message.
+        names: All names in the file, except built-in names.
+        typed: For each option, the typed values by their comparable text (:func:`typed_values`).
 
     Returns:
-        The typed values.
+        For each name, the value that the user typed.
 
     Raises:
-        UntypedNameError: A name was not typed. Do not use any part of the file then.
+        UntypedNameError: The user has not typed a name. Do not use any part of the file then.
     """
     missing = [name for name in names if name.compared not in typed.get(name.flag, {})]
     if missing:
@@ -89,17 +89,17 @@ def require_typed(
 
 
 def typed_values(values: Iterable[Any]) -> Mapping[str, Any]:
-    """Return typed values by the text that :func:`require_typed` compares, without absent values (None, "")."""
+    """Return the values of an option by their comparable text, for :func:`require_typed`. Skip None and ""."""
     return {comparable(value): value for value in values if value not in (None, "")}
 
 
 def comparable(value: Any) -> str:
-    """Return the text by which a typed and a recorded value are compared; folders are ignored."""
+    """Convert a value to the text that is compared: JSON without the folders of paths."""
     return json.dumps(portable(value), sort_keys=True)
 
 
 def portable(value: Any) -> Any:
-    """Return a value for a record. Paths in its texts have no folders, because folders belong to one machine."""
+    """Remove the folders of all paths in a value, because folders exist only on one machine. Return the new value."""
     if isinstance(value, str):
         return _FOLDERS.sub(r"\1", value)
     if isinstance(value, Mapping):
@@ -110,12 +110,12 @@ def portable(value: Any) -> Any:
 
 
 def file_name(path: str) -> str:
-    """Return the last part of a path of any operating system."""
+    """Return the last part of a path, with the separators of any operating system."""
     return re.split(r"[\\/]", path.rstrip("\\/"))[-1] or path
 
 
 def has_text(value: Any) -> bool:
-    """Return True if a value of JSON holds a text, which may name code, a file or an address."""
+    """Return True if a JSON value contains a text, because a text may name code, a file or an address."""
     if isinstance(value, Mapping):
         return any(map(has_text, value.values()))
     if isinstance(value, (list, tuple)):

@@ -21,13 +21,13 @@ MOST_TOGETHER = 64  # largest number of observations in one request
 class CameraSpec:
     """One camera of a policy.
 
-    Frames of other sizes are accepted if the policy resizes them (``PolicySpec.resizes_frames``).
+    A robot may send frames of another size if the policy resizes frames (``PolicySpec.resizes_frames``).
 
     Attributes:
-        name: The robot's name of the camera.
+        name: Name of the camera in observations.
         height: Height of the training frames, pixels.
         width: Width of the training frames, pixels.
-        slot: The checkpoint's name of the camera; "" if it is the same as ``name``. Clients of the checkpoint's own
+        slot: Name of the camera in the checkpoint; "" if it is the same as ``name``. Clients of the checkpoint's own
             project may use either name.
     """
 
@@ -42,11 +42,11 @@ class VectorSpec:
     """A state or action vector in robot units.
 
     Attributes:
-        dim: Count of numbers.
-        names: Name of each number; () if unknown.
-        units: Unit of each number; () if unknown. Simulators use three units of actions: ``opening`` (a gripper from
-            0, closed, to 1, open), ``recorded`` (as in the training data), and ``axis-angle`` (a rotation vector, not
-            Euler angles).
+        dim: Number of values in the vector.
+        names: Name of each value; () if unknown.
+        units: Unit of each value; () if unknown. In addition to units such as "rad", simulators use three units of
+            actions: ``opening`` (a gripper, 0 is closed and 1 is open), ``recorded`` (as in the training data), and
+            ``axis-angle`` (a rotation vector, not Euler angles).
     """
 
     dim: int
@@ -55,8 +55,9 @@ class VectorSpec:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Label of each number, "name [unit]", with the index in place of a missing name; () if names and units are
-        unknown.
+        """Label of each value for a table or a plot, such as "elbow [rad]"; () if names and units are unknown.
+
+        If the names are unknown, a label has the index of the value.
         """
         if not self.names and not self.units:
             return ()
@@ -69,15 +70,15 @@ class VectorSpec:
 
 @dataclass(frozen=True)
 class KeyMap:
-    """The keys under which the clients of one protocol send the parts of an observation.
+    """The keys that clients of another protocol use for the parts of an observation.
 
     Attributes:
-        wire: The protocol, such as "openpi".
-        images: Key of the protocol -> camera. The keys of nested maps are joined with "/".
+        wire: Name of the protocol, such as "openpi".
+        images: For each key of a frame, the camera of the policy. The keys of nested maps are joined with "/".
         state: Keys whose values are concatenated, in this order, into the state.
         prompt: Key of the instruction.
-        channels_first: True if frames have shape [3, height, width].
-        unread: Keys of frames that these clients send and the policy does not read. Other unknown keys are rejected.
+        channels_first: True if frames have the shape [3, height, width].
+        unread: Keys of frames that these clients send but the policy does not use. All other unknown keys are rejected.
     """
 
     wire: str
@@ -90,17 +91,17 @@ class KeyMap:
 
 @dataclass(frozen=True)
 class MotionSpec:
-    """The reference of a policy's actions, in the form of ``Settings.motion`` (:mod:`sinew_client.control`).
+    """What a policy's actions are relative to. ``Settings.motion`` of the control loop has the same form.
 
     Attributes:
-        kind: "absolute": actions are targets in the numbers of the state. "relative": the columns ``action`` are
-            relative to the numbers ``state`` of the state at the chunk's frame. "offsets": these columns are relative
-            to the pose of their own step (delta actions).
-        action: Columns of an action.
-        state: Indices into the state, one for each of these columns.
+        kind: "absolute": actions are targets in the units of the state. "relative": the values ``action`` of an action
+            are relative to the values ``state`` of the state at the chunk's observation. "offsets": these values are
+            relative to the pose in their own step (delta actions).
+        action: Indices of values in an action.
+        state: Index of the corresponding value in the state, for each of them.
         scale: Change of the state by one unit of a delta action.
-        low: Smallest delta action; None for no bound.
-        high: Largest delta action; None for no bound.
+        low: Smallest delta action; None for no limit.
+        high: Largest delta action; None for no limit.
     """
 
     kind: Literal["absolute", "relative", "offsets"]
@@ -117,9 +118,9 @@ class RealTimeChunking:
 
     Attributes:
         execution_horizon: Number of actions of a running chunk that guide the next chunk.
-        schedule: How the weights of these actions fall, one of :data:`SCHEDULES`.
+        schedule: Shape of the weights of these actions, one of :data:`SCHEDULES`.
         max_guidance_weight: The largest weight.
-        mode: "guided", or "trained" if the policy was trained with the actions of a running chunk as prefix.
+        mode: "guided", or "trained" if the policy was trained to continue the actions of a running chunk.
     """
 
     execution_horizon: int
@@ -133,7 +134,15 @@ MAX_HISTORY_STEPS = 1024  # largest number of control steps between the oldest a
 
 
 def history_problem(moments: int, stride: int) -> str:
-    """Return the error of a history of ``moments`` observations, ``stride`` control steps apart; "" if it is valid."""
+    """Check the size of an observation history.
+
+    Args:
+        moments: Number of observation steps (T).
+        stride: Number of control steps from one observation step to the next.
+
+    Returns:
+        The error text; "" if the numbers are valid.
+    """
     if not 1 <= moments <= MAX_HISTORY:
         return f"history: expected 1 to {MAX_HISTORY}, got {moments}"
     if stride < 1 or (moments - 1) * stride > MAX_HISTORY_STEPS:
@@ -144,7 +153,7 @@ def history_problem(moments: int, stride: int) -> str:
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """The inputs and outputs of a policy. A client can build a valid observation from them.
+    """The inputs and outputs of a policy: everything that a client needs to build a valid observation.
 
     Attributes:
         architecture: Name of the model family, such as "smolvla".
@@ -152,28 +161,34 @@ class PolicySpec:
         cameras: The cameras that an observation has.
         state: The state vector.
         action: The action vector.
-        chunk_size: H, actions per chunk.
+        chunk_size: Number of actions per chunk (H).
         noise_dim: Width of the noise that starts the solver; 0 if the solver starts from zeros.
         solver_steps: Default number of solver steps; 1 for heads with a single pass.
         max_prompt_tokens: Largest number of tokens in a prompt.
         resizes_frames: True if frames may have any size.
         control_hz: Rate of the actions, Hz; None if the checkpoint does not state it.
         embodiment: Name of the robot, such as "droid"; "" if the checkpoint does not state it.
-        keys: Keys of the clients of other protocols.
-        default_prompt: Instruction for observations without one.
-        n_action_steps: Actions that the training project executes before it infers again; 0 if not stated.
+        keys: The keys that clients of other protocols use.
+        default_prompt: Instruction for observations without an instruction.
+        n_action_steps: Number of actions that the training project executes before the next inference; 0 if not stated.
         temporal_ensemble: Coefficient of ACT's temporal ensembling, if the policy should run with it; else None.
         real_time_chunking: Settings of real-time chunking, if the policy should run with it; else None.
-        noise_rows: Rows of the noise if the solver integrates more rows than the chunk has; 0 takes ``chunk_size``.
-        solver: The method by which the head computes actions.
-        committed_rows: Longest action prefix that the head was trained to continue (real-time chunking); 0 without
-            such training.
-        motion: The reference of the actions; None if unknown.
-        history: T, largest number of observation steps in one observation.
-        history_stride: Control steps between two observation steps.
-        history_padding: Content of missing steps at the start of an episode: "repeat" (the oldest step again) or
-            "mask".
-        history_states: True if the policy reads the state of each of them, False if it reads only the newest state.
+        noise_rows: Number of rows of the noise, if it is larger than the number of actions; 0 means ``chunk_size``.
+        solver: The method by which the action head computes actions.
+        committed_rows: Longest action prefix that the action head was trained to continue (real-time chunking); 0
+            without such training.
+        motion: What actions are relative to; None if unknown.
+        history: Largest number of observation steps in one observation (T).
+        history_stride: Number of control steps between two observation steps.
+        history_padding: Content of missing observation steps at the start of an episode: "repeat" (the oldest step
+            again) or "mask".
+        history_states: True if the policy reads the state of each observation step. False if it reads only the newest
+            state.
+
+    Example:
+        >>> spec = client.spec
+        >>> [camera.name for camera in spec.cameras], spec.state.dim
+        (['front', 'wrist'], 6)
     """
 
     architecture: str
@@ -209,22 +224,22 @@ class PolicySpec:
 
     @property
     def views(self) -> int:
-        """Number of frames in an observation: one per camera and observation step."""
+        """Number of frames in an observation: one frame per camera and observation step."""
         return self.history * len(self.cameras)
 
     @property
     def noise_shape(self) -> tuple[int, int]:
-        """Shape [H, A] of the noise that starts the solver, and of each further noise that it draws."""
+        """Shape [H, A] of each noise that the solver uses."""
         return (self.noise_rows or self.chunk_size, self.noise_dim)
 
     def noises(self, solver_steps: int | None = None) -> tuple[int, ...]:
-        """Return the shape of an observation's noise.
+        """Return the shape that the field ``noise`` of an observation must have.
 
         Args:
             solver_steps: Number of solver steps; None for the policy's default.
 
         Returns:
-            [H, A], or [D, H, A] if the solver draws D noises.
+            (H, A), or (D, H, A) if the solver uses D noises.
         """
         draws = self.solver.draws(solver_steps or self.solver_steps)
         return self.noise_shape if draws == 1 else (draws, *self.noise_shape)
@@ -235,10 +250,10 @@ class PolicySpec:
 
     @classmethod
     def from_dict(cls, given: Any) -> PolicySpec:
-        """Build a specification from the output of :meth:`to_dict`, as a server sends it over any protocol.
+        """Build a specification from plain values, as a server sends them.
 
         Args:
-            given: The containers. Keys that this version does not support are ignored, so that newer servers work.
+            given: The output of :meth:`to_dict`. Unknown keys are ignored, so that newer servers work.
 
         Returns:
             The specification.
@@ -283,10 +298,10 @@ CONDITIONS = ("advantage", "guidance_scale")  # fields that condition the chunk
 
 @dataclass(frozen=True)
 class Moment:
-    """The frames and the state of one control step of the past.
+    """The frames and the state of one earlier observation step.
 
     Attributes:
-        images: Camera -> frame, as in :class:`Observation`.
+        images: Frame of each camera, as in :class:`Observation`.
         state: float32 [D] in robot units.
     """
 
@@ -296,24 +311,25 @@ class Moment:
 
 @dataclass(frozen=True)
 class Observation:
-    """One unprocessed observation of a robot. Clients do not resize, tokenise or normalise; the policy does this.
+    """One unprocessed observation of a robot. The policy resizes, tokenises and normalises it, and clients do not.
 
     Attributes:
-        images: Camera name -> uint8 [height, width, 3] RGB. float32 in [0, 1] is accepted too.
+        images: Frame of each camera by its name, uint8 [height, width, 3] RGB, or float32 in [0, 1].
         state: float32 [D] in robot units.
         prompt: The instruction.
         tokens: int [L], the tokens of the instruction in place of ``prompt``, for clients that tokenise themselves.
-        noise: float32 [H, noise_dim], the start of the solver, or [D, H, noise_dim] if the solver draws D noises
-            (:meth:`PolicySpec.noises`). None draws it from ``seed``.
+        noise: Noise of the solver, float32 [H, noise_dim], or [D, H, noise_dim] if the solver uses D noises
+            (:meth:`PolicySpec.noises`). None draws the noise from ``seed``.
         seed: Seed of the noise; None lets the policy choose one.
         solver_steps: Number of solver steps; None for the policy's default.
         session: Name of the robot or episode. A newer request replaces a waiting request of the same session.
-        time: Time of the observation, seconds on the client's clock. The chunk contains it too. A server compares it
-            with its own clock only if it was started with ``--max-age``.
-        previous: Real-time chunking (docs/guidance.md): float32 [R, action_dim] in robot units, the actions of the
-            running chunk from this frame on. Action 0 belongs to this frame. Actions after R are not guided.
-        delay: Real-time chunking: number of actions that will have been executed when the answer arrives. They stay
-            unchanged.
+        time: Time of the observation, seconds on the client's clock. The server returns it in the chunk. The server
+            compares it with its own clock only if it was started with ``--max-age``.
+        previous: Real-time chunking (docs/guidance.md): the actions of the running chunk from this observation on,
+            float32 [R, action_dim] in robot units. Action 0 belongs to this observation. Actions after R are not
+            guided.
+        delay: Real-time chunking: number of actions of ``previous`` that will have been executed when the answer
+            arrives. The new chunk begins with exactly these actions.
         horizon: Real-time chunking: number of actions that will be executed before the next request. The guidance ends
             at min(H - horizon, R).
         rtc: Real-time chunking: one of :data:`RTC`. With ``previous``, None is "trained" for a policy that was
@@ -321,19 +337,23 @@ class Observation:
         schedule: Real-time chunking: one of :data:`SCHEDULES`; None is "exp".
         beta: Real-time chunking: largest weight of the guidance; None is 5.
         earlier: For a policy with a history of T steps (``PolicySpec.history``): the T - 1 observation steps before
-            this one, oldest first, ``history_stride`` control steps apart. There are fewer at the start of an
-            episode. With ``history_padding`` "repeat", the oldest step fills the gap and each chunk has a warning.
-            With "mask", the policy reads the steps that exist, and warns if there are none.
+            this observation, oldest first, ``history_stride`` control steps apart. At the start of an episode, there
+            are fewer steps. With ``history_padding`` "repeat", the oldest step is repeated, and the chunk has a
+            warning. With "mask", the policy reads only the existing steps, and warns if there are none.
         subtask: True lets the language head first generate a subtask of the prompt. The actions then follow the
             subtask (docs/stream.md).
         question: Question for the language head. The answer is text without actions, and the prompt is not read.
         text_only: With ``subtask``: True generates only the text, without actions.
         text_tokens: Largest number of text tokens; None takes the bundle's number.
-        adapter: Adapter of the policy that computes the chunk (docs/sources.md); "" takes the base policy.
+        adapter: Name of the adapter (LoRA) that computes the chunk (docs/sources.md); "" takes the base policy.
         advantage: Advantage label for a policy that was trained with such labels (RECAP, docs/guidance.md), such as
             "positive". "" sends no label, None takes the policy's default.
         guidance_scale: Classifier-free guidance between the prompt without the advantage (0) and the prompt with it
             (1). At most 100; None is 1.
+
+    Example:
+        >>> observation = Observation({"front": frame}, state, prompt="stack the cups")
+        >>> chunk = policy.infer(observation)
     """
 
     images: Mapping[str, np.ndarray]
@@ -362,7 +382,7 @@ class Observation:
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """All observation steps, oldest first. The last one is this observation's own."""
+        """All observation steps, oldest first. The last step is this observation itself."""
         return (*self.earlier, Moment(self.images, self.state))
 
     @property
@@ -390,10 +410,10 @@ class Observation:
         """Build an observation from a plain dict.
 
         Args:
-            mapping: Field -> value. "images" and "state" are required.
+            mapping: The fields by name. "images" and "state" are required.
 
         Returns:
-            The observation. Values are not checked here.
+            The observation. The values are not checked.
 
         Raises:
             ObservationError: A key is unknown or missing.
@@ -411,7 +431,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one inference, in milliseconds. The stages from preprocess to postprocess are parts of ``total_ms``.
+    """Times of one inference, in milliseconds. ``total_ms`` includes all stages from preprocess to postprocess.
 
     Attributes:
         preprocess_ms: Time to check, tokenise, normalise and resize the inputs.
@@ -422,11 +442,11 @@ class Timing:
         total_ms: Time of the policy, from observation to actions.
         queue_ms: In a server: time that the request waited for earlier requests.
         server_ms: In a server: time from the received message to the reply.
-        batch: Number of requests that were computed together. The times of the engine are those of the whole batch.
+        batch: Number of requests in the batch. The times of the stages are the times of the whole batch.
         text_ms: Time of text generation, before the actions or in place of them.
         reused_views: Number of views whose image tokens were reused from an earlier observation with the same bytes
             (docs/engines.md).
-        reused_prefix: True if the context of the prefix was reused as well.
+        reused_prefix: True if the computed context of the language model was reused as well.
     """
 
     preprocess_ms: float = 0.0
@@ -444,6 +464,7 @@ class Timing:
 
     @property
     def head_ms(self) -> float:
+        """Time of the action head: the sum over all solver steps."""
         return sum(self.step_ms)
 
     def to_dict(self) -> dict[str, Any]:
@@ -458,15 +479,16 @@ class ActionChunk:
     Attributes:
         actions: float32 [H, D] in robot units, first action first. [0, D] if only text was requested.
         timing: Times of the inference.
-        seed: Seed that reproduces the noise; None if the request carried the noise itself.
-        session: The observation's session.
-        time: The observation's time.
-        warnings: Inputs that the policy had to do without, one sentence each.
-        context: Context for a head on the robot (split inference), if it was requested. Then there are no actions.
-        round_trip_ms: For a server's answer: time from the call to the decoded reply, on the client's clock. Else 0.
+        seed: Seed that reproduces the noise; None if the request contained the noise itself.
+        session: Session of the observation.
+        time: Time of the observation.
+        warnings: One sentence for each input that the policy expected but did not get.
+        context: Context for an action head on the robot (split inference), if it was requested. The chunk then has no
+            actions.
+        round_trip_ms: Time from the call to the decoded reply, on the client's clock, ms. 0 without a server.
         text: Text of the language head, if it was requested.
         adapter: Adapter that computed the chunk; "" for the base policy.
-        deployment: Number of the policy on its server. It changes with a hot-swap. 0 if not stated.
+        deployment: Number of the policy on its server, which changes with a hot-swap. 0 if the server states no number.
     """
 
     actions: np.ndarray
@@ -497,7 +519,19 @@ _MOST = 10_000  # a list or map from a server may have at most this many entries
 
 
 def _built(path: str, kind: Any, given: Any) -> Any:
-    """Build a dataclass of type ``kind`` from plain containers. Raises :class:`ClientError` with the field's name."""
+    """Build a dataclass of type ``kind`` from a mapping.
+
+    Args:
+        path: Name of the value in error messages, such as "policy.state".
+        kind: The dataclass.
+        given: The fields by name.
+
+    Returns:
+        The instance.
+
+    Raises:
+        ClientError: A field is missing or has a wrong value. The message names the field.
+    """
     if not isinstance(given, Mapping):
         raise ClientError(f"{path}: expected a map, got {shown(given)}")
     values = {}
@@ -513,7 +547,15 @@ def _built(path: str, kind: Any, given: Any) -> Any:
 
 
 def _read(path: str, form: str, given: Any) -> Any:
-    """Check a value against the annotated type of a field, and return the value.
+    """Check a value against the annotated type of a field.
+
+    Args:
+        path: Name of the field in error messages.
+        form: The annotation, such as "int" or "tuple[str, ...]".
+        given: The value.
+
+    Returns:
+        The value, converted to the annotated type.
 
     Raises:
         ClientError: The value has another type. The message names the field.

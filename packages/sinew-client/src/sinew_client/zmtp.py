@@ -1,12 +1,11 @@
-"""ZMTP 3: the bytes of one ZeroMQ connection, with bounds for memory.
+"""The ZeroMQ protocol ZMTP 3 for one connection, with limits for memory. This module opens no sockets.
 
-The server implements the protocol itself, because ZeroMQ's library bounds a part of a message and not a message. A
-peer that sends endless parts, or never finishes one, could fill the library's memory. Here a message has a bounded
-number of frames and bytes. Frames beyond the needs of a request are counted and dropped as they arrive, and the owner
-of the connection can ask at any time how much is stored. The client implements it because the library moves every
-message through a thread of its own. There are no sockets in this file.
+The server does not use the ZeroMQ library, because the library limits the size of each frame but not of a whole
+message. A peer that sends endless frames could exhaust the memory. In this module, a message has a limited number of
+frames and bytes. Frames that a request does not need are counted and dropped when they arrive. The client does not use
+the library either, because the library passes every message through a thread of its own.
 
-Protocol: https://rfc.zeromq.org/spec/23 (3.0) and /spec/37 (3.1: PING and PONG), mechanism NULL.
+Protocol: https://rfc.zeromq.org/spec/23 (3.0) and /spec/37 (3.1: PING and PONG), security mechanism NULL.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ Frame = Union[bytes, memoryview]
 
 
 class ZmtpError(Exception):
-    """The peer does not speak ZMTP 3, or sends more than a message may be. Its connection ends."""
+    """The peer does not use ZMTP 3, or its message is too large. The connection must be closed."""
 
 
 class Message:
-    """One message.
+    """A received message.
 
     Attributes:
-        frames: The stored frames in order. Frames beyond ``KEPT_FRAMES`` or the limit of bytes are dropped.
+        frames: The stored frames in order. Frames after the first ten, or beyond the limit of bytes, are not stored.
         count: Number of all frames.
-        size: Bytes of all frames.
+        size: Total size of all frames, bytes.
     """
 
     __slots__ = ("count", "frames", "size")
@@ -58,14 +57,19 @@ class Message:
 
 
 class Framing:
-    """The state of one connection's input.
+    """Parses the received bytes of one connection.
 
-    Receive into ``room()``, report the count with ``take``, then call ``next`` until it returns None. ``replies`` are
-    the protocol's own messages to send: greeting, handshake, PONG.
+    Receive bytes into :meth:`room`, report their number with :meth:`take`, and call :meth:`next` until it returns None.
+    Send the bytes in ``replies``: greeting, handshake and PONG.
 
     Args:
-        limit: Bytes of one message that are stored. From twice that on, the connection ends.
-        kind: Socket type of this end, a key of ``PEERS``.
+        limit: Largest stored size of a message, bytes. If a message is twice as large, the connection must be closed.
+        kind: Socket type of this side, a key of ``PEERS``.
+
+    Attributes:
+        ready: True after the handshake is complete.
+        replies: Messages of the protocol itself that must be sent.
+        left: Number of bytes of the present frame that have not arrived.
     """
 
     def __init__(self, limit: int, kind: bytes = b"ROUTER"):
@@ -87,26 +91,29 @@ class Framing:
 
     @property
     def arriving(self) -> int:
-        """Bytes in memory of an incomplete message."""
+        """Number of bytes that an incomplete message uses in memory."""
         return self._kept + (self._filled if self._body is not None else 0)
 
     @property
     def begun(self) -> bool:
-        """True if the head of a message's first frame has arrived, but not its end. PINGs are not messages."""
+        """True if a message has begun to arrive but is not complete. A PING is not a message."""
         return self._count > 0
 
     @property
     def between(self) -> bool:
-        """True between two messages, after the handshake."""
+        """True after the handshake, if no part of a next message has arrived."""
         return self.ready and not self._count and not self.left and self._start == self._end
 
     @property
     def pending(self) -> bool:
-        """True if there are bytes that ``next`` has not parsed, or that are an incomplete part."""
+        """True if there are received bytes that :meth:`next` has not parsed yet."""
         return self._start != self._end or bool(self._filled and not self.left)
 
     def room(self) -> memoryview:
-        """Return the buffer for the next bytes. It is empty only while ``next`` has a message."""
+        """Return the buffer into which the next bytes must be received.
+
+        It is never empty after ``next`` returned None.
+        """
         if self.left:
             if self._body is None:
                 return _DROPPED[: min(self.left, len(_DROPPED))]
@@ -120,7 +127,7 @@ class Framing:
         return self._input[self._end :]
 
     def take(self, count: int) -> None:
-        """Record that ``count`` bytes were received into :meth:`room`."""
+        """Record that ``count`` bytes were received into the buffer of :meth:`room`."""
         if self.left:
             self.left -= count
             self._filled += count
@@ -128,7 +135,7 @@ class Framing:
             self._end += count
 
     def next(self) -> Message | None:
-        """Return the next complete message; None if there is none. Raises :class:`ZmtpError`."""
+        """Return the next complete message; None if no message is complete. Raises :class:`ZmtpError`."""
         while not self.left:
             if self._filled:  # a frame that arrived in several pieces is now complete
                 message = self._end_frame(self._body)
@@ -164,7 +171,10 @@ class Framing:
         return True
 
     def _begin_frame(self) -> bool:
-        """Read a frame's head and the available part of its body. Return False if the head is incomplete."""
+        """Parse the header of a frame, and store the available bytes of its body.
+
+        Return False without a whole header.
+        """
         have = self._input[self._start : self._end]
         if len(have) < 2:
             return False
@@ -239,7 +249,7 @@ class Framing:
 
 
 def message(frames: Sequence[Frame]) -> bytes:
-    """Return the bytes of one message."""
+    """Encode a message with these frames."""
     parts: list[Frame] = []
     for index, frame in enumerate(frames):
         parts += [head(len(frame), index < len(frames) - 1), frame]
@@ -247,13 +257,13 @@ def message(frames: Sequence[Frame]) -> bytes:
 
 
 def error(reason: str) -> bytes:
-    """Return the command that ends a handshake. ``reason`` is for the peer's user, at most 255 ASCII characters."""
+    """Encode the command that rejects a handshake. ``reason`` is a text for the user, at most 255 ASCII characters."""
     text = reason.encode("ascii", "replace")[:255]
     return _command(b"ERROR", bytes((len(text),)) + text)
 
 
 def head(size: int, more: bool = False) -> bytes:
-    """Return the bytes before a frame of ``size`` bytes. ``more`` is True unless it is the message's last frame."""
+    """Encode the header of a frame of ``size`` bytes. ``more`` is False for the last frame of a message."""
     return bytes((more, size)) if size < 256 else bytes((more | _LONG,)) + size.to_bytes(8, "big")
 
 
@@ -263,7 +273,7 @@ def _command(name: bytes, body: bytes) -> bytes:
 
 
 def _property(body: bytes, wanted: bytes) -> bytes:
-    """Return the value of a property of READY; b"" without the property."""
+    """Find a property in the body of the command READY. Return its value; b"" if there is no such property."""
     at = 0
     while at < len(body):
         name = body[at + 1 : at + 1 + body[at]]

@@ -1,10 +1,10 @@
-"""The one bounded reader of untrusted files and messages.
+"""Safe readers for untrusted files and messages. All code of Sinew reads files with this package.
 
-Every reader of this package checks sizes, depth and counts before it allocates memory. It opens only regular files. It
-returns plain values, or raises OSError for the file system and :class:`UntrustedError` for the content. It raises no
-RecursionError, OverflowError, UnicodeError or MemoryError, runs no code of a file, and prints at most a few
-characters of the content. The limits are arguments. ``tests/untrusted/test_structure.py`` detects code that reads files
-without this package.
+Each reader checks sizes, depth and counts before it allocates memory, and opens only regular files. It returns plain
+values, or raises OSError for the file system and :class:`UntrustedError` for the content. It never raises
+RecursionError, OverflowError, UnicodeError or MemoryError, never runs code from a file, and prints at most a few
+characters of the content. The limits are arguments with defaults. ``tests/untrusted/test_structure.py`` detects code
+that reads files without this package.
 """
 
 from sinew_client.untrusted.archives import Archive as Archive

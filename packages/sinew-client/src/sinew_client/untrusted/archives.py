@@ -1,7 +1,7 @@
-"""Zip archives and ``.npz`` files, each entry read on request.
+"""Safe readers for zip archives and ``.npz`` files. Each entry is read on request.
 
-The directory of an archive states sizes. The reader compares them with limits before it allocates memory, because a
-file of 2 MB can state that it unpacks to gigabytes. Nothing is written to disk.
+The directory of an archive states the sizes of its entries. The reader compares these sizes with limits before it
+allocates memory, because a file of 2 MB can unpack to gigabytes. The reader writes no files.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _NOT_READ = (
 
 
 class Archive:
-    """A zip archive that was checked as a whole. Use it as a context manager.
+    """A zip archive. The constructor checks all its entries. Use it in a ``with`` block.
 
     Args:
-        path: a regular file.
-        max_entries: entries of the archive.
-        max_unpacked: bytes of all entries.
-        max_directory: bytes of the archive's directory.
-        methods: compression methods that are allowed.
-        paths: names must be relative paths inside the archive.
+        path: A regular file.
+        max_entries: Largest number of entries.
+        max_unpacked: Largest total size of all unpacked entries, bytes.
+        max_directory: Largest size of the archive's directory, bytes.
+        methods: The allowed compression methods.
+        paths: True if the names of the entries must be relative paths inside the archive.
 
     Raises:
-        OSError: the file cannot be read.
-        UntrustedError: it is not a zip archive, or is beyond a bound.
+        OSError: The file cannot be read.
+        UntrustedError: The file is not a valid zip archive, or exceeds a limit.
     """
 
     def __init__(
@@ -97,18 +97,24 @@ class Archive:
 
     @property
     def names(self) -> list[str]:
-        """The names of the entries, in the order of the file. Folders are left out."""
+        """The names of the entries, in the order of the file, without folders."""
         return list(self._infos)
 
     def size(self, name: str) -> int:
-        """Return the unpacked bytes of an entry."""
+        """Return the unpacked size of an entry, bytes."""
         return int(self._infos[name].file_size)
 
     def read(self, name: str) -> memoryview:
-        """Return the bytes of an entry.
+        """Read an entry.
+
+        Args:
+            name: Name of the entry.
+
+        Returns:
+            The unpacked bytes.
 
         Raises:
-            UntrustedError: the archive has no such entry, or the entry is damaged.
+            UntrustedError: The archive has no such entry, or the entry is damaged.
         """
         if name not in self._infos:
             raise UntrustedError("an entry of this name", "nothing", named(name))
@@ -132,7 +138,7 @@ class Archive:
     def _checked(
         self, max_entries: int, max_unpacked: int, methods: tuple[int, ...], paths: bool
     ) -> dict[str, Any]:
-        """Check all entries, and return them by name."""
+        """Check the sizes, names and methods of all entries. Return the entries by name. Raises UntrustedError."""
         infos = [info for info in self._zip.infolist() if not info.filename.endswith("/")]
         if len(infos) > max_entries:
             raise UntrustedError(f"at most {max_entries} entries", str(len(infos)))
@@ -166,21 +172,21 @@ class Archive:
 
 
 def open_archive(path: Path | str, **bounds: Any) -> Archive:
-    """Open a zip archive. For bounds and errors see :class:`Archive`."""
+    """Open a zip archive. The limits and the errors are those of :class:`Archive`."""
     return Archive(path, **bounds)
 
 
 class Npz:
-    """The arrays of an ``.npz`` file, each read on request. Use it as a context manager.
+    """An ``.npz`` file, whose arrays are read on request. Use it in a ``with`` block.
 
     Args:
-        path: a regular file. Entries other than ``.npy`` are left out.
-        max_arrays: entries of the file.
-        max_unpacked: bytes of all entries.
+        path: A regular file. Entries other than ``.npy`` are ignored.
+        max_arrays: Largest number of entries.
+        max_unpacked: Largest total size of all unpacked entries, bytes.
 
     Raises:
-        OSError: the file cannot be read.
-        UntrustedError: it is not a zip archive, or is beyond a bound.
+        OSError: The file cannot be read.
+        UntrustedError: The file is not a valid zip archive, or exceeds a limit.
     """
 
     def __init__(self, path: Path | str, *, max_arrays: int = MAX_ARRAYS, max_unpacked: int = MAX_UNPACKED):
@@ -204,10 +210,16 @@ class Npz:
         return [name[: -len(".npy")] for name in self._archive.names if name.endswith(".npy")]
 
     def read(self, name: str) -> np.ndarray:
-        """Return one array of numbers, truth values or text, read-only.
+        """Read one array.
+
+        Args:
+            name: Name of the array.
+
+        Returns:
+            A read-only array of numbers, booleans or text.
 
         Raises:
-            UntrustedError: the file has no such array, or the array is damaged.
+            UntrustedError: The file has no such array, or the array is damaged.
         """
         if name not in self:
             raise UntrustedError("an array", "nothing", named(name))
@@ -218,12 +230,12 @@ class Npz:
 
 
 def open_npz(path: Path | str, **bounds: int) -> Npz:
-    """Open an ``.npz`` file. For bounds and errors see :class:`Npz`."""
+    """Open an ``.npz`` file. The limits and the errors are those of :class:`Npz`."""
     return Npz(path, **bounds)
 
 
 def read_npz(path: Path | str, **bounds: int) -> dict[str, np.ndarray]:
-    """Return all arrays of an ``.npz`` file. For bounds and errors see :class:`Npz`."""
+    """Read all arrays of an ``.npz`` file by name. The limits and the errors are those of :class:`Npz`."""
     with Npz(path, **bounds) as arrays:
         return {name: arrays.read(name) for name in arrays.names}
 
@@ -239,7 +251,7 @@ def _none(error: BaseException) -> UntrustedError:
 
 
 class _Stepwise:
-    """A file with a limit for each read, so that a false size of the directory cannot exhaust the memory."""
+    """A file with a limit for each read, so that a false size in the archive's directory cannot exhaust the memory."""
 
     def __init__(self, file: BinaryIO, most: int):
         self._file, self._most = file, most

@@ -1,8 +1,8 @@
-"""Arrays from untrusted bytes: numpy's ``.npy`` format, and raw elements with a stated type and shape.
+"""Safe readers for arrays: the ``.npy`` format of numpy, and raw bytes with a stated type and shape.
 
-``numpy.load`` parses the header as a Python expression and allocates as much memory as the header states. Here the
-header is matched against the form that numpy writes, and the size is checked first. Nothing is copied. The format is
-described in ``numpy.lib.format``.
+``numpy.load`` parses the header as a Python expression, and allocates as much memory as the header states. This reader
+compares the header with the form that numpy writes, and checks the size first. It does not copy the data. The module
+``numpy.lib.format`` describes the format.
 """
 
 from __future__ import annotations
@@ -31,20 +31,33 @@ _MAGIC = b"\x93NUMPY"
 
 
 def read_npy(path: Path | str, max_bytes: int = MAX_ARRAY) -> np.ndarray:
-    """Return the array of an ``.npy`` file, read-only.
+    """Read an ``.npy`` file.
+
+    Args:
+        path: A regular file.
+        max_bytes: Largest size of the file.
+
+    Returns:
+        The array, read-only.
 
     Raises:
-        OSError: the file cannot be read.
-        UntrustedError: it is not an array of numbers, truth values or text, or is beyond a bound.
+        OSError: The file cannot be read.
+        UntrustedError: The file is not an array of numbers, booleans or text, or it is too large.
     """
     return parse_npy(memoryview(read_bytes(path, max_bytes)))
 
 
 def parse_npy(data: memoryview) -> np.ndarray:
-    """Return the array in the bytes of an ``.npy`` file, as a read-only view of them.
+    """Parse the bytes of an ``.npy`` file.
+
+    Args:
+        data: The content of the file.
+
+    Returns:
+        The array, a read-only view of ``data``.
 
     Raises:
-        UntrustedError: they are not an array of numbers, truth values or text.
+        UntrustedError: The bytes are not an array of numbers, booleans or text.
     """
     version, size = bytes(data[6:7]), 2
     if data[:6] != _MAGIC or version not in (b"\x01", b"\x02", b"\x03"):
@@ -65,10 +78,23 @@ def parse_npy(data: memoryview) -> np.ndarray:
 
 
 def raw_array(data: memoryview, dtype: str, shape: Sequence[int], order: str = "C") -> np.ndarray:
-    """Return bytes as an array of numbers, truth values or text; read-only, no copy.
+    """Interpret bytes as an array of numbers, booleans or text, without a copy.
+
+    Args:
+        data: The bytes of all elements.
+        dtype: Type of the elements as numpy writes it, such as "<f4".
+        shape: Shape of the array.
+        order: "C" or "F" (Fortran).
+
+    Returns:
+        The array, read-only.
 
     Raises:
-        UntrustedError: bytes, type and shape do not agree.
+        UntrustedError: The type is not allowed, or the number of bytes does not fit type and shape.
+
+    Example:
+        >>> raw_array(memoryview(bytes(8)), "<f4", [2])
+        array([0., 0.], dtype=float32)
     """
     if not (_NUMBER.fullmatch(dtype) or _TEXT.fullmatch(dtype)):
         raise UntrustedError("numbers, truth values or text as dtype", repr(dtype[:20]))

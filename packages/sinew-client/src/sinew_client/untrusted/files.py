@@ -1,4 +1,4 @@
-"""Regular files of a bounded size. A FIFO would block the reader for ever, and a device has no end."""
+"""Open and read regular files of a limited size. A FIFO could block the reader forever, and a device has no end."""
 
 from __future__ import annotations
 
@@ -22,20 +22,32 @@ _KINDS = (
 
 
 def open_regular(path: Path | str) -> io.BufferedReader:
-    """Open a regular file to read bytes. Links to regular files are followed.
+    """Open a regular file to read bytes. Links to regular files are allowed.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The open file.
 
     Raises:
-        OSError: the file is missing, or is not a regular file.
+        OSError: The file does not exist, or is not a regular file.
     """
     number = _descriptor(path, os.O_RDONLY)
     return open(number, "rb")
 
 
 def open_lock(path: Path | str) -> io.FileIO:
-    """Open a regular file to lock it. Create the file if it is missing.
+    """Open a regular file to lock it. Create the file if it does not exist.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The open file.
 
     Raises:
-        OSError: the file cannot be created, or is not a regular file.
+        OSError: The file cannot be created, or is not a regular file.
     """
     number = _descriptor(path, os.O_RDWR | os.O_CREAT)
     return open(number, "r+b", buffering=0)
@@ -60,11 +72,18 @@ def _descriptor(path: Path | str, flags: int) -> int:
 
 
 def read_bytes(path: Path | str, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a regular file.
+    """Read a regular file.
+
+    Args:
+        path: The file.
+        max_bytes: Largest size of the file.
+
+    Returns:
+        The content.
 
     Raises:
-        OSError: the file cannot be read.
-        UntrustedError: it has more than ``max_bytes`` bytes.
+        OSError: The file cannot be read.
+        UntrustedError: The file is larger than ``max_bytes``.
     """
     with open_regular(path) as file:
         pieces, remaining = [], max_bytes + 1
@@ -83,20 +102,27 @@ def read_bytes(path: Path | str, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path | str, max_bytes: int = MAX_BYTES) -> str:
-    """Return the text of a file in UTF-8.
+    """Read a text file in UTF-8.
+
+    Args:
+        path: A regular file.
+        max_bytes: Largest size of the file.
+
+    Returns:
+        The text.
 
     Raises:
-        OSError: the file cannot be read.
-        UntrustedError: it has more than ``max_bytes`` bytes, or is not UTF-8.
+        OSError: The file cannot be read.
+        UntrustedError: The file is larger than ``max_bytes``, or is not UTF-8.
     """
     return decode(read_bytes(path, max_bytes))
 
 
 def decode(data: bytes | bytearray | memoryview) -> str:
-    """Return bytes as text.
+    """Decode UTF-8 bytes to text.
 
     Raises:
-        UntrustedError: they are not UTF-8.
+        UntrustedError: The bytes are not UTF-8.
     """
     try:
         return str(data, "utf-8")

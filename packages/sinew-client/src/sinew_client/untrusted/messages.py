@@ -1,8 +1,8 @@
-"""MessagePack from untrusted bytes, without a copy: binary parts are returned as views of the message.
+"""A safe reader for MessagePack. Binary values are views of the message, without a copy.
 
-The common libraries limit only single containers, which does not limit a message: sixty million empty lists inside
-lists of a thousand are gigabytes of objects. This reader counts every value, so ``max_values`` limits its time and
-memory. Format: https://github.com/msgpack/msgpack/blob/master/spec.md.
+The common libraries limit only the size of each list or map. A message of nested lists can still create millions of
+objects that need gigabytes of memory. This reader counts every value, so ``max_values`` limits its time and memory.
+Format: https://github.com/msgpack/msgpack/blob/master/spec.md.
 """
 
 from __future__ import annotations
@@ -47,18 +47,25 @@ def unpack_msgpack(
     max_text: int = MAX_TEXT,
     max_texts: int = MAX_TEXTS,
 ) -> Any:
-    """Return the value in a message. Binary values are read-only views of the message. Keys of maps are text.
+    """Decode a MessagePack message.
 
     Args:
-        data: the message. The caller bounds its length.
-        max_values: containers, keys and leaves.
-        max_depth: containers inside containers.
-        max_text: bytes of one text.
-        max_texts: bytes of all texts.
+        data: The message. The caller must limit its length.
+        max_values: Largest number of values; lists, maps and keys count as values too.
+        max_depth: Largest depth of lists and maps inside lists and maps.
+        max_text: Longest text, bytes.
+        max_texts: Largest total size of all texts, bytes.
+
+    Returns:
+        The value. Binary values are read-only views of the message. Keys of maps are text.
 
     Raises:
-        UntrustedError: the message is not valid, or is beyond a limit. Extension types, keys other than text, and
-            bytes after the value are not valid.
+        UntrustedError: The message is not valid, or exceeds a limit. Extension types, keys other than text, and bytes
+            after the value are not valid.
+
+    Example:
+        >>> unpack_msgpack(bytes([0x81, 0xA1, 0x61, 0x01]))
+        {'a': 1}
     """
     reader = _Reader(memoryview(data).toreadonly(), max_values, max_depth, max_text, max_texts)
     value = reader.value(0)

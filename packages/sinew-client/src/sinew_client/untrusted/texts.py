@@ -1,4 +1,4 @@
-"""JSON, JSON lines, TOML and YAML: plain values of a bounded size, depth and count."""
+"""Safe readers for JSON, JSON lines, TOML and YAML, with limits for the size, the depth and the number of values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TOML_TEXT = re.compile(
 
 
 class TornLineError(UntrustedError):
-    """The last line of a file is incomplete: the writer was killed, or the disk was full."""
+    """The last line of a file is incomplete, because the writing process was killed or the disk was full."""
 
 
 def parse_json(
@@ -48,16 +48,19 @@ def parse_json(
     max_values: int = MAX_VALUES,
     finite: bool = True,
 ) -> Any:
-    """Return the values of a JSON text. The caller bounds its length.
+    """Parse a JSON text.
 
     Args:
-        data: text, or its bytes in UTF-8.
-        max_depth: containers inside containers.
-        max_values: containers, keys and leaves.
-        finite: reject NaN, Infinity and numbers beyond float64.
+        data: The text, or its bytes in UTF-8. The caller must limit its length.
+        max_depth: Largest depth of lists and objects inside lists and objects.
+        max_values: Largest number of values; lists, objects and keys count as values too.
+        finite: True rejects NaN, Infinity and numbers that are too large for float64.
+
+    Returns:
+        The value.
 
     Raises:
-        UntrustedError: the text is not JSON, or is beyond a bound.
+        UntrustedError: The text is not JSON, or exceeds a limit.
     """
     text = data if isinstance(data, str) else decode(data)
     marks = text.count(",") + text.count(":") + text.count("[") + text.count("{")
@@ -81,10 +84,16 @@ def parse_json(
 
 
 def check_values(value: Any, *, max_depth: int = MAX_DEPTH, finite: bool = True, texts: bool = True) -> None:
-    """Check plain values level by level. The check is not recursive, so deep values need no stack.
+    """Check plain values. The check is not recursive, so deeply nested values cannot exhaust the stack.
+
+    Args:
+        value: The value.
+        max_depth: Largest depth of lists and dicts inside lists and dicts.
+        finite: True rejects NaN and infinite numbers.
+        texts: True rejects texts with a lone surrogate (half a character).
 
     Raises:
-        UntrustedError: the values are nested too deeply, a number is not finite, or a text has half a character.
+        UntrustedError: The value does not pass a check.
     """
     level = [value]
     for depth in range(max_depth + 1):
@@ -122,11 +131,19 @@ def read_json(
     max_values: int = MAX_VALUES,
     finite: bool = True,
 ) -> Any:
-    """Return the values of a JSON file. For the arguments see :func:`parse_json`.
+    """Read a JSON file.
+
+    Args:
+        path: A regular file.
+        max_bytes: Largest size of the file.
+        max_depth, max_values, finite: As in :func:`parse_json`.
+
+    Returns:
+        The value.
 
     Raises:
-        OSError: the file cannot be read.
-        UntrustedError: it is not JSON, or is beyond a bound.
+        OSError: The file cannot be read.
+        UntrustedError: The file is not JSON, or exceeds a limit.
     """
     data = read_bytes(path, max_bytes)
     return parse_json(data, max_depth=max_depth, max_values=max_values, finite=finite)
@@ -141,18 +158,21 @@ def read_jsonl(
     max_values: int = MAX_VALUES,
     finite: bool = True,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the lines of a file of JSON lines, each with its number from 1. Empty lines are left out.
+    """Read a file with one JSON value per line.
 
     Args:
-        path: the file.
-        max_line: bytes of one line.
-        max_lines: lines of the file.
-        max_depth, max_values, finite: limits of each line, as in :func:`parse_json`.
+        path: A regular file.
+        max_line: Longest line, bytes.
+        max_lines: Largest number of lines.
+        max_depth, max_values, finite: Limits of each line, as in :func:`parse_json`.
+
+    Yields:
+        The number of each line, from 1, and its value. Empty lines are skipped.
 
     Raises:
-        OSError: the file cannot be read.
-        TornLineError: the last line has no end, and is not JSON.
-        UntrustedError: another line is not JSON, or is beyond a bound.
+        OSError: The file cannot be read.
+        TornLineError: The last line is incomplete.
+        UntrustedError: Another line is not JSON, or exceeds a limit.
     """
     with open_regular(path) as file:
         for number in range(1, max_lines + 2):
@@ -175,11 +195,19 @@ def read_jsonl(
 
 
 def parse_toml(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) -> dict[str, Any]:
-    """Return the tables of a TOML text. The caller bounds its length.
+    """Parse a TOML text.
+
+    Args:
+        text: The text. The caller must limit its length.
+        max_depth: Largest depth of lists and tables inside lists and tables.
+        finite: True rejects NaN and infinite numbers.
+
+    Returns:
+        The top-level table.
 
     Raises:
-        UntrustedError: the text is not TOML, or is beyond a bound.
-        ValueError: this Python has no TOML reader.
+        UntrustedError: The text is not TOML, or exceeds a limit.
+        ValueError: Python is older than 3.11, and the package tomli is not installed.
     """
     try:
         import tomllib
@@ -207,33 +235,57 @@ def parse_toml(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) ->
 def read_toml(
     path: Path | str, max_bytes: int = MAX_BYTES, *, max_depth: int = MAX_DEPTH, finite: bool = True
 ) -> dict[str, Any]:
-    """Return the tables of a TOML file.
+    """Read a TOML file.
+
+    Args:
+        path: A regular file.
+        max_bytes: Largest size of the file.
+        max_depth, finite: As in :func:`parse_toml`.
+
+    Returns:
+        The top-level table.
 
     Raises:
-        OSError: the file cannot be read.
-        UntrustedError: it is not TOML, or is beyond a bound.
-        ValueError: this Python has no reader of TOML.
+        OSError: The file cannot be read.
+        UntrustedError: The file is not TOML, or exceeds a limit.
+        ValueError: Python is older than 3.11, and the package tomli is not installed.
     """
     return parse_toml(read_text(path, max_bytes), max_depth=max_depth, finite=finite)
 
 
 def read_yaml(path: Path | str, max_bytes: int = MAX_BYTES, *, finite: bool = True) -> Any:
-    """Return the plain values of a YAML file.
+    """Read a YAML file with plain values only.
+
+    Args:
+        path: A regular file.
+        max_bytes: Largest size of the file.
+        finite: True rejects NaN and infinite numbers.
+
+    Returns:
+        The value.
 
     Raises:
-        OSError: the file cannot be read.
-        UntrustedError: it is not YAML of plain values, or is beyond a bound.
+        OSError: The file cannot be read.
+        UntrustedError: The file is not YAML with plain values, or exceeds a limit.
     """
     return parse_yaml(read_text(path, max_bytes), finite=finite)
 
 
 def parse_yaml(text: str, *, finite: bool = True) -> Any:
-    """Return the plain values of a YAML text, with a limit for aliases. The caller bounds the text's length.
+    """Parse a YAML text with plain values only.
 
-    An alias is one word that may mean any number of values: 544 bytes of aliases took minutes to print.
+    The number of values is limited, including the values that aliases repeat: a text of 544 bytes with nested aliases
+    can need minutes to print.
+
+    Args:
+        text: The text. The caller must limit its length.
+        finite: True rejects NaN and infinite numbers.
+
+    Returns:
+        The value.
 
     Raises:
-        UntrustedError: the text is not YAML of plain values, or is beyond a bound.
+        UntrustedError: The text is not YAML with plain values, or exceeds a limit.
     """
     import yaml
 
@@ -252,7 +304,7 @@ def parse_yaml(text: str, *, finite: bool = True) -> Any:
 
 def _load(yaml: Any, text: str) -> Any:
     class Loader(yaml.SafeLoader):
-        """Stops at too many values or levels, before the rest is read."""
+        """A YAML loader that stops at too many values or levels, before it reads the rest of the text."""
 
         count = depth = 0
 
@@ -286,9 +338,15 @@ def _load(yaml: Any, text: str) -> Any:
 
 
 def _size(yaml: Any, node: Any, known: dict[int, int]) -> int:
-    """Return the number of values of a node, including its aliases.
+    """Count the values of a YAML node, including the values that its aliases repeat.
 
-    ``known`` has the sizes of earlier nodes. The size is 0 while a node is in progress.
+    Args:
+        yaml: The module yaml.
+        node: The node.
+        known: Sizes of the nodes that were counted already, by their id. 0 means that a node is being counted.
+
+    Raises:
+        UntrustedError: A node contains itself, or a value is too long.
     """
     size = known.get(id(node))
     if size == 0:

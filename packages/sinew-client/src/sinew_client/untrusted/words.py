@@ -1,4 +1,4 @@
-"""The error of all readers, and untrusted values in messages: only a few characters of each value are printed."""
+"""The error of all safe readers, and functions that print untrusted values shortened."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class UntrustedError(ValueError):
 
 
 def reason(error: BaseException) -> str:
-    """Return a parser's message in one line of at most ``GOT`` characters."""
+    """Return the message of a parser's error as one line of at most 300 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     return text if len(text) < GOT else text[: GOT - 3] + "..."
 
 
 def shown(value: Any, most: int = SHOWN) -> str:
-    """Return the ``repr`` of a value, cut to ``most`` characters. The rest is never written out."""
+    """Return the ``repr`` of a value, cut to ``most`` characters, without computing the rest of a large value."""
     pieces, length = [], 0
     for piece in _pieces(value, most):
         pieces.append(piece)
@@ -46,7 +46,10 @@ def shown(value: Any, most: int = SHOWN) -> str:
 
 
 def named(value: Any, most: int = SHOWN) -> str:
-    """Return a text cut to ``most`` characters, with unprintable characters escaped; the ``repr`` of other values."""
+    """Shorten a text to ``most`` characters and escape unprintable ones.
+
+    For other values, return the short ``repr``.
+    """
     return shown(value, most + 2)[1:-1] if isinstance(value, str) else shown(value, most)
 
 
