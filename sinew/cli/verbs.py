@@ -39,6 +39,10 @@ RECORDING = {
     "replay": Verb(
         "Repeat a recording, and compare what comes of it.", "recording replay records/ tcp://127.0.0.1:5555"
     ),
+    "advise": Verb(
+        "Print which settings would have suited a recorded run better.",
+        "recording advise run.jsonl --frames frames/ --policy policy.gguf",
+    ),
     "mcap": Verb(
         "Write a recording for Foxglove or PlotJuggler.",
         "recording mcap records/ run.mcap --bundle policy.gguf",

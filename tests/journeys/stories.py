@@ -1421,6 +1421,13 @@ def recordings(walk: Walk) -> None:
         walk.type("sinew recording replay records/ tcp://127.0.0.1:5555", says=("records: ", " 0 beyond"))
     with walk.serving("sinew serve --replay records/"):
         walk.run(f"sinew bench {NATIVE} --runs 3")
+    walk.type(
+        "sinew run pen --robot gym:sinew/Pen-v0 --replan full --episodes 15 --record run.jsonl --frames frames/"
+    )
+    advice = walk.type("sinew recording advise run.jsonl --frames frames/ --policy pen --plot ages.png")
+    assert [each["flags"] for each in advice.result["advice"] if each["flags"]] == ["--replan 8"], (
+        advice.result
+    )
 
 
 def protocol_native(walk: Walk) -> None:

@@ -580,7 +580,7 @@ class Controller(BaseController):
         frame_time: float = 0.0,
     ) -> ChunkRequest:
         """Record that a request is sent, and compute its fields (:meth:`Player.ask`)."""
-        self._tell("ask", {"step": step, "frame": frame, "state": state})
+        self._tell("ask", {"step": step, "frame": frame, "state": state, "time": time})
         return self.player.ask(step, frame, state)
 
     def arrived(self, step: int, answer: Any) -> bool:

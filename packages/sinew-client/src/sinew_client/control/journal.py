@@ -163,7 +163,7 @@ def repeat(path: Path) -> Repeated:
     commands, holds, rounded, torn = 0, 0, 0, False
     tolerance = 0.0
     differences: list[str] = []
-    for number, event in _read(path):
+    for number, event in read_events(path):
         try:
             if controller is None:
                 if event["event"] != "begin" or event["schema"] != SCHEMA:
@@ -180,7 +180,7 @@ def repeat(path: Path) -> Repeated:
             torn = event["event"] == TORN
             if moves is not None and event["event"] == "stood":
                 moves.stood()
-            then = _apply(controller, event)
+            then = apply_event(controller, event)
             if then is not None and moves is not None:
                 moves.add(then)
                 commands, holds = commands + 1, holds + (then.row is None)
@@ -212,7 +212,7 @@ def watched(path: Path) -> MotionFit | None:
     """
     watch = MotionWatch()
     try:
-        for _number, event in _read(path):
+        for _number, event in read_events(path):
             if event["event"] == "begin" and event["settings"].get("motion"):
                 return None
             watch.put(event["event"], event)
@@ -223,7 +223,7 @@ def watched(path: Path) -> MotionFit | None:
         raise JournalError(f"{path}: {type(error).__name__}: {error!s:.300}") from error
 
 
-def _read(path: Path) -> Iterator[Any]:
+def read_events(path: Path) -> Iterator[Any]:
     """Yield (line number, event) for each line of a log. An incomplete last line gives an event :data:`TORN`."""
     number = 0
     try:
@@ -358,11 +358,11 @@ _FIELDS: dict[str, dict[str, Callable[[str, Any], None]]] = {
     "hand_back": {"step": _step},
     "returns": {"step": _step},
 }
-# Older logs do not have these fields. Only the logs of streams have "time".
+# Older logs do not have these fields.
 _OPTIONAL = ("kind", "moved", "time", "by", "wanted")
 
 
-def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
+def apply_event(controller: BaseController, event: dict[str, Any]) -> Command | None:
     """Apply a logged event to the controller. If the event is a command, return it instead, for the comparison."""
     kind = event["event"]
     if kind == "command":

@@ -1,0 +1,222 @@
+"""How an old plan differs from a new one for the same steps, if both start from the same noise.
+
+A policy that samples its actions gives another chunk for each request, even if nothing has happened. The recorded
+chunks cannot tell this noise from a change of the scene. Therefore each recorded observation is computed again with the
+same seeds. The differences that all seeds have in common come from the observations alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sinew.core import ActionChunk, Observation, SinewError
+from sinew.records.recorder import Record
+
+LARGE = 1.0  # a change above this many standard deviations of the policy's own actions makes a plan outdated
+COMPARED = 8  # the next 1/8 of a chunk is compared
+SLIPS = 10  # a plan that is right, but early or late by up to 1/10 of a chunk, is not outdated
+
+
+@dataclass(frozen=True)
+class Episode:
+    """The plans of one recorded episode.
+
+    Attributes:
+        name: Name of the episode in the recording.
+        steps: Control step of each observation, ascending.
+        frames: Index of the observation in which the frames of each observation first appeared.
+        plans: float32 [T, N, H, D], a chunk for each observation and seed.
+    """
+
+    name: str
+    steps: list[int]
+    frames: list[int]
+    plans: np.ndarray
+
+
+@dataclass(frozen=True)
+class Age:
+    """How far plans of one age differ from the newest plans.
+
+    Attributes:
+        age: Age of the plans, in executed control steps.
+        compared: Observations that were compared.
+        outdated: Observations at which the old plan is outdated.
+        episodes: Episodes that were compared.
+        outdated_episodes: Episodes with at least one such observation.
+        typical: Median change, in standard deviations of the actions, without the part of the noise.
+    """
+
+    age: int
+    compared: int
+    outdated: int
+    episodes: int
+    outdated_episodes: int
+    typical: float
+
+
+@dataclass(frozen=True)
+class PlanAges:
+    """The outcome for a recording.
+
+    Attributes:
+        ages: One entry for each age, ascending.
+        noise: Standard deviation of the actions of equal observations with different seeds, in standard deviations of
+            all actions.
+        abrupt: (episode, control step) of each change that the plan of the observation before did not contain.
+        episodes: Number of episodes.
+        observations: Number of observations.
+        draws: Number of seeds.
+        size: H, actions in a chunk.
+    """
+
+    ages: list[Age]
+    noise: float
+    abrupt: list[tuple[str, int]]
+    episodes: int
+    observations: int
+    draws: int
+    size: int
+
+    @property
+    def abrupt_episodes(self) -> int:
+        return len({name for name, _ in self.abrupt})
+
+
+def plan_again(
+    infer: Callable[[Observation], ActionChunk],
+    records: Iterable[Record],
+    hz: float,
+    draws: int,
+    oldest: int,
+    done: Callable[[], None] = lambda: None,
+) -> list[Episode]:
+    """Compute each recorded observation again, with the same seeds.
+
+    Args:
+        infer: Computes a chunk.
+        records: Records of ``sinew run --frames``, in their order.
+        hz: Control steps per second.
+        draws: Number of seeds.
+        oldest: Largest age of a frame at its observation, in control steps. A frame that repeats byte for byte is as
+            old as its first appearance, but at most this old.
+        done: Called after each observation.
+
+    Raises:
+        SinewError: A record is not one of ``sinew run --frames``.
+    """
+    episodes = []
+    for name, steps, observations in _episodes(records, hz):
+        frames: list[int] = []
+        plans = []
+        for index, observation in enumerate(observations):
+            repeats = oldest and index and _same_frames(observations[index - 1], observation)
+            frames.append(max(frames[-1], index - oldest) if repeats else index)
+            chunks = [infer(replace(observation, noise=None, seed=seed)).actions for seed in range(draws)]
+            plans.append(np.stack(chunks).astype(np.float32))
+            done()
+        episodes.append(Episode(name, steps, frames, np.stack(plans)))
+    return episodes
+
+
+def compare(episodes: Sequence[Episode], ages: Sequence[int]) -> PlanAges:
+    """Compare old and new plans for the same steps.
+
+    For each seed, d is the difference of both plans in standard deviations of the actions. The mean of d_i * d_j over
+    all pairs of different seeds is the squared change without the noise (an unbiased estimate of the square of the
+    mean). With one seed, or with a policy without noise, it is the squared difference.
+
+    Args:
+        episodes: The plans.
+        ages: Ages of plans, in executed control steps. 1 is added, because it shows abrupt changes.
+    """
+    everything = np.concatenate([each.plans.reshape(-1, each.plans.shape[-1]) for each in episodes])
+    scale = everything.std(0)
+    scale[scale < 1e-9] = 1.0
+    draws, size = episodes[0].plans.shape[1:3]
+    noise = 0.0
+    if draws > 1:
+        spread = [(each.plans / scale).var(1, ddof=1).mean() for each in episodes]
+        noise = float(np.sqrt(np.average(spread, weights=[len(each.steps) for each in episodes])))
+    rows: list[Age] = []
+    abrupt: list[tuple[str, int]] = []
+    for age in sorted({1, *ages}):
+        changes: list[float] = []
+        outdated = [0] * len(episodes)
+        for number, each in enumerate(episodes):
+            for now in range(age, len(each.steps)):
+                change = _change(each, now - age, now, scale)
+                if change is None:
+                    continue
+                changes.append(change)
+                outdated[number] += change > LARGE
+                if age == 1 and change > LARGE:
+                    abrupt.append((each.name, each.steps[now]))
+        if changes:
+            typical = float(np.median(changes))
+            rows.append(
+                Age(age, len(changes), sum(outdated), len(episodes), sum(map(bool, outdated)), typical)
+            )
+    count = sum(len(each.steps) for each in episodes)
+    return PlanAges(rows, noise, abrupt, len(episodes), count, draws, size)
+
+
+def _change(episode: Episode, old: int, new: int, scale: np.ndarray) -> float | None:
+    """Return how much two plans of an episode differ, in standard deviations of the actions.
+
+    The smallest difference counts if the old plan may be early or late by some steps. The result is None if the plans
+    have too few steps in common.
+    """
+    plans = episode.plans
+    draws, size = plans.shape[1:3]
+    rows, slip = max(2, size // COMPARED), max(1, size // SLIPS)
+    apart = episode.frames[new] - episode.frames[old]
+    # The first rows of the new plan whose step has not passed.
+    start = new - episode.frames[new]
+    if start + apart + rows > size:
+        return None
+    best: float | None = None
+    for shift in range(apart - slip, apart + slip + 1):
+        first = max(start, -shift)
+        count = min(rows, size - first - max(shift, 0))
+        if count < rows:
+            continue
+        ahead = plans[old][:, first + shift : first + shift + count]
+        difference = ((ahead - plans[new][:, first : first + count]) / scale).reshape(draws, -1)
+        total = float((difference**2).sum())
+        if draws > 1:
+            common = difference.sum(0)
+            total = (float(common @ common) - total) / (draws * (draws - 1))
+        value = total / difference.shape[1]
+        best = value if best is None else min(best, value)
+    return None if best is None else float(np.sqrt(max(0.0, best)))
+
+
+def _episodes(records: Iterable[Record], hz: float) -> Iterator[tuple[str, list[int], list[Observation]]]:
+    """Yield the name, the steps and the observations of each episode. Steps that a human drove divide an episode."""
+    name, steps, observations = "", [], []  # type: tuple[str, list[int], list[Observation]]
+    for record in records:
+        if record.wire != "run" or record.observation.time is None:
+            raise SinewError(
+                f"{record.path}: expected a record of `sinew run --frames`, got one of {record.wire or 'a server'}."
+                " Pass the folder of --frames"
+            )
+        session = str(record.meta.get("session", ""))
+        if (session != name or record.by == "human") and steps:
+            yield name, steps, observations
+            steps, observations = [], []
+        name = session
+        if record.by != "human":
+            steps.append(round(record.observation.time * hz))
+            observations.append(record.observation)
+    if steps:
+        yield name, steps, observations
+
+
+def _same_frames(before: Observation, now: Observation) -> bool:
+    return before.images.keys() == now.images.keys() and all(
+        np.array_equal(frame, now.images[name]) for name, frame in before.images.items()
+    )

@@ -1,0 +1,74 @@
+"""``sinew recording advise``: from a recorded run of a built-in task to the advice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sinew.cli import main
+
+pytest.importorskip("mujoco", reason="the built-in tasks need mujoco")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the pen with whole chunks, which are too old: the log, and the frames in a folder beside it."""
+    folder = tmp_path_factory.mktemp("run")
+    log, frames = str(folder / "run.jsonl"), str(folder / "frames")
+    robot = ("--robot", "gym:sinew/Pen-v0", "--episodes", "6", "--replan", "full")
+    assert main(["run", "pen", *robot, "--record", log, "--frames", frames]) == 0
+    return folder
+
+
+def test_old_plans_of_the_pen_give_a_shorter_interval(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    figure = tmp_path / "ages.png"
+    inputs = ("--frames", str(run / "frames"), "--policy", "pen", "--draws", "3", "--plot", str(figure))
+    assert main(["recording", "advise", str(run / "run.jsonl"), *inputs, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    # 8 holds success and 12 does not (research/log/2026-11-29.md). A slow machine makes commands older.
+    (replan,) = (each["flags"] for each in result["advice"] if each["topic"] == "replan interval")
+    assert replan in ("--replan 8", "--replan 4", "--replan 2")
+    outdated = {each["age"]: each["outdated_episodes"] for each in result["plans"]["ages"]}
+    assert outdated[4] <= 1
+    assert outdated[16] >= 5
+    assert result["plans"]["abrupt"] == []
+    own = result["settings"][0]
+    assert own["held"] == result["held"]
+    assert figure.stat().st_size > 0
+
+
+def test_the_log_alone_gives_no_advice_about_age(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["recording", "advise", str(run / "run.jsonl")]) == 0
+    text = capsys.readouterr().out
+    assert "the same requests with other settings" in text
+    assert "cannot be determined:" in text
+    assert "pass --frames and --policy" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--policy", "pen"), "--frames FOLDER: --frames and --policy are needed together"),
+        (("--frames", "."), "--policy POLICY: --frames and --policy are needed together"),
+        (("--plot", "x.png"), "--plot: the figure shows the age of plans"),
+        (("--engine", "eager"), "--engine: expected --policy, whose engine it concerns"),
+        (("--policy", "pen", "--frames", "."), "no records (*.npz) there"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_named(
+    run: Path, options: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recording", "advise", str(run / "run.jsonl"), *options]) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_a_file_of_another_kind_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.jsonl").write_text("{}\n")
+    assert main(["recording", "advise", str(tmp_path / "x.jsonl")]) == 1
+    assert "expected a decision log; write one with `sinew run ... --record FILE`" in capsys.readouterr().err
