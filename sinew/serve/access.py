@@ -78,10 +78,12 @@ def check_key(key: str | bytes | None, keys: Sequence[str], role: str = ROBOT) -
     entries = map(role_and_key, keys)
     roles = [own for own, each in entries if hmac.compare_digest(got, each.encode())]
     if not roles:
-        raise UnauthorizedError("this server requires an API key, and the request has none or a wrong one")
+        raise UnauthorizedError(
+            "this server requires an API key, and the request has no key or a wrong one; pass the key to the client"
+        )
     if not {"", ADMIN, role} & set(roles):
         raise UnauthorizedError(
-            f"this request requires a key of the role {role}, and its key has the role {roles[0]}"
+            f"this request requires a key of the role {role}, and its key has the role {roles[0]}; use another key"
         )
 
 
@@ -143,7 +145,7 @@ def refused_page(
         return None
     if origin.partition("://")[2] == host:
         return None  # the request comes from this server's own page
-    return f"Origin: requests from web pages are refused, got {origin[:80]!r}; see --allow-origin"
+    return f"Origin: requests from web pages are rejected, got {origin[:80]!r}; see --allow-origin"
 
 
 def _is_here(host: str, place: PortAddress) -> bool:

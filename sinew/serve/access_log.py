@@ -22,13 +22,13 @@ class _Lossy(logging.Handler):
     Python's logging would print a traceback for each line.
     """
 
-    lost, told = 0, float("-inf")
+    losses, warned_at = 0, float("-inf")
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        self.lost += 1
-        if (now := time.monotonic()) - self.told >= TOLD_S:
-            self.told = now
-            logger.warning("--access-log: %d lines could not be written: %s", self.lost, sys.exc_info()[1])
+        self.losses += 1
+        if (now := time.monotonic()) - self.warned_at >= TOLD_S:
+            self.warned_at = now
+            logger.warning("--access-log: %d lines could not be written: %s", self.losses, sys.exc_info()[1])
 
 
 class _AccessFile(_Lossy, WatchedFileHandler):

@@ -49,12 +49,14 @@ class Admission:
         client = job.connection
         mine = len(_places(self._waiting[client])) if client in self._waiting else 0
         if client is not None and mine >= self.per_client:
-            raise BusyError(f"{mine} requests of this client wait, and no client may have more")
+            raise BusyError(
+                f"{mine} requests of this client wait, which is the limit; wait for an answer before the next request"
+            )
         if self.count < self.size:
             return []
         most = max(map(_places, self._waiting.values()), key=len)
         if client is None or mine or len(most) < 2:
-            raise BusyError(f"the queue is full: {self.count} requests wait")
+            raise BusyError(f"the queue is full: {self.count} requests wait; try again later")
         return most[-1]
 
     def enter(self, job: ServingJob) -> None:

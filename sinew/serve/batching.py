@@ -180,7 +180,7 @@ class Batcher:
             if pays > 1
             else "a batch is no faster than its members one by one"
         )
-        note = f" ({self.busy}; restart when idle, or name a number)" if self.busy else ""
+        note = f" ({self.busy}; restart on an idle machine, or pass --max-batch NUMBER)" if self.busy else ""
         return f"measured {times}; {words}{note}"
 
     def describe(self) -> dict[str, Any]:

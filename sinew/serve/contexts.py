@@ -63,8 +63,8 @@ class ContextPolicy(ServedPolicy):
         if policy is not self._known():
             if fingerprint(policy.bundle.path) != self.digest:
                 raise RequestError(
-                    f"context.{self.form}: the policy was replaced by another bundle than the robots have; restart the"
-                    " server with the robots' bundle"
+                    f"context.{self.form}: the policy was replaced by a bundle that differs from the robots' bundle;"
+                    " restart the server with the robots' bundle"
                 )
             self._known = weakref.ref(policy)
         refuse_words(observation, "one that gives contexts")

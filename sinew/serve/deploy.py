@@ -119,12 +119,12 @@ def _bounds(processor: Processor, safety: Safety) -> dict[str, Any]:
     if (blend := processor.spec.temporal_ensemble) is not None:
         logger.warning(
             "the checkpoint was trained for temporal ensembling (coefficient %g): `sinew run`, `sinew eval` and the"
-            " protocol vla-eval average the chunks of all steps; clients that execute chunks themselves do not",
+            " protocol vla-eval average the chunks of all steps; other clients do not average them",
             blend,
         )
     if chunking := unlike_chunking(NO_COMPENSATION, processor.spec.to_dict()):
         logger.warning(
-            "%s. Clients of other projects execute chunks without it, unless they ask for it",
+            "%s. Clients of other projects do not use real-time chunking unless they request it",
             chunking,
         )
     scale = unit_sizes(processor.action_normalizer, processor.recipe.action_steps, processor.spec)

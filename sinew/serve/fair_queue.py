@@ -229,9 +229,9 @@ class FairQueue(Generic[T]):
             account = _Account(max([self._new, *waiting]), self._turns, self._clock())
             self._accounts[hash(owner)] = account
             if len(self._accounts) > REMEMBERED:
-                kept = {hash(owner), *map(hash, self._lines)}
+                protected = {hash(owner), *map(hash, self._lines)}
                 for each in self._accounts:
-                    if each not in kept:
+                    if each not in protected:
                         del self._accounts[each]
                         break
         return account

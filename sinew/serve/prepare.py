@@ -99,11 +99,15 @@ def preparation(
     for candidate in candidates(opened, choice):
         finding = prepared.kept(opened.path, candidate.engine, threads)
         if finding is not None and not finding.taken and finding.against == choice.engine:
-            logger.info("%s (found before; `sinew prepare %s --again` tries once more)", finding.why, bundle)
+            logger.info(
+                "%s (an earlier result; to measure again, run `sinew prepare %s --again`)",
+                finding.why,
+                bundle,
+            )
             continue
         exports = BACKENDS[candidate.engine].runs_graphs and shipped(opened.path) is None
         if exports and not os.access(opened.path.parent, os.W_OK):
-            words = "engine %s may be faster than %s, and is not prepared: %s cannot be written"
+            words = "engine %s may be faster than %s, but is not prepared, because the folder %s cannot be written"
             logger.info(words, candidate.engine, choice.engine, opened.path.parent)
             continue
         faster.append(candidate.engine)
@@ -179,8 +183,8 @@ class Preparer:
         try:
             self._say(
                 "preparing", f"engine {work.engine} may be faster than {work.against}", logging.INFO,
-                "it is made if need be, verified and timed in the background, and takes over if it is;"
-                " --no-prepare does without",
+                "it is exported if needed, verified and timed in the background, and used if it is faster;"
+                " --no-prepare disables this",
             )  # fmt: skip
             result = self._follow()
             if result is None or self._stopping.is_set():
@@ -222,9 +226,9 @@ class Preparer:
             number = -status if status < 0 else status - 128
             name = {each.value: each.name for each in signal.Signals}.get(number, "unknown")
             why = (
-                f"engine {self._work.engine} is not taken: the process that prepared it was ended by signal"
-                f" {number} ({name}){', as the system does where memory is short' if number == 9 else ''};"
-                f" `sinew prepare {self._work.source} --again` tries once more"
+                f"engine {self._work.engine} is not used, because the process that prepared it was ended by signal"
+                f" {number} ({name}){', for example because memory was short' if number == 9 else ''};"
+                f" to try again, run `sinew prepare {self._work.source} --again`"
             )
             return self._refused(why), MemoryNeed(0)
         if status or record is None:
@@ -240,7 +244,7 @@ class Preparer:
             return finding, MemoryNeed(int(record["need"]))
         except (KeyError, TypeError, ValueError, AttributeError):
             raise SinewError(
-                f"expected what was found, got {named(record.get('text', record), 300)}"
+                f"the preparing process printed no valid result, but {named(record.get('text', record), 300)}"
             ) from None
 
     def _read(self, child: subprocess.Popen[str]) -> dict[str, Any] | None:
@@ -284,11 +288,13 @@ class Preparer:
     def _exchange(self, finding: EngineFinding, need: MemoryNeed) -> None:
         work, service = self._work, self._service
         if need.total > (free := machine.memory()[1]):
-            raise SinewError(f"memory: expected {need} that are free beside it, got {free / 2**20:.0f} MiB")
-        self._say("exchanging", f"engine {work.engine} takes over from {work.against}", logging.INFO)
+            raise SinewError(
+                f"memory: the new engine needs {need} in addition, and {free / 2**20:.0f} MiB are free"
+            )
+        self._say("exchanging", f"engine {work.engine} replaces engine {work.against}", logging.INFO)
         while not self._stopping.is_set():
             if service.policies.get() is not self._standing:
-                self._say("refused", "the policy was exchanged meanwhile for another", logging.INFO)
+                self._say("refused", "another policy has replaced this policy in the meantime", logging.INFO)
                 return
             try:
                 took = service.swapper.load(
@@ -302,8 +308,8 @@ class Preparer:
                 return
             self._standing = service.policies.get()
             self._say(
-                "taken", f"engine {work.engine} took over from {work.against}", logging.INFO,
-                f"{finding.why}; loaded in {took['load_s']:.1f} s beside it",
+                "taken", f"engine {work.engine} has replaced engine {work.against}", logging.INFO,
+                f"{finding.why}; loaded in {took['load_s']:.1f} s while the old engine answered",
             )  # fmt: skip
             return
 
@@ -313,7 +319,7 @@ class Preparer:
         This finding is stored, because the next start would have the same result.
         """
         if self._stopping.is_set():
-            raise RequestError("the server stops")
+            raise RequestError("the server is shutting down")
         now, then = (each.scheduler.policy for each in (self._standing, deployment))
         if (engine := then.engine_name) != self._work.engine:  # type: ignore[attr-defined]
             reason = deployment.metadata["server"]["engine_reason"]
@@ -322,16 +328,17 @@ class Preparer:
         loses_batches = bool(then.unbatched) and not now.unbatched
         uses = self._service.uses
         lost = [
-            f"continues chunks by rtc {kind}" for kind in RTC if kind in uses and kind not in after.guides
+            f"real-time chunking with rtc {kind}" for kind in RTC if kind in uses and kind not in after.guides
         ]
         if STREAMED in uses and before.head_reads_state and not after.head_reads_state:
             lost.append("streams with the newest state")
         if self._standing.scheduler.batcher is not None and loses_batches:
-            lost.append("computes several requests at once")
+            lost.append("batches of several requests")
         if lost:
             why = (
-                f"engine {self._work.engine} is not taken: {self._work.against} {' and '.join(lost)}, as was asked of"
-                f" this server, and it does not; `sinew prepare {self._work.source} --again` forgets that"
+                f"engine {self._work.engine} is not used, because robots of this server have used"
+                f" {' and '.join(lost)}, which only engine {self._work.against} supports; to try again, run"
+                f" `sinew prepare {self._work.source} --again`"
             )
             raise RequestError(self._refused(why).why)
 
@@ -359,10 +366,10 @@ def compiling_frames() -> Iterator[None]:
     """
     if not frame_kernels.missing():
         if not frame_kernels.compiled.in_use:
-            logger.info("no compiled kernels resize frames; `sinew doctor` prints the reason")
+            logger.info("frames are resized without compiled kernels; run `sinew doctor` for the reason")
         yield
         return
-    logger.info("kernels that resize frames are compiled in the background; --no-prepare does without")
+    logger.info("compiling kernels that resize frames, in the background; --no-prepare disables this")
     child = subprocess.Popen(
         [*python_module(), "sinew.engine.cpu.kernels.build", "--background"], stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -375,7 +382,9 @@ def compiling_frames() -> Iterator[None]:
         elif status == 1:
             # Status 1 means that the compilation failed. Other codes mean that the process was ended
             # with the server.
-            logger.warning("numpy resizes frames: no kernels were compiled; `sinew doctor` prints the reason")
+            logger.warning(
+                "numpy resizes frames, because the kernels were not compiled; run `sinew doctor` for the reason"
+            )
 
     threading.Thread(target=take, name="sinew-frames", daemon=True).start()
     try:

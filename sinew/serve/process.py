@@ -62,11 +62,11 @@ class Process:
             service.tend()
             if (reason := service.supervisor.hopeless()) is not None:
                 self.hopeless = reason
-                logger.critical("this server ends itself: %s", reason)
+                logger.critical("this server cannot answer requests any more and ends: %s", reason)
                 end_for_sure()
                 break
         why = f"{self._signal}: " if self._signal else ""
-        logger.info("%sstopping: cancelling the running request and refusing the others", why)
+        logger.info("%sstopping: cancelling the running request and rejecting the others", why)
         service.stopping()
         if preparing is not None:
             preparing.stop()

@@ -106,7 +106,7 @@ class Replay(OpenPolicy, ServedPolicy):
         if shape != (spec.chunk_size, spec.action.dim):
             raise SinewError(
                 f"{folder}: expected chunks of [{spec.chunk_size}, {spec.action.dim}] as the bundle has them, got"
-                f" {list(shape)}; records of another policy?"
+                f" {list(shape)}; the records may belong to another policy"
             )
         self.spec = spec
         self.padded_state_dim = spec.state.dim if manifest is None else manifest.processing.padded_state_dim
@@ -132,12 +132,12 @@ class Replay(OpenPolicy, ServedPolicy):
     @property
     def unbatched(self) -> str:
         """The reason why requests are answered one at a time."""
-        return "a replay computes nothing, so nothing is gained by batches"
+        return "a replay computes nothing, so batches would not be faster"
 
     @property
     def warning(self) -> str:
         """The warning in every reply."""
-        return f"this is a replay of {self.folder.name}: the actions were recorded, nothing was computed"
+        return f"this is a replay of {self.folder.name}: the actions were recorded and not computed"
 
     def describe(self) -> dict[str, Any]:
         """Return the description of a policy, and the recording under the key ``replay``, ready for JSON."""
@@ -275,7 +275,7 @@ def _read(folder: Path) -> tuple[dict[str, list[ReplayedAnswer]], int, Path, int
         first, shape = first or path, shape or answer.actions.shape
         if answer.actions.shape != shape:
             raise SinewError(
-                f"{path}: actions: expected {list(shape)} as before, got {list(answer.actions.shape)}"
+                f"{path}: actions: expected {list(shape)} as in earlier records, got {list(answer.actions.shape)}"
             )
         size += answer.actions.nbytes
         if size > MAX_BYTES:
@@ -285,7 +285,8 @@ def _read(folder: Path) -> tuple[dict[str, list[ReplayedAnswer]], int, Path, int
         sessions.setdefault(session, []).append(answer)
     if first is None:
         raise SinewError(
-            f"{folder}: expected a record with actions, got {left_out} of errors, words, contexts or other policies"
+            f"{folder}: expected a record with actions, got {left_out} records of errors, texts, contexts or"
+            " other policies"
         )
     return sessions, left_out, first, most
 
@@ -306,7 +307,7 @@ def _answer(path: Path) -> tuple[str, ReplayedAnswer, int] | None:
     actions = np.asarray(actions, np.float32)
     total_ms = float(meta.get("total_ms") or 0.0)
     if total_ms >= MAX_MS:
-        raise SinewError(f"{path}: total_ms: expected fewer than {MAX_MS:g}, got {total_ms:g}")
+        raise SinewError(f"{path}: total_ms: expected less than {MAX_MS:g} ms, got {total_ms:g} ms")
     return meta["session"], ReplayedAnswer(actions, meta["seed"], total_ms, meta.get("adapter", "")), moments
 
 

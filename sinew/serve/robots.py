@@ -120,10 +120,10 @@ class Robots(Collector):
             for share, ms in (("0.5", row["age_p50_ms"]), ("0.95", row["age_p95_ms"])):
                 if ms is not None:
                     metrics["row_age_seconds"].add_metric([number, share], ms / 1e3)
-            held = Counter[str]()
+            hold_counts = Counter[str]()
             for reason, count in row["held"].items():
-                held[reason if reason in REASONS else "other"] += count
-            for reason, count in held.items():
+                hold_counts[reason if reason in REASONS else "other"] += count
+            for reason, count in hold_counts.items():
                 metrics["held_steps"].add_metric([number, reason], count)
             if (played := row["episodes"]) is not None:
                 won = row["successes"] or 0

@@ -190,7 +190,12 @@ class Scheduler:
         if older is not None:
             self._finish(older, SupersededError("a newer observation of this session has arrived"))
         for each in displaced:
-            self._finish(each, BusyError("the queue is full, and others waited with less in it"))
+            self._finish(
+                each,
+                BusyError(
+                    "the queue is full, and clients with fewer waiting requests come first; try again later"
+                ),
+            )
         return job
 
     def cancel(self, job: ServingJob) -> None:
@@ -199,7 +204,7 @@ class Scheduler:
         with self._lock:
             waited = self._leave(job)
         if waited:
-            self._finish(job, CancelledError("the client left"))
+            self._finish(job, CancelledError("the client has disconnected"))
 
     def expire(self) -> None:
         """Answer the waiting requests whose deadline has passed, because their turn may never come."""
@@ -211,7 +216,9 @@ class Scheduler:
             self._counts["late"] += len(late)
             self._counts["failed"] += len(late)
         for job in late:
-            self._finish(job, DeadlineError("the deadline passed before the request's turn came"))
+            self._finish(
+                job, DeadlineError("the deadline passed before the request's turn; set a later deadline_ms")
+            )
 
     def stats(self) -> dict[str, int | bool]:
         """Return the counters of the scheduler.
@@ -366,7 +373,7 @@ class Scheduler:
         except CancelledError:
             pass
         except Exception as error:  # noqa: BLE001 - the next request shows whether the policy works
-            self._quiet.error("the policy failed while it was kept warm", error)
+            self._quiet.error("the policy failed in a run that keeps it warm", error)
 
     def _warm_up(self) -> None:
         """Warm the policy up on the first thread that calls this. The other threads wait for it."""
@@ -511,7 +518,7 @@ class Scheduler:
         except SinewError as error:
             return [self._presentable(error) for _ in jobs]
         except BaseException as error:  # noqa: BLE001 - each request is computed alone, and fails alone
-            self._quiet.error("a batch failed and is computed one by one", error)
+            self._quiet.error("a batch failed, and its requests are computed one by one", error)
             return [self._compute_one(job, around) for job in jobs]
         self._failures, self._broken = 0, None
         left = CancelledError("the request was cancelled")
@@ -551,7 +558,9 @@ class Scheduler:
         if job.cancel.is_set():
             raise CancelledError("the request was cancelled")
         if job.deadline is not None and (late := time.perf_counter() - job.deadline) > 0:
-            raise DeadlineError(f"the deadline passed {1e3 * late:.1f} ms before the request's turn came")
+            raise DeadlineError(
+                f"the deadline passed {1e3 * late:.1f} ms before the request's turn; set a later deadline_ms"
+            )
 
     def _make_place(self, new: ServingJob) -> list[ServingJob]:
         """Remove and return the requests that must make room for a new request. The caller has the lock.

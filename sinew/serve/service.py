@@ -410,7 +410,7 @@ def _call_soon(
     try:
         loop.call_soon_threadsafe(_settle, future, outcomes)
     except RuntimeError:  # the protocol has stopped, so no client waits
-        logger.debug("an answer came after its wire had closed")
+        logger.debug("an answer came after its protocol had stopped")
 
 
 def _settle(future: asyncio.Future[list[Outcome]], outcomes: list[Outcome]) -> None:
@@ -419,4 +419,4 @@ def _settle(future: asyncio.Future[list[Outcome]], outcomes: list[Outcome]) -> N
 
 
 def _never(_budget: PixelBudget) -> Observation:
-    raise AssertionError("a refused request is not decoded")
+    raise AssertionError("a rejected request is not decoded")

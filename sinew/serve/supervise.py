@@ -84,11 +84,14 @@ class Supervisor:
                     ended.popleft()
                 if len(ended) > RESTARTS:
                     logger.critical(
-                        "the thread %s ended %d times and stays dead", name, len(ended), exc_info=True
+                        "the thread %s has failed %d times and is not started again",
+                        name,
+                        len(ended),
+                        exc_info=True,
                     )
                     with self._lock:
                         self._dead.append(f"the thread {name} has ended")
                     return
-                logger.critical("the thread %s ended and is started again", name, exc_info=True)
+                logger.critical("the thread %s has failed and is started again", name, exc_info=True)
             else:
                 return

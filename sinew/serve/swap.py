@@ -133,7 +133,7 @@ class Swapper:
             logger.warning(
                 "the policy %s has another form, which `accept` allows: %s", name, "; ".join(changed)
             )
-        logger.info("the policy %s is %s: %s", name, source, took)
+        logger.info("the policy %s was loaded from %s: %s", name, source, took)
         return took
 
     @property
@@ -156,7 +156,7 @@ class Swapper:
             self._needs.pop(name, None)
             self._forms.forget(name)
         took = {"name": name, "drain_s": round(time.perf_counter() - begun, 3)}
-        logger.info("the policy %s is unloaded: %s", name, took)
+        logger.info("the policy %s was unloaded: %s", name, took)
         return took
 
     def _drain(self, old: Scheduler | None) -> None:
@@ -183,7 +183,7 @@ class Swapper:
         if need.total > free:
             beside = ", ".join(f"{name} {_mib(each.total)}" for name, each in self._needs.items())
             raise RequestError(
-                f"source: expected at most {_mib(max(0, free))} beside what stands ({beside}) within"
+                f"source: expected at most {_mib(max(0, free))} in addition to the loaded policies ({beside}) within"
                 f" {_mib(self._budget)} ({self._why}), got {need}"
             )
 
@@ -246,7 +246,7 @@ class Forms:
             if key.partition(".")[0] not in accepted and key not in accepted
         ]:
             # The remedy is at the beginning, because long messages are cut at the end.
-            remedy = '"accept" names what the robots are prepared for'
+            remedy = 'list in "accept" the differences that your robots support'
             raise RequestError(f"source ({remedy}): {'; '.join(refused)}")
         return tuple(differences.values())
 

@@ -61,10 +61,10 @@ class LocalLink:
 
     def windows(self) -> list[StreamWindow]:
         """Return the windows since the last call, oldest first."""
-        found = []
+        windows = []
         while self._windows:
-            found.append(self._windows.popleft())
-        return found
+            windows.append(self._windows.popleft())
+        return windows
 
     def restart(self) -> None:
         """Begin a new stream with the next sample, without any earlier context."""

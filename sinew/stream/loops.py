@@ -270,7 +270,7 @@ class Loops:
             stream.listener.failed(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other streams go on
             if (text := f"{type(error).__name__}: {str(error)[:200]}") != self._told:
-                self._failures.error("a stream failed", error)
+                self._failures.error("a computation of a stream failed", error)
                 self._told = text
             stream.listener.failed(
                 SinewError(f"internal error ({type(error).__name__}); the log has the details")

@@ -63,7 +63,7 @@ class StreamSettings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.text_tokens <= MAX_SAID:
-            raise ObservationError("text_tokens", f"0 to {MAX_SAID}", f"{self.text_tokens}")
+            raise ObservationError("text_tokens", f"0 to {MAX_SAID} tokens", f"{self.text_tokens}")
         if not (math.isfinite(self.rate) and MIN_RATE <= self.rate <= MAX_RATE):
             raise ObservationError(
                 "rate", f"nodes per second from {MIN_RATE:g} to {MAX_RATE:g}", f"{self.rate}"
@@ -153,7 +153,9 @@ class Session:
         if reason := policy.capabilities.why_not(Capability.STREAM):
             raise SinewError(f"stream: {reason}")
         if (moments := policy.spec.history) > 1:
-            raise SinewError(f"stream: expected a policy that reads one moment, got one of {moments}")
+            raise SinewError(
+                f"stream: expected a policy without an observation history, got one with {moments} observation steps"
+            )
         self.policy, self.settings, self.prompt, self._clock = policy, settings, prompt, clock
         self._engine, processor, spec = policy.engine, policy.processor, policy.spec
         self.rate = settings.rate
@@ -163,7 +165,7 @@ class Session:
             if spec.control_hz and settings.rate != spec.control_hz:
                 raise ObservationError(
                     "rate",
-                    f"{spec.control_hz:g} nodes per second, at which this head was trained",
+                    f"{spec.control_hz:g} nodes per second, the rate at which this head was trained",
                     f"{settings.rate:g}",
                 )
             self._made = Rolling(
@@ -175,10 +177,10 @@ class Session:
         else:
             guidance = settings.guidance
             if spec.solver.kind != "euler" and guidance != "none":
-                raise ObservationError("rtc", "none; this policy has nothing to guide", guidance)
+                raise ObservationError("rtc", "none, because this policy does not support guidance", guidance)
             if guidance != "none" and guidance not in policy.facts.guides:
-                known = ", ".join((*policy.facts.guides, "none"))
-                raise ObservationError("rtc", f"one of {known} on engine {policy.engine_name}", guidance)
+                kinds = ", ".join((*policy.facts.guides, "none"))
+                raise ObservationError("rtc", f"one of {kinds} on engine {policy.engine_name}", guidance)
             self._made = Chunks(self._engine, processor, settings.rate, guidance, settings.interpolation)
         self.label = self._made.label
         self._speech = self._speaks(settings.text_tokens)
@@ -208,7 +210,7 @@ class Session:
         if not oldest <= taken <= newest:
             raise ObservationError(
                 "frame_time",
-                f"seconds of the robot's clock, from {oldest:g}, as times do not go back, to {newest:g}",
+                f"seconds of the robot's clock from {oldest:g} to {newest:g}, because times may not go back",
                 f"{taken:g}",
             )
         self.frames += 1
@@ -232,7 +234,7 @@ class Session:
             assert self._sample is not None
             raise ObservationError(
                 "time",
-                f"{self._sample.time:g} s of the robot's clock or later, as the samples before",
+                f"{self._sample.time:g} s of the robot's clock or later, the time of the last sample",
                 f"{sample.time:g}",
             )
         if sample.delay < 0:

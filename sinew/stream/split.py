@@ -42,15 +42,19 @@ def read_context(policy: Policy, prepared: Prepared, form: str) -> bytes:
         SinewError: The head chooses tokens and ``form`` rounds, or the request needs more than a context.
     """
     if prepared.words is not None:
-        raise SinewError("context: expected an observation without a request for text, got one with it")
+        raise SinewError(
+            "context: a request for text needs the whole policy; omit it, or use a policy without split inference"
+        )
     if policy.facts.chooses_tokens and form != "fp32":
         kind = policy.spec.architecture
-        raise SinewError(f"context: expected fp32 for {kind}, whose head chooses tokens, got {form}")
+        raise SinewError(f"context: expected fp32 for {kind}, because its head chooses tokens, got {form}")
     if prepared.adapter:
-        raise ObservationError("adapter", "none: the robot's head is the base's", repr(prepared.adapter))
+        raise ObservationError(
+            "adapter", "none, because the robot runs the base policy's head", repr(prepared.adapter)
+        )
     if prepared.unconditional is not None:
         raise SinewError(
-            f"guidance_scale: expected 0, 1 or none of a policy in two places, got {prepared.scale:g}"
+            f"guidance_scale: expected 0, 1 or none with split inference, got {prepared.scale:g}"
         )
     with policy.lock:
         policy.files.check()
@@ -142,7 +146,7 @@ class SplitPolicy(OpenPolicy):
         self.form = served["server"].get("context", "")
         if not self.form:
             raise SinewError(
-                f"split: expected a server's policy context.FORM (sinew serve --context), got {client.policy!r}"
+                f"split: expected a policy context.FORM, got {client.policy!r}; start `sinew serve --context FORM`"
             )
         here, there = fingerprint(policy.bundle.path), served["server"].get("bundle_digest")
         if here != there:
@@ -151,7 +155,7 @@ class SplitPolicy(OpenPolicy):
             )
         if client.exchanged:
             raise SinewError(
-                "split: the server has replaced the policy that read this observation; ask again"
+                "split: the server has replaced the policy in the meantime; send the observation again"
             )
 
     def reset(self, session: str = "") -> None:
@@ -181,22 +185,24 @@ class SplitPolicy(OpenPolicy):
         """
         self._refuse_closed()
         policy = self.policy
-        found = given.observation(observation, policy.spec)
-        refuse_words(found, "a split one")
-        prepared = policy.processor.prepare(found, pixels=False)
+        request = given.observation(observation, policy.spec)
+        refuse_words(request, "a split one")
+        prepared = policy.processor.prepare(request, pixels=False)
         if prepared.continuation is not None:
-            raise SinewError("previous: expected nothing; a split policy does not continue chunks")
+            raise SinewError("previous: omit it, because a split policy does not continue chunks")
         if prepared.unconditional is not None:
-            raise SinewError("guidance_scale: expected 0, 1 or none; a split policy reads one prompt")
-        asked = time.perf_counter()
+            raise SinewError(
+                "guidance_scale: expected 0, 1 or none, because a split policy reads only one prompt"
+            )
+        requested_at = time.perf_counter()
         seen = Observation(
-            found.images,
-            found.state,
-            found.prompt,
-            session=found.session,
-            earlier=found.earlier,
-            advantage=found.advantage,
-            guidance_scale=found.guidance_scale,
+            request.images,
+            request.state,
+            request.prompt,
+            session=request.session,
+            earlier=request.earlier,
+            advantage=request.advantage,
+            guidance_scale=request.guidance_scale,
         )
         data, timing = self._client.context(seen, timeout=timeout)
         arrived = time.perf_counter()
@@ -208,15 +214,19 @@ class SplitPolicy(OpenPolicy):
             (solution,) = policy.engine.solve(context, prepared.noise[None], prepared.steps)
         except (RuntimeError, ValueError, ArithmeticError, IndexError) as error:
             words = (str(error).splitlines() or [""])[0][:200]
-            raise SinewError(f"split: the head cannot use the server's context ({words})") from error
+            raise SinewError(
+                f"split: the head cannot use the server's context ({words}); use the same bundle and version"
+            ) from error
         actions = policy.processor.finish(solution, prepared.state)
         done = time.perf_counter()
-        self.last = SplitTiming(len(data), 1e3 * (arrived - asked), timing.server_ms, 1e3 * (done - arrived))
+        self.last = SplitTiming(
+            len(data), 1e3 * (arrived - requested_at), timing.server_ms, 1e3 * (done - arrived)
+        )
         times = Timing(
             preprocess_ms=prepared.milliseconds,
-            prefix_ms=1e3 * (arrived - asked),
+            prefix_ms=1e3 * (arrived - requested_at),
             step_ms=(1e3 * (done - arrived),),
-            total_ms=1e3 * (done - asked) + prepared.milliseconds,
+            total_ms=1e3 * (done - requested_at) + prepared.milliseconds,
         )
-        said = policy.warnings(prepared)
-        return ActionChunk(actions, times, prepared.seed, prepared.session, prepared.time, said)
+        warnings = policy.warnings(prepared)
+        return ActionChunk(actions, times, prepared.seed, prepared.session, prepared.time, warnings)

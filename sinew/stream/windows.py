@@ -113,10 +113,10 @@ class Rolling:
         if self._x is None or abs(origin - self._origin) >= self.rows:
             return noise, np.ones(self.rows)
         index = np.arange(self.rows) + origin - self._origin
-        known = (index >= 0) & (index < self.rows)
+        inside = (index >= 0) & (index < self.rows)
         at = np.clip(index, 0, self.rows - 1)
-        x = np.where(known[:, None], self._x[at], noise)
-        levels = np.where(known, self._levels[at], 1.0)
+        x = np.where(inside[:, None], self._x[at], noise)
+        levels = np.where(inside, self._levels[at], 1.0)
         raised = np.maximum(levels, least)
         keep = np.where(levels < 1.0, (1.0 - raised) / np.maximum(1.0 - levels, 1e-9), 1.0)
         add = np.sqrt(np.maximum(raised**2 - (keep * levels) ** 2, 0.0))
@@ -147,9 +147,7 @@ class Chunks:
         self.guidance, self.interpolation = guidance, interpolation
         hz = processor.spec.control_hz
         if not hz:
-            raise SinewError(
-                "stream: expected a policy that states its rate (control_hz), got one that does not"
-            )
+            raise SinewError("stream: the bundle states no control rate (control_hz), which a stream needs")
         self.hz = float(hz)
         how = "no guidance" if guidance == "none" else f"real-time chunking ({guidance})"
         between = (
@@ -229,13 +227,13 @@ class Chunks:
         if self.guidance == "none":
             return None
         # The sent nodes from the time of the frame on.
-        known = self._handed.rows_from(max(0, round(frame_time * self.rate)))
+        sent_nodes = self._handed.rows_from(max(0, round(frame_time * self.rate)))
         spec = self._processor.spec
-        count = int((len(known) - 1) * self.hz / self.rate) + 1 if len(known) else 0
+        count = int((len(sent_nodes) - 1) * self.hz / self.rate) + 1 if len(sent_nodes) else 0
         if not count:
             return None
         at = np.rint(np.arange(min(count, spec.chunk_size)) * self.rate / self.hz).astype(int)
-        previous = known[np.minimum(at, len(known) - 1)]
+        previous = sent_nodes[np.minimum(at, len(sent_nodes) - 1)]
         delay = max(0, math.ceil((origin / self.rate - frame_time) * self.hz - 1e-6))
         request = ContinuationRequest(
             previous=previous, delay=min(delay, len(previous)),

@@ -179,10 +179,10 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
     [
         (["serve", PEN, "--wire", "openpi:abc"], "--wire openpi:abc: expected a port"),
         (["serve", "nope.gguf", "--access-log", "-"], "nope.gguf: no such file"),
-        (["serve", PEN, "--tls-key", "key.pem"], "--tls-key key.pem needs --tls-cert"),
+        (["serve", PEN, "--tls-key", "key.pem"], "--tls-key key.pem: pass --tls-cert too"),
         (
             ["serve", PEN, "--tls-cert", "foo.pem"],
-            "foo.pem: expected a PEM file with a certificate, got none there",
+            "foo.pem: expected a PEM file with a certificate, got a file without it",
         ),
         (["serve", PEN, "--port", "9000"], "--wire NAME:PORT"),
         (["inspect", ROOT / "docs"], "expected a bundle, a checkpoint, or a folder of `sinew export`"),
@@ -198,7 +198,7 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         ),
         (
             ["serve", PEN, "--wire", "openpi:ipc:///tmp/x"],
-            "expected a port; a Unix socket is for the wire native",
+            "expected a port, because only the protocol native supports a Unix socket",
         ),
         (["bench", PEN, "--warmup", "2"], "--warmup: expected the address of a server, tcp://HOST:PORT, got"),
         (

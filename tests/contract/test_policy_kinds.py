@@ -258,7 +258,7 @@ def test_what_it_cannot_open_is_said(kind: type[InThisProcess], world: SimpleNam
         ("expert:sinew/Pen-v0", {"engine": "eager"}, "an expert takes no option engine"),
         (world.records, {"split": "tcp://127.0.0.1:1"}, "a recording takes no option split"),
         ("http://127.0.0.1:1", {}, "expected tcp://HOST:PORT"),
-        (world.bundle, {"split": world.address, **OPTIONS}, "expected a server's policy context.FORM"),
+        (world.bundle, {"split": world.address, **OPTIONS}, "expected a policy context.FORM"),
     ):
         with pytest.raises(SinewError, match=words):
             sinew.connect(source, **options)

@@ -289,7 +289,10 @@ def test_a_policy_of_one_moment_takes_no_others(golden: Path, case_bundle: Any) 
 
 def test_a_stream_has_one_moment(golden: Path, case_bundle: Any) -> None:
     policy, _ = opened("diffusion-ddim", golden, case_bundle)
-    with pytest.raises(SinewError, match="stream: expected a policy that reads one moment, got one of 2"):
+    with pytest.raises(
+        SinewError,
+        match="stream: expected a policy without an observation history, got one with 2 observation steps",
+    ):
         Session(policy, StreamSettings(100.0, guidance="none"))
 
 

@@ -239,7 +239,9 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(
         alone.infer(given)
     with pytest.raises(ObservationError, match="adapter: expected none here, got 'kitchn'"):
         policy.processor.prepare(given)
-    with pytest.raises(ObservationError, match="adapter: expected none: the robot's head is the base's"):
+    with pytest.raises(
+        ObservationError, match="adapter: expected none, because the robot runs the base policy's head"
+    ):
         read_context(policy, policy.prepare(replace(given, adapter="arm")), "fp32")
 
 

@@ -446,7 +446,7 @@ def test_words_are_said_for_one_alone(policy: Policy) -> None:
     assert policy.batch_key(asked) is None
     with pytest.raises(SinewError, match="^a batch: expected observations of one batch_key"):
         policy.run_batch([asked, asked])
-    with pytest.raises(SinewError, match="^context: expected an observation without a request for text"):
+    with pytest.raises(SinewError, match="^context: a request for text needs the whole policy"):
         read_context(policy, asked, "fp32")
 
 

@@ -176,7 +176,7 @@ def test_numbers_that_no_float_holds(tmp_path: Path) -> None:
 
     state = {**GOOD["state"], "scale": 10**400}
     (tmp_path / "c.yaml").write_text(json.dumps({**GOOD, "state": state}))
-    with pytest.raises(ContractError, match="state.scale: expected a number or 6 of them, got "):
+    with pytest.raises(ContractError, match="state.scale: expected a number or a list of 6 numbers, got "):
         read_contract(tmp_path / "c.yaml")
 
 

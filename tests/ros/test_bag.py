@@ -96,7 +96,7 @@ def test_a_bag_of_a_thousand_messages(tmp_path: Path, monkeypatch: pytest.Monkey
     assert report["front"]["received"] == 511 - len(LOST)
     assert report["front"]["dropped"] == {
         "encoding '16UC1': expected rgb8, bgr8, rgba8, bgra8, mono8": 2,
-        "no stamp": 1,
+        "the message has no stamp": 1,
     }
     for topic in report.values():
         counted = topic["used"] + topic["replaced"] + sum(topic["dropped"].values())
@@ -127,7 +127,7 @@ def test_a_bag_drives_the_bridge_and_what_came_is_recorded(
         assert main([*line, *kept]) == 0
         report = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert main([*line, *kept]) == 1  # it is there already
-        assert "expected a folder that does not exist yet" in capsys.readouterr().err
+        assert "exists already; choose a new folder" in capsys.readouterr().err
         assert main([*line[:-1], f"bag:{tmp_path}"]) == 1
         assert "expected a rosbag of ROS 2" in capsys.readouterr().err
         assert main([*line[:-1], "zenoh"]) == 1

@@ -191,7 +191,7 @@ def test_a_contract_of_another_robot_is_refused(domain: int) -> None:
     from sinew_ros.dds import Dds
 
     wrong = {"wrist": {"topic": "/wrist", "type": IMAGE}}
-    said = "cameras: expected those of the policy, front, got wrist"
+    said = "cameras: expected the policy's cameras front, got wrist"
     with (
         desk() as server,
         contextlib.closing(Dds(domain)) as transport,

@@ -140,7 +140,7 @@ def test_a_manager_sets_its_states(domain: int, caplog: pytest.LogCaptureFixture
         graph = manager.ask("get_transition_graph", "GetAvailableTransitions").available_transitions
         assert len(graph) == 7 + 3 * 6
         assert not manager.change(3)  # activate: not yet
-        assert "expected one of the state unconfigured, configure (1), shutdown (5), got 3" in caplog.text
+        assert "in the state unconfigured expected one of configure (1), shutdown (5), got 3" in caplog.text
         assert not manager.change(1)  # no server: the node stays as it is, and says why
         assert (manager.state, node.bridge) == ("unconfigured", None)
         servers[0] = server.native

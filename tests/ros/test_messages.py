@@ -56,9 +56,9 @@ def test_pictures_come_out_red_first(padding: int) -> None:
     ("change", "said"),
     [
         ({"encoding": "16UC1"}, "encoding '16UC1'"),
-        ({"height": 4}, "as many bytes"),
-        ({"step": 3}, "shorter"),
-        ({"width": 0}, "without a size"),
+        ({"height": 4}, "the number of bytes"),
+        ({"step": 3}, "smaller than a row"),
+        ({"width": 0}, "the height or the width is 0"),
     ],
 )
 def test_pictures_that_are_none_are_refused(change: dict[str, Any], said: str) -> None:
@@ -70,8 +70,8 @@ def test_joints_are_taken_by_name() -> None:
     seen = message(name=["c", "a", "b"], position=[3.0, 1.0, 2.0], velocity=[], effort=[])
     np.testing.assert_array_equal(messages.joints(seen, ["a", "c"], "position"), [1, 3])
     for names, field, said in (
-        (["d"], "position", "no joint d"),
-        (["a"], "velocity", "as many numbers of velocity"),
+        (["d"], "position", "the joint d is missing"),
+        (["a"], "velocity", "the number of values in velocity"),
     ):
         with pytest.raises(Refused, match=said):
             messages.joints(seen, names, field)
@@ -110,9 +110,9 @@ def test_every_message_is_counted_once() -> None:
     with pytest.raises(NoObservation, match=r"front: the newest message is older than 0.5 s"):
         source.take(10.5)
     assert dict(source.dropped) == {
-        "no stamp": 1,
-        "not newer than the one before": 1,
-        "stamped in the future": 1,
+        "the message has no stamp": 1,
+        "not newer than the previous message": 1,
+        "the stamp is in the future": 1,
         "older than 0.5 s when it arrived": 1,
     }
     assert (source.received, source.used, source.replaced) == (6, 1, 1)

@@ -54,13 +54,13 @@ def test_a_skeleton_is_a_contract_that_fits() -> None:
     [
         (("hz",), 0, "hz: expected a number above 0, got 0"),
         (("hz",), None, "hz: expected a number above 0"),
-        (("cameras", "front", "topik"), "/x", "cameras.front.topik: unknown; known are max_age, rate, topic, type"),
+        (("cameras", "front", "topik"), "/x", "cameras.front.topik: unknown field; use one of max_age, rate, topic"),
         (("cameras", "front", "type"), "Image", "cameras.front.type: expected sensor_msgs/msg/Image or"),
         (("state", "joints"), ["a", "a"], "state.joints: a is listed twice"),
-        (("state", "scale"), [1, 2], "state.scale: expected a number or 6 of them"),
-        (("state", "scale"), [".nan"], "state.scale: expected a number or 6"),
+        (("state", "scale"), [1, 2], "state.scale: expected a number or a list of 6 numbers"),
+        (("state", "scale"), [".nan"], "state.scale: expected a number or a list of 6 numbers"),
         (("action",), [], "action: expected at least one topic"),
-        (("server",), 7, "server: expected an address or a list of them, got 7"),
+        (("server",), 7, "server: expected an address or a list of addresses, got 7"),
         (("start",), "yes", "start: expected true or false, got 'yes'"),
         (("stamps",), "now", "stamps: expected header or arrival, got now"),
         (("control", "handover"), "warp", "handover"),
@@ -69,7 +69,7 @@ def test_a_skeleton_is_a_contract_that_fits() -> None:
         (("limits",), {"velocity": [1.0]}, "limits.velocity: expected 6 numbers"),
         (("names",), {"status": "/joint_states"}, None),
         (("colour",), "red", "colour: unknown"),
-        (("goals",), {"hold": 1}, "goals.hold: unknown; known are feedback, hold_limit, preempt, time_limit"),
+        (("goals",), {"hold": 1}, "goals.hold: unknown field; use one of feedback, hold_limit, preempt, time_limit"),
         (("goals",), {"preempt": 1}, "goals.preempt: expected true or false, got 1"),
     ],
 )  # fmt: skip
@@ -94,7 +94,7 @@ def test_topics_that_would_hear_themselves_are_refused() -> None:
         "type": "sensor_msgs/msg/JointState",
         "joints": ["gripper"],
     }
-    with pytest.raises(ContractError, match="action.topic: /joint_states is the topic of state already"):
+    with pytest.raises(ContractError, match="action.topic: /joint_states is already the topic of state"):
         parse(found)
 
 
@@ -103,7 +103,7 @@ def test_topics_that_would_hear_themselves_are_refused() -> None:
     [
         (
             {"cameras": POLICY["cameras"][:1]},
-            "cameras: expected those of the policy, front, got front, wrist",
+            "cameras: expected the policy's cameras front, got front, wrist",
         ),
         ({"state": {"dim": 7}}, "state: expected the policy's 7 numbers, got 6 joints"),
         ({"action": {"dim": 5}}, "action: expected the policy's 5 numbers, got 6 joints"),

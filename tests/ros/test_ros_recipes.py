@@ -76,7 +76,7 @@ def test_frankas_limits_are_within_its_tables() -> None:
         (
             ("action", 1, "joints"),
             ["a", "b"],
-            r"action\[1\].joints: expected one for a JointSingleCommand, got 2",
+            r"action\[1\].joints: expected one joint for a JointSingleCommand, got 2",
         ),
         (("action", 1, "group"), "arm", r"action\[1\].group: unknown"),
         (("kinematics",), {"file": "none.urdf"}, r"kinematics: .*none.urdf"),

@@ -70,7 +70,7 @@ def test_calls_are_answered_over_dds(domain: int) -> None:  # noqa: F811
         line = [sys.executable, "-m", "sinew_ros", "serve", server.native, "--transport", "dds"]
         without = subprocess.run(line, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
         assert without.returncode == 1
-        assert "--hz: expected a rate; the policy states none" in without.stderr
+        assert "--hz: the policy states no control rate; pass --hz RATE" in without.stderr
         with subprocess.Popen(
             [*line, "--hz", "20"], env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE
         ) as program:
@@ -98,7 +98,7 @@ def test_calls_are_answered_over_dds(domain: int) -> None:  # noqa: F811
     assert answer.error == ""
     assert "state: expected shape [2], got shape [1]" in wrong.error
     assert "[bad_observation]" in wrong.error
-    assert "cameras: expected one for each of 1 images, got 0" in unnamed.error
+    assert "cameras: expected one name for each of 1 images, got 0" in unnamed.error
     assert wrong.trajectory.points == unnamed.trajectory.points == []
 
 

@@ -261,12 +261,13 @@ def test_a_head_on_the_robot_follows_an_advantage_and_refuses_a_second_prompt(
                     split.infer({**SEEN, **fields}).actions, wanted, rtol=0, atol=BOUND
                 )
             with pytest.raises(
-                SinewError, match="guidance_scale: expected 0, 1 or none; a split policy reads one"
+                SinewError,
+                match="guidance_scale: expected 0, 1 or none, because a split policy reads only one",
             ):
                 split.infer({**SEEN, **GUIDED})
         with Client(address, timeout=START_S) as client:
             told = failure(lambda: client.context({**SEEN, **GUIDED}))
-        assert "guidance_scale: expected 0, 1 or none of a policy in two places" in told
+        assert "guidance_scale: expected 0, 1 or none with split inference" in told
 
 
 def test_records_keep_both_and_a_replay_asks_for_both(server: Any, policy: Policy, bundle: Path) -> None:

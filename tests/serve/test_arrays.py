@@ -250,7 +250,7 @@ def test_texts_of_a_message_are_short_in_all():
         openpi.read(payload)
     for wide in (text + "a" * 8, "\u0100" + "a" * (1 << 18)):
         for body in (json.dumps({"x": wide}), json.dumps({"x": [{wide: 1}]}, ensure_ascii=False)):
-            with pytest.raises(SinewError, match="at most 262144 characters beside base64"):
+            with pytest.raises(SinewError, match="at most 262144 characters of text that is not base64"):
                 http.read(body.encode(), http.JSON)
     long = {"picture": "a" * (1 << 19), "prompt": "\u62ff\U0001f600"}
     assert http.read(json.dumps(long, ensure_ascii=False).encode(), http.JSON).content == long
@@ -268,7 +268,7 @@ def test_a_refusal_does_not_write_out_what_came(strange):
     content = {"images/front": strange, "state": [0, 0]}
     with (
         at_most(4),
-        pytest.raises(ObservationError, match="a shape of at most|a plain number type") as refused,
+        pytest.raises(ObservationError, match="a shape of at most|a little-endian number type") as refused,
     ):
         http.observation(WireMessage(content), SPEC)
     assert len(str(refused.value)) < 300

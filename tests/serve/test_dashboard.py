@@ -432,7 +432,7 @@ def test_viewers_that_read_nothing_hold_nobody_up(desk: Desk) -> None:
             assert deaf.recv(12) == b"HTTP/1.1 200"
         late = desk.get("/v1/events")
         assert late.status == 429
-        assert "no more may" in json.load(late)["error"]["message"]
+        assert "which is the limit" in json.load(late)["error"]["message"]
         with desk.client() as client:
             for _ in range(50):
                 ask(client)
@@ -460,14 +460,14 @@ def test_the_server_says_where_its_page_is(shown: bool, monkeypatch: pytest.Monk
         assert "the fastest\n" in ready_text(policy.spec, about, wires)
         assert "another one lacks graphs\n" in ready_text(policy.spec, about, wires, verbose=True)
         port = wires[1].address.rpartition(":")[2]
-        said = f"  page     http://127.0.0.1:{port}/ shows what it does\n"
+        said = f"  page     http://127.0.0.1:{port}/ shows the requests\n"
         assert (said in text) is shown
         assert ("page" in text) is shown
         assert "no_proxy" not in text
         monkeypatch.setenv(
             "http_proxy", "http://proxy.invalid:3128"
         )  # openpi's client would ask it for 127.0.0.1
-        lets = "proxy    no_proxy=127.0.0.1 lets programs here ask without one"
+        lets = "proxy    no_proxy=127.0.0.1 lets programs on this machine connect directly"
         assert lets in ready_text(policy.spec, policy.describe(), wires)
         monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
         assert "no_proxy" not in ready_text(policy.spec, policy.describe(), wires)

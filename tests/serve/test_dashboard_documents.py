@@ -53,4 +53,7 @@ def test_a_server_shows_them() -> None:
         for page in ("plan", "..%2FREADME"):
             with pytest.raises(HTTPError, match="404") as refused:
                 urllib.request.urlopen(f"{address}/docs/{page}", timeout=60)
-            assert refused.value.read() == b"no such page here; docs/ of the source has all\n"
+            assert (
+                refused.value.read()
+                == b"this installation has no such page; docs/ in the source has all pages\n"
+            )

@@ -93,8 +93,8 @@ def test_errors_end_the_connection_with_a_reason():
         assert first == [[0.25, 0.25, *[0.0] * 22]] * 3
         assert second[0][:2] == [1.5, 1.5]
         for message, reason in (
-            ("{", "not an observation in JSON"),
-            (json.dumps(body(state=[0.0] * 24)), r"state: expected 2 numbers, got 24: .* --set state_dim=24"),
+            ("{", "not a JSON observation"),
+            (json.dumps(body(state=[0.0] * 24)), r"state: expected 2 numbers, got 24; .* --set state_dim=24"),
             (b"\x80", "expected a text frame"),
         ):
             with pytest.raises(websockets.exceptions.ConnectionClosedError, match=reason) as caught:
@@ -204,5 +204,5 @@ def test_two_websockets_share_no_port():
     from sinew.serve.transport.listen import Listen
     from sinew.serve.wires import open_wires
 
-    with pytest.raises(SinewError, match="port 9000 has openpi"):
+    with pytest.raises(SinewError, match="openpi already uses port 9000"):
         open_wires({"openpi": 9000, "evo1": 9000}, Listen())

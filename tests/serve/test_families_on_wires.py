@@ -393,8 +393,6 @@ def test_openvla_answers_its_own_client_and_ofts(golden, openvla_bundle, tmp_pat
         np.testing.assert_array_equal(act(addresses["http"], single | {"unnorm_key": key}), wanted[0])
         with pytest.raises(urllib.error.HTTPError) as error:
             act(addresses["http"], single | {"unnorm_key": "another_robot"})
-        assert (
-            f"{key}, whose statistics this bundle has" in json.loads(error.value.read())["error"]["message"]
-        )
+        assert f"{key}, the statistics of this bundle" in json.loads(error.value.read())["error"]["message"]
         oft = {"full_image": frame, "state": np.zeros(8), "instruction": task}  # of which it reads no state
         np.testing.assert_array_equal(np.stack(act(addresses["http"], oft)), wanted)

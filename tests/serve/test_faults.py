@@ -361,7 +361,7 @@ def at(tmp_path_factory) -> Iterator[SimpleNamespace]:
         canary(made)
         books = made.opened["native"].ledger
         until(lambda: not books.open, "the last connection to be gone")
-        assert (books.held, books.strangers_held) == (0, 0)
+        assert (books.held_bytes, books.strangers_held) == (0, 0)
         assert recorder.stats()["alive"]
     recorder.close()
 

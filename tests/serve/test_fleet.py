@@ -78,7 +78,7 @@ def test_a_configuration_names_what_is_wrong(tmp_path):
     found = parse({"policies": {**ONE["policies"], "b": {"source": "b", "replicas": {"min": 2, "max": 5}}}})
     assert (found.policies["default"].most, found.policies["b"].most, found.address) == (2, 5, None)
     for change, words in (
-        ({"policies": {}}, "expected one with the name default"),
+        ({"policies": {}}, "expected a policy with the name default"),
         ({"policies": {"default": {}}}, "source"),
         ({"policies": {"default": {"source": "a", "cpu": 2}}}, "cpu"),
         ({"policies": {"default": {"source": "a", "replicas": 0}}}, "replicas"),
@@ -129,11 +129,11 @@ def test_what_a_cluster_refuses_is_the_configurations(monkeypatch):
     monkeypatch.setattr(cluster, "libraries", lambda alone=False: (ray, serve))
     monkeypatch.setattr(cluster, "application", lambda config: config)
     fleet = cluster.Fleet(parse({"address": "auto", **ONE}), Supervisor(0))
-    with pytest.raises(SinewError, match="address: expected a Ray cluster that runs, got none at 'auto'"):
+    with pytest.raises(SinewError, match="address: no Ray cluster answers at 'auto'"):
         fleet.start()
     ray.init = lambda **_: None
     serve.start = lambda **_: None
-    with pytest.raises(SinewError, match=r"policies\.default: expected replicas that start with a\.gguf"):
+    with pytest.raises(SinewError, match=r"policies\.default: no replica started with a\.gguf"):
         fleet.start()
 
 
@@ -205,11 +205,11 @@ def test_a_request_whose_replica_dies_is_sent_to_another(pool):
     assert policy.state() == {"replicas": 1, "retried": 2}
     deaths += [ReplicaLostError("killed")] * 9
     with pytest.raises(
-        SinewError, match=f"{TRIES} replicas did not answer, the last one: ReplicaLostError: killed"
+        SinewError, match=f"{TRIES} attempts on replicas failed, the last one with: ReplicaLostError: killed"
     ):
         policy.run(observation)
     policy.replicas = 0
-    assert policy.problem() == "the policy default has no replica that runs"
+    assert policy.problem() == "the policy default has no running replica"
 
 
 def test_what_is_wrong_with_a_request_is_wrong_on_every_replica(pool):
@@ -229,7 +229,9 @@ def test_what_is_wrong_with_a_request_is_wrong_on_every_replica(pool):
 def test_a_replica_of_another_form_answers_no_robot(pool, actions):
     """Attached to replicas that others change, a gateway handed on rows of another width."""
     policy = remote(lambda _: ActionChunk(actions, seed=0) if actions is not None else b"chunk", pool)
-    with pytest.raises(SinewError, match=r"a replica of default answers with .*, expected \(3, 2\)") as error:
+    with pytest.raises(
+        SinewError, match=r"a replica of default answers with the shape .* instead of \(3, 2\)"
+    ) as error:
         policy.run(Observation(images={}, state=np.zeros(2)))
     assert error.value.code == "unhealthy"
 

@@ -82,7 +82,7 @@ def test_a_client_of_the_public_protocol(server, policy, dialect, tmp_path):
     before = len(list(server.records.glob("*.npz")))
     said = run_client(server, dialect, tmp_path)
     assert said["ping"] == {"status": "ok", "message": "Server is running"}
-    assert "kill: this server is stopped where it runs" in said["kill"]
+    assert "kill: clients cannot stop this server" in said["kill"]
     if dialect != "n1.5":
         assert said["modalities"]["video"] == [[0], ["camera1", "camera2"]]
         assert said["modalities"]["action"] == [list(range(50)), ["actions"]]
@@ -171,7 +171,7 @@ def test_the_printed_program_runs(bundle, tmp_path):
     package.mkdir(parents=True)
     (package / "server_client.py").write_text((ROOT / "groot_client.py").read_text())
     with serving(tmp_path, bundle, "--wire", "groot:0", "--threads", 1) as server:
-        while not re.search("groot at .*; ask it with", server.process.stdout.readline()):
+        while not re.search("groot at .*; example:", server.process.stdout.readline()):
             pass
         assert server.process.stdout.readline() == "\n"
         program = textwrap.dedent("".join(iter(server.process.stdout.readline, "\n")))

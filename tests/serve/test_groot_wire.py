@@ -209,7 +209,7 @@ def test_the_newest_moment_is_taken():
     history = np.concatenate([FRAMES[::-1], FRAMES], axis=1)  # T = 2
     (first, _) = decoded(request(nested(video={"front": history})))
     np.testing.assert_array_equal(first.images["front"], FRAMES[0, 0])
-    with pytest.raises(ObservationError, match="video.front: expected at least one moment"):
+    with pytest.raises(ObservationError, match="video.front: expected at least one observation step"):
         decoded(request(nested(video={"front": history[:, :0]})))
 
 
@@ -239,7 +239,8 @@ def test_groups_come_from_the_names_of_dimensions():
     for key in ("state", "joints"):  # there is only one, so its name does not matter
         assert decoded(request(nested(state={key: joints})), make_codec(PLAIN))[0].state.shape == (3,)
     with pytest.raises(
-        ObservationError, match="state.state: expected numbers, got nothing; keys arm, gripper"
+        ObservationError,
+        match="state.state: expected numbers, got nothing; the request has keys arm, gripper",
     ):
         decoded(request(nested()), make_codec(PLAIN))
 
@@ -260,7 +261,7 @@ def test_groups_come_from_the_names_of_dimensions():
         ),
         ({"video": {"front": FRAMES.tolist()}}, "video.front: expected an array, got list"),
         ({"video": {"front": FRAMES[:0]}}, "video.front: expected a batch of 1 to 64, got 0|state.arm"),
-        ({"state": {"arm": ARM}}, "state.gripper: expected numbers, got nothing; keys arm"),
+        ({"state": {"arm": ARM}}, "state.gripper: expected numbers, got nothing; the request has keys arm"),
         (
             {"state": {"arm": ARM, "gripper": GRIP[:1]}},
             "state.gripper: expected a batch of 2, as in video.front, got 1",
@@ -317,7 +318,7 @@ def test_a_batch_beyond_the_limit():
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"endpoint": "kill"}, "kill: this server is stopped where it runs"),
+        ({"endpoint": "kill"}, "kill: clients cannot stop this server"),
         ({"endpoint": "shutdown"}, "endpoint: expected one of get_action, .* got 'shutdown'"),
         ({"endpoint": ["get_action"]}, "endpoint: expected one of"),
         ({"data": [1]}, "data: expected a map, got list"),

@@ -81,7 +81,7 @@ def test_a_policy_that_fails_then_is_served_on(caplog: pytest.LogCaptureFixture)
     policy = Warm()
     scheduler = scheduled(policy, 0.01)
     policy.sick = RuntimeError("secret detail")
-    until(lambda: "the policy failed while it was kept warm" in caplog.text)
+    until(lambda: "the policy failed in a run that keeps it warm" in caplog.text)
     policy.sick = None
     outcomes: list[object] = []
     enqueue(scheduler, hello, outcomes.append)

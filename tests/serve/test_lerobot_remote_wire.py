@@ -286,15 +286,15 @@ def test_the_bytes_of_a_request_are_counted_until_its_answer(at: SimpleNamespace
     waiting = robot.envelope("observation", robot.body(features(), "wait"))
     robot.send(waiting)
     until(lambda: at.scheduler.stats()["running"])
-    assert FRAME.nbytes < ledger.held < 2 * FRAME.nbytes
+    assert FRAME.nbytes < ledger.held_bytes < 2 * FRAME.nbytes
     assert fault(lambda: asked(robot, robot.envelope("observation", robot.body(features())))).code == "busy"
-    assert ledger.held < 2 * FRAME.nbytes
+    assert ledger.held_bytes < 2 * FRAME.nbytes
     at.puppet.release.set()
     robot.receive(waiting)
     fault(lambda: robot.infer(features(), capture_time="now"))
-    assert (ledger.held, node._held) == (0, 0)
+    assert (ledger.held_bytes, node._held) == (0, 0)
     robot.control("close", 0)
-    assert (ledger.held, node._held, len(ledger.open)) == (0, 0, 0)
+    assert (ledger.held_bytes, node._held, len(ledger.open)) == (0, 0, 0)
 
 
 def test_c37_another_robots_session_is_out_of_reach(at: SimpleNamespace, robot: RemoteRobot) -> None:

@@ -386,7 +386,10 @@ def test_a_client_goes_on_after_a_restart(server, tmp_path, monkeypatch):
         ({"actions_per_chunk": 0}, "actions_per_chunk: expected a number above 0, got 0"),
         ({"actions_per_chunk": "50"}, "RemotePolicyConfig.actions_per_chunk: expected int, got str"),
         ({"lerobot_features": {"x" * 300: {}}}, "expected text of at most 256 bytes as keys"),
-        ({"lerobot_features": {"observation.state": {}}}, "the names of 6 numbers, got none, or others"),
+        (
+            {"lerobot_features": {"observation.state": {}}},
+            "the names of 6 numbers, got no names, or names that are not short text",
+        ),
         ({"lerobot_features": {}}, "lerobot_features.observation.state: expected the names of 6"),
         ({"lerobot_features": features("camera1", joints=JOINTS[:5])}, "expected 6 names, got 5 .joint0.pos"),
         ({"cameras": ("front", "wrist")}, "cameras camera1, camera2 .*rename_map.*got cameras front, wrist"),
@@ -428,7 +431,8 @@ def test_a_missing_value_is_named(robot):
     raw = raw_observation()
     del raw[JOINTS[4]]
     with refused(
-        CODE.INVALID_ARGUMENT, "joint4.pos: expected a value, as the features announced, got nothing"
+        CODE.INVALID_ARGUMENT,
+        "joint4.pos: expected a value, because the client announced this feature, got nothing",
     ):
         robot.send(as_lerobot(TimedObservation(1.0, 0, raw)))
 
@@ -439,7 +443,7 @@ def test_a_missing_value_is_named(robot):
         ([(MIDDLE, b"x")], "expected BEGIN before MIDDLE"),
         ([(0, b"x")], "expected BEGIN, MIDDLE or END, got 0"),
         ([(9, b"x")], "expected BEGIN, MIDDLE or END, got 9"),
-        ([(BEGIN, b"x"), (MIDDLE, b"x")], "expected END, and the stream ended without"),
+        ([(BEGIN, b"x"), (MIDDLE, b"x")], "expected END, but the stream ended before it"),
         ([], "expected END"),
         ([(END, b"")], "expected protocol 2 to 5"),
         ([(BEGIN, b"x"), *[(MIDDLE, b"")] * 2000], "in 1024 pieces, got more"),
@@ -454,9 +458,9 @@ def test_streams_that_are_no_observation(robot, pieces, text):
 
 def test_bytes_that_are_no_message(robot):
     robot.hello()
-    with refused(CODE.INVALID_ARGUMENT, "expected a transport.PolicySetup, got 100 other bytes"):
+    with refused(CODE.INVALID_ARGUMENT, "expected a message transport.PolicySetup, got 100 other bytes"):
         robot.call("SendPolicyInstructions", b"\xff" * 100)
-    with refused(CODE.INVALID_ARGUMENT, "expected a transport.Empty"):
+    with refused(CODE.INVALID_ARGUMENT, "expected a message transport.Empty"):
         robot.call("GetActions", b"\xff" * 100)
     with refused(CODE.UNIMPLEMENTED, ""):
         robot.call("Kill")
@@ -564,7 +568,7 @@ def test_tls(bundle, tmp_path, certificate):
 
 def test_a_warning_beyond_loopback(bundle, tmp_path):
     with serving(tmp_path, bundle, "--wire", "lerobot:0", "--host", "0.0.0.0", "--threads", 1) as own:
-        assert "for networks whose every machine you trust" in own.log.read_text()
+        assert "use this protocol only if you trust every machine" in own.log.read_text()
 
 
 def test_the_port_is_claimed_at_once_and_freed():

@@ -244,7 +244,7 @@ def test_client_survives_any_reply(payload):
         (vla_cpp_request(images=[Image()] * 17), "at most 16, got 17"),
         (vla_cpp_request(precomputed_img_emb=[1.0]), "precomputed_img_emb: not supported"),
         (PredictRequest(kind=77), "kind: expected .* got 77"),
-        (PredictRequest(prompt="x" * (MAX_BYTES_BESIDE_IMAGES + 1)), "bytes beside images"),
+        (PredictRequest(prompt="x" * (MAX_BYTES_BESIDE_IMAGES + 1)), "bytes besides images"),
     ],
 )
 def test_peek_refuses(request_, text):

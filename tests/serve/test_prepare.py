@@ -245,7 +245,10 @@ def test_a_server_changes_to_the_faster_engine_between_two_chunks(act: Path, tmp
         assert ['engine="onnx"' in line for line in engines] == [True]
         assert server.stop() == 0
     log = server.log.read_text()
-    assert "engine onnx took over from plan: processor ms of a chunk, measured on this machine: plan " in log
+    assert (
+        "engine onnx has replaced engine plan: processor ms of a chunk, measured on this machine: plan "
+        in log
+    )
     assert "Traceback" not in log
     engines = [record.server["engine"] for record in read_records(tmp_path / "records")]
     given = [*answers, *others]
@@ -319,7 +322,7 @@ def test_nothing_is_left_of_an_export_that_ends(victim: str, golden_bundle: Path
             os.kill(child, signal.SIGKILL)
             found = settled(client)
             assert found["state"] == "refused"
-            assert "ended by signal 9 (SIGKILL), as the system does where memory is short" in found["text"]
+            assert "ended by signal 9 (SIGKILL), for example because memory was short" in found["text"]
             assert found["text"] in server.log.read_text()
             assert client.infer(observation).actions.shape[0] > 0
             assert client.health()["status"] == "ok"
@@ -339,7 +342,7 @@ def test_nothing_is_left_of_an_export_that_ends(victim: str, golden_bundle: Path
         ):
             assert client.metadata()["server"]["engine"] == "plan"
             assert "prepare" not in client.health()
-            assert "(found before; `sinew prepare" in server.log.read_text()
+            assert "(an earlier result; to measure again, run `sinew prepare" in server.log.read_text()
             assert children(server) == []
 
 
@@ -424,7 +427,7 @@ def test_an_engine_that_is_slower_is_not_taken(act: Path, tmp_path: Path, monkey
         assert "engine onnx is not taken: it is not 5% faster" in client.metadata()["server"]["engine_reason"]
         assert "prepare" not in client.health()
         assert children(server) == []
-        assert "(found before; `sinew prepare" in server.log.read_text()
+        assert "(an earlier result; to measure again, run `sinew prepare" in server.log.read_text()
     assert main(["prepare", str(act), "--json"]) == 0  # found before: nothing is measured
     again = json.loads(capsys.readouterr().out)
     assert (again["prepared"], again["seconds"]) == (True, told["seconds"])
@@ -456,7 +459,7 @@ def test_what_robots_asked_for_stays(golden_bundle: Path, tmp_path: Path) -> Non
         hurry(server)
         found = settled(client)
         assert found["state"] == "refused"
-        words = "engine onnx is not taken: plan continues chunks by rtc guided, as was asked of this server"
+        words = "engine onnx is not used, because robots of this server have used real-time chunking with rtc guided"
         assert words in found["text"]
         assert client.metadata()["server"]["engine"] == "plan"
         client.infer(guided)
@@ -560,11 +563,17 @@ def columns(architecture: str) -> set[str]:
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ('print(\'{"text": "none is faster"}\')', "expected what was found, got none is faster"),
+        (
+            'print(\'{"text": "none is faster"}\')',
+            "the preparing process printed no valid result, but none is faster",
+        ),
         ("print('no record')", "it ended with status 0"),
         ("raise SystemExit('error: the disk is away')", "was not prepared: the disk is away"),
         ("import os; os.kill(os.getpid(), 15)", "ended by signal 15 (SIGTERM)"),
-        ("print('[1]'); print('{' * 100000); print('{\"engine\": \"onnx\"}')", "expected what was found"),
+        (
+            "print('[1]'); print('{' * 100000); print('{\"engine\": \"onnx\"}')",
+            "the preparing process printed no valid result",
+        ),
     ],
 )
 def test_whatever_the_process_says(program: str, words: str, tmp_path: Path, act: Path) -> None:
@@ -624,7 +633,7 @@ def test_memory_that_went_meanwhile(tmp_path: Path, act: Path, monkeypatch) -> N
         preparer.start()
         assert preparer.join(START_S)
         assert (
-            "memory: expected 1 MiB of weights that are free beside it, got 0 MiB"
+            "memory: the new engine needs 1 MiB of weights in addition, and 0 MiB are free"
             in preparer.describe()["text"]
         )
         assert at.service.scheduler is at.scheduler
@@ -650,7 +659,7 @@ def test_a_policy_that_was_exchanged_meanwhile_stays(tmp_path: Path, act: Path) 
         wait.touch()
         assert preparer.join(START_S)
         assert preparer.describe()["state"] == "refused"
-        assert preparer.describe()["text"] == "the policy was exchanged meanwhile for another"
+        assert preparer.describe()["text"] == "another policy has replaced this policy in the meantime"
         assert at.service.about()["name"] == "other"
 
 

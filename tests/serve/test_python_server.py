@@ -64,7 +64,7 @@ def test_a_path_is_opened_and_closed_with_the_server() -> None:
     with pytest.raises(SinewError, match="closed"):
         opened.infer(opened.dummy_observation())
     with pytest.raises(
-        SinewError, match="engine: expected a path or name with this option, got an open policy"
+        SinewError, match="engine: this option needs a path or a name, and the policy is open already"
     ):
         sinew.serve(Own(), engine="eager")
     with pytest.raises(SinewError, match="gone"):
@@ -81,8 +81,8 @@ def test_a_class_of_ones_own_is_served_on_every_wire() -> None:
             assert (chunk.session, chunk.time) == ("arm", 7.0)
             client.reset("arm")
             for wrong, message in (
-                ({"prompt": "nan"}, "expected a finite array \\[H, 2\\]"),
-                ({"prompt": "wide"}, "expected a finite array \\[H, 2\\]"),
+                ({"prompt": "nan"}, "must return a finite array \\[H, 2\\]"),
+                ({"prompt": "wide"}, "must return a finite array \\[H, 2\\]"),
                 ({"state": np.zeros(3)}, "state"),
                 ({"images": {"front": FRAME, "back": FRAME}}, "back"),
             ):
@@ -137,7 +137,7 @@ def test_a_server_is_closed_from_another_thread_and_says_who_can_reach_it(
 
 
 @pytest.mark.parametrize(
-    ("wires", "message"), [(["nativ"], "expected one of"), (["native:0", "native:1"], "given twice")]
+    ("wires", "message"), [(["nativ"], "expected one of"), (["native:0", "native:1"], "listed twice")]
 )
 def test_wires_that_are_none_are_refused(wires: list[str], message: str) -> None:
     with pytest.raises(SinewError, match=message):

@@ -291,7 +291,10 @@ def test_a_server_that_hangs_ends_itself(tmp_path):
         with contextlib.suppress(Exception):
             robot.infer({"images": cameras, "state": np.zeros(policy["state"]["dim"]), "prompt": "go"})
         assert server.process.wait(WAIT_S) == HOPELESS
-        assert "this server ends itself: a request is being computed" in server.log.read_text()
+        assert (
+            "this server cannot answer requests any more and ends: a request is being computed"
+            in server.log.read_text()
+        )
 
 
 def test_descriptors():
@@ -332,12 +335,12 @@ def test_a_lack_of_descriptors_is_a_line_of_the_log(caplog):
                 while True:
                     made.append(plain(at.web))
             resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, before[1]))
-            until(lambda: any("could not be taken" in text for text in caplog.messages), "the line")
+            until(lambda: any("could not be accepted" in text for text in caplog.messages), "the line")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
             for each in made:
                 each.close()
-        assert len([text for text in caplog.messages if "could not be taken" in text]) <= 5
+        assert len([text for text in caplog.messages if "could not be accepted" in text]) <= 5
         assert not [record for record in caplog.records if record.exc_info]
         until(lambda: get(at.web) == 200, "the server to take connections again")
 

@@ -173,11 +173,11 @@ def test_files_that_are_no_pair_are_told_apart_and_one_that_ended_is_said(
     for given, words in (
         (
             ("cert.pem", "other.pem"),
-            "--tls-cert cert.pem, --tls-key other.pem: the key is another certificate's",
+            "--tls-cert cert.pem, --tls-key other.pem: the key does not belong to this certificate",
         ),
         (
             ("key.pem", "cert.pem"),
-            "--tls-cert key.pem: expected a PEM file with a certificate, got none there",
+            "--tls-cert key.pem: expected a PEM file with a certificate, got a file without it",
         ),
         (
             ("cert.pem", "locked.pem"),
@@ -189,6 +189,9 @@ def test_files_that_are_no_pair_are_told_apart_and_one_that_ended_is_said(
         with pytest.raises(SinewError, match=re.escape(words)):
             Listen(tls_cert=Path(given[0]), tls_key=Path(given[1]) if given[1:] else None).tls()
     Listen(tls_cert=Path("cert.pem"), tls_key=Path("key.pem")).tls()
-    assert not [each for each in caplog.messages if "clients refuse it" in each]
+    assert not [each for each in caplog.messages if "clients reject it" in each]
     Listen(tls_cert=Path("old.pem"), tls_key=Path("key.pem")).tls()
-    assert re.search(r"TLS: --tls-cert old.pem: ended on 20\d{12} \(UTC\), so clients refuse it", caplog.text)
+    assert re.search(
+        r"TLS: --tls-cert old.pem: the certificate ended on 20\d{12} \(UTC\), so clients reject it",
+        caplog.text,
+    )

@@ -36,7 +36,7 @@ STATE = np.zeros(6, np.float32)
 META = {"recorded": 1.0, "wire": "native", "prompt": "", "session": "a"} | dict.fromkeys(
     ("seed", "solver_steps", "time")
 )
-SAID = "this is a replay of records: the actions were recorded, nothing was computed"
+SAID = "this is a replay of records: the actions were recorded and not computed"
 
 
 def chunk_of(session: str, number: int, shape: tuple[int, int]) -> np.ndarray:
@@ -154,7 +154,7 @@ def test_files_that_are_no_records(tmp_path: Path) -> None:
         meta=np.array(json.dumps(META)),
         actions=np.ones((2, 6)),
     )
-    with pytest.raises(SinewError, match=r"actions: expected \[4, 6\] as before, got \[2, 6\]"):
+    with pytest.raises(SinewError, match=r"actions: expected \[4, 6\] as in earlier records, got \[2, 6\]"):
         Replay(folder)
     (folder / "99999999.npz").write_bytes(b"PK\x03\x04 not much of an archive")
     with pytest.raises(SinewError, match="not a record"):

@@ -274,8 +274,8 @@ def test_bad_input_is_named_and_others_are_served(server, client, payload, text)
         ([b"\xff" * 1000], "parse failed"),
         ([os.urandom(1 << 20)], "."),
         ([b""], "images: expected at least one"),
-        ([b"\x08\x01", b"\x08\x01"], "expected a single-frame request, got 2 frames"),
-        ([b"x"] * 300, "expected a single-frame request, got 300 frames"),
+        ([b"\x08\x01", b"\x08\x01"], "request: expected a single frame, got 2 frames"),
+        ([b"x"] * 300, "request: expected a single frame, got 300 frames"),
         ([bytes((64 << 20) + 1)], "request: expected at most 67108864 bytes, got 67108865"),
         ([b"\x0a\x00" * 100], "images: expected at most 16, got 100"),
         ([b"\x0a\x00" * 1000], "request: expected at most 512 fields"),
@@ -400,7 +400,7 @@ def test_busy_port_is_told_before_the_model_loads(server, bundle):
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 1
     taken = f"error: cannot listen on 127.0.0.1:{port}: Address already in use"
-    message = f"{taken}; --wire native:{int(port) + 1} takes others"
+    message = f"{taken}; to use other ports, pass --wire native:{int(port) + 1}"
     imported = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
     told = [line for line in done.stderr.splitlines() if line not in imported]
     assert told == ["from the environment: --prepare", message]  # conftest.py
@@ -427,7 +427,7 @@ def test_the_printed_program_runs(bundle, tmp_path):
     (tmp_path / "key").write_text("secret")
     wants = ("--api-key-file", tmp_path / "key")
     with serving(tmp_path, bundle, "--wire", "native:0", "--threads", 1, *wants) as server:
-        while not server.process.stdout.readline().endswith("ask it with\n"):
+        while not server.process.stdout.readline().endswith("example:\n"):
             pass
         assert server.process.stdout.readline() == "\n"
         program = textwrap.dedent("".join(iter(server.process.stdout.readline, "\n")))

@@ -85,14 +85,15 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
                             policy.engine, "solve", lambda *_, error=error: (_ for _ in ()).throw(error)
                         )
                         with pytest.raises(
-                            SinewError, match=rf"^split: the head cannot use .* context \({said}\)$"
+                            SinewError,
+                            match=rf"^split: the head cannot use .* context \({said}\); use the same bundle",
                         ):
                             robot.infer(observation)
                 for name, said in (
-                    ("continuation", "previous: expected nothing; a split policy does not continue chunks"),
+                    ("continuation", "previous: omit it, because a split policy does not continue chunks"),
                     (
                         "unconditional",
-                        "guidance_scale: expected 0, 1 or none; a split policy reads one prompt",
+                        "guidance_scale: expected 0, 1 or none, because a split policy reads only one prompt",
                     ),
                 ):
                     odd = replace(prepare(observation, pixels=False), **{name: np.zeros(1)})
@@ -123,7 +124,7 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
         with pytest.raises(ClientError, match="^the policy is closed$"):
             own.infer(observation)
         with Client(at.native, timeout=WAIT_S) as client:
-            with pytest.raises(SinewError, match=r"expected a server's policy context.FORM"):
+            with pytest.raises(SinewError, match=r"expected a policy context.FORM"):
                 SplitPolicy(policy, client)
             with pytest.raises(ClientError, match="answers with actions"):
                 client.context({"images": observation.images, "state": observation.state, "prompt": "go"})
@@ -169,7 +170,9 @@ def test_contexts_are_recorded_without_their_bytes(policy, tmp_path, caplog):
             assert scheduler.join(WAIT_S)
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
     (tmp_path / "records" / second.path.name).unlink()
-    with pytest.raises(SinewError, match="actions, got 1 of errors, words, contexts or other policies"):
+    with pytest.raises(
+        SinewError, match="actions, got 1 records of errors, texts, contexts or other policies"
+    ):
         Replay(tmp_path / "records")
 
 
@@ -222,7 +225,7 @@ def test_an_exchanged_bundle_gives_no_contexts(policy, tmp_path):
         stands[0] = standing
         assert split.prepare(seen)[0] is standing
     stands[0] = changed
-    with pytest.raises(RequestError, match="replaced by another bundle"):
+    with pytest.raises(RequestError, match="replaced by a bundle that differs"):
         split.prepare(seen)
     stands[0] = policy
     assert split.prepare(seen)[0] is policy
@@ -240,7 +243,7 @@ def test_a_call_that_cannot_be_opened_leaves_no_connection(policy, monkeypatch):
     with desk(policy=policy) as at:
         at.service.policies.get().metadata["server"] = policy.describe()
         calls = SplitCalls(policy, at.native)
-        with pytest.raises(SinewError, match="split: expected a server's policy context.FORM"):
+        with pytest.raises(SinewError, match="split: expected a policy context.FORM"):
             calls()
         assert len(closed) == 1
 

@@ -690,7 +690,10 @@ def test_a_deadline_holds_to_its_moment(monkeypatch: pytest.MonkeyPatch):
         scheduler._raise_if_abandoned(job)
         scheduler.expire()
     now[0] = 100.5
-    with pytest.raises(DeadlineError, match=r"^the deadline passed 500.0 ms before the request's turn came$"):
+    with pytest.raises(
+        DeadlineError,
+        match=r"^the deadline passed 500.0 ms before the request's turn; set a later deadline_ms$",
+    ):
         scheduler._raise_if_abandoned(job)
     assert not told
     scheduler.expire()
@@ -747,7 +750,7 @@ def test_refused_requests_of_one_connection_do_not_end_the_server(monkeypatch, c
     with desk() as at, client(at) as robot, raw_socket(at.native) as attacker:
         for _ in range(1100):
             attacker.send(b"\x0f")
-            assert b"wire type 7" in attacker.recv()
+            assert b"unsupported wire type 7" in attacker.recv()
         assert robot.infer(GOOD).actions.shape == (3, 2)
     assert "is started again" not in caplog.text
 

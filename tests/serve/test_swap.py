@@ -171,7 +171,7 @@ def test_what_does_not_fit_leaves_the_old_policy(tmp_path):
     with exchanging(tmp_path, budget=3 << 20) as at, Client(at.native, timeout=WAIT_S) as client:
         with pytest.raises(
             RequestError,
-            match=r"source: expected at most 1 MiB beside what stands \(default 2 MiB\) within 3 MiB"
+            match=r"source: expected at most 1 MiB in addition to the loaded policies \(default 2 MiB\) within 3 MiB"
             r" \(--memory-gib 1\),"
             r" got 2 MiB \(weights 1 MiB, activations 1 MiB\)",
         ):
@@ -209,7 +209,8 @@ def test_what_a_change_took_is_told_and_what_it_takes_is_counted(tmp_path, monke
         at.swapper.load("arm", "other")  # beside its like
         assert at.swapper.budget == 4 << 20
         with pytest.raises(
-            RequestError, match=r"at most 2 MiB beside what stands \(default 2 MiB, arm 2 MiB\)"
+            RequestError,
+            match=r"at most 2 MiB in addition to the loaded policies \(default 2 MiB, arm 2 MiB\)",
         ):
             at.swapper.load("arm", "other", need=MemoryNeed((2 << 20) + 1))
         at.swapper.unload("arm")
@@ -277,7 +278,7 @@ def test_over_http_with_the_key(tmp_path):
         assert ask(at.web, None, "secret", "DELETE", "/b")[0] == 404
         assert "not unloaded" in ask(at.web, None, "secret", "DELETE")[1]["error"]["message"]
         at.service.swapper = None
-        assert "does not exchange" in ask(at.web, good, "secret")[1]["error"]["message"]
+        assert "cannot change its policies" in ask(at.web, good, "secret")[1]["error"]["message"]
 
 
 def test_another_form_is_refused_unless_it_is_asked_for_by_name(tmp_path):
@@ -290,8 +291,8 @@ def test_another_form_is_refused_unless_it_is_asked_for_by_name(tmp_path):
         status, told = put("degrees")
         assert status == 400
         assert told["error"]["message"].startswith(
-            'source ("accept" names what the robots are prepared for): action.units: expected rad, rad (the present'
-            " policy's), got deg, deg; control_hz: expected 20 (the present policy's), got 200"
+            'source (list in "accept" the differences that your robots support): action.units: expected rad, rad'
+            " (the present policy's), got deg, deg; control_hz: expected 20 (the present policy's), got 200"
         )
         assert put("other")[0] == 200  # states neither, and its robots still take it for radians
         status, told = put("degrees", "units")

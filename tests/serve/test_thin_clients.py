@@ -188,7 +188,7 @@ def test_top_says_why_it_shows_nothing(
     assert "requires a key; pass --api-key-file, or set SINEW_API_KEY" in said(
         f"http://127.0.0.1:{served.web}"
     )
-    assert "expected http://HOST:PORT of the openpi or http wire" in said("tcp://127.0.0.1:5555")
+    assert "expected http://HOST:PORT of the openpi or http protocol" in said("tcp://127.0.0.1:5555")
     assert "expected http://HOST:PORT" in said("http://host:port")
     assert "refused" in said(f"127.0.0.1:{processes.free_port()}", "--seconds", "0.1")
     assert "refused" in said(

@@ -92,7 +92,7 @@ def test_a_full_queue_gives_the_newest_place_of_who_has_most() -> None:
     first, other = ask("a", session="s"), ask("b", session="s")
     enter(first, *pair, ask("a"), other)
     assert (queue.count, len(list(queue))) == (4, 5)
-    with pytest.raises(BusyError, match="3 requests of this client wait, and no client may have more"):
+    with pytest.raises(BusyError, match="3 requests of this client wait, which is the limit"):
         queue.room(ask("a"))
     assert queue.room(ask("a", message)) == []  # which has its place
     for client in ("b", ""):  # nobody in particular has no right to another's place
@@ -192,8 +192,11 @@ def post(address: str, body: bytes, kind: str = "application/json") -> tuple[int
     ("message", "text"),
     [
         ({"observations": {}}, "observations: expected a list of 1 to 64 maps, got dict"),
-        ({"observations": [{}], "state": [0]}, "state: expected inside of observations, got one beside them"),
-        ({"observations": [{"observations": []}]}, "observations[0].observations: expected none inside"),
+        ({"observations": [{}], "state": [0]}, "state: move it into the entries of observations"),
+        (
+            {"observations": [{"observations": []}]},
+            "observations[0].observations: not allowed in an observation",
+        ),
     ],
 )
 def test_what_the_web_refuses(served: SimpleNamespace, message: dict[str, Any], text: str) -> None:
@@ -211,8 +214,8 @@ def test_what_native_refuses(served: SimpleNamespace) -> None:
 
     for fields, text in (
         ({"observations": [{}] * 65}, "observations: expected at most 64 in a message, got 65"),
-        ({"observations": [{}], "prompt": "go"}, "prompt: expected inside of observations"),
-        ({"observations": [{}], "kind": "RESET"}, "kind 3: expected inside of observations"),
+        ({"observations": [{}], "prompt": "go"}, "prompt: move it into the entries of observations"),
+        ({"observations": [{}], "kind": "RESET"}, "kind 3: move it into the entries of observations"),
     ):
         assert text in asked(**fields).error
     inside: list[dict[str, Any]] = [
@@ -223,7 +226,7 @@ def test_what_native_refuses(served: SimpleNamespace) -> None:
     ]
     found = asked(observations=inside)
     assert (found.request_id, found.error) == (7, "")
-    said = "observations: expected kind, policy, api_key and deadline_ms beside them alone"
+    said = "observations: move kind, policy, api_key and deadline_ms from the entries into the message"
     assert [each.error for each in found.answers] == [said] * 4
 
 
@@ -306,9 +309,8 @@ def test_a_message_has_one_place_and_inferences_of_its_own(held: SimpleNamespace
     assert held.service.health()["waiting"] == 2
     done, refused = together(held.service, 2)  # each client may have two messages waiting
     assert done.is_set()
-    assert [str(each) for each in refused] == [
-        "2 requests of this client wait, and no client may have more"
-    ] * 2
+    limit = "2 requests of this client wait, which is the limit; wait for an answer before the next request"
+    assert [str(each) for each in refused] == [limit] * 2
     until(lambda: all(each.prepared is not None for each in held.scheduler._admission))
     held.policy.release.set()
     for (done, found), count in zip(messages, (9, 3), strict=True):

@@ -327,7 +327,7 @@ def test_the_address_says_rows_and_noise() -> None:
             ("?rows=two", "rows: expected a whole number from 1 to 3, got 'two'"),
             ("?noise=-1", "noise: expected a whole number from 0"),
             ("?noise=" + "9" * 5000, "noise: expected a whole number from 0"),
-            ("?row=2", "address: expected ?rows= and &noise=, got 'row'"),
+            ("?row=2", "address: the query supports rows and noise, got 'row'"),
         ):
             request = urllib.request.Request(address.replace("ws", "http", 1) + "/anything" + query)
             request.add_header("Upgrade", "websocket")
@@ -343,7 +343,10 @@ def test_an_error_is_a_message_and_the_connection_goes_on() -> None:
             [
                 ({**GO, "states": np.zeros(3)}, "state: expected shape [2], got shape [3] [bad_observation]"),
                 ({**GO, "task_description": "fail"}, "internal"),
-                ({"images": {"top": PICTURE}, "task_description": "go"}, "what was sent besides: images/top"),
+                (
+                    {"images": {"top": PICTURE}, "task_description": "go"},
+                    "other keys in the message: images/top",
+                ),
                 (
                     {**GO, "images": {"front": {"__image__": True, "format": "gif", "data": b""}}},
                     "png, jpeg or raw",
@@ -520,7 +523,7 @@ def test_only_accepted_steps_are_kept_and_their_bytes_are_bounded() -> None:
         talk.answer(sent, [ActionChunk(np.zeros((1, 2), np.float32))], 0.0, None)
         assert talk.kept() == min(number, 4) * (PICTURE.nbytes + 16)  # float64, as it came
     large = {**GO, "images": {"front": np.zeros((2000, 2000, 3), np.uint8)}}
-    with pytest.raises(ObservationError, match="send the frames in the sizes of the policy: front 48 x 64"):
+    with pytest.raises(ObservationError, match="send frames with the policy's sizes: front 48 x 64"):
         talk.observation(talk.read(message("observation", large)), spec)
     talk.read(message("episode_end", {}))
     assert talk.kept() == 0
@@ -543,12 +546,14 @@ def test_refused_steps_of_a_policy_of_several_moments_leave_no_memory() -> None:
             for _ in range(4):
                 client.send(refused)
                 assert unpacked(client.recv(WAIT_S))["type"] == "error"
-        until(lambda: ledger.held == 0)
+        until(lambda: ledger.held_bytes == 0)
         client.send(message("observation", GO))
         assert unpacked(client.recv(WAIT_S))["type"] == "action"
-        until(lambda: ledger.held == PICTURE.nbytes + 16)  # the ledger counts the step that was accepted
+        until(
+            lambda: ledger.held_bytes == PICTURE.nbytes + 16
+        )  # the ledger counts the step that was accepted
         client.send(message("episode_end", {}))
-        until(lambda: ledger.held == 0)
+        until(lambda: ledger.held_bytes == 0)
 
 
 def test_a_step_between_two_chunks_is_checked_before_it_is_kept() -> None:
@@ -676,7 +681,10 @@ def test_readiness_and_configuration_as_its_servers_have_them() -> None:
         assert get(address, "/config") == (200, {"applied": {}, "config": {}})
         status, told = get(address, "/config?max_batch_size=8")
         assert status == 422
-        assert "max_batch_size: cannot be changed here; sinew serve --max-batch" in told["errors"][0]
+        assert (
+            "max_batch_size: cannot be changed over HTTP; restart the server with --max-batch"
+            in told["errors"][0]
+        )
 
 
 @installed

@@ -350,8 +350,8 @@ def test_actions_in_json_and_msgpack(server, policy):
 @pytest.mark.parametrize(
     ("body", "status", "code", "text"),
     [
-        (b"{", 400, "bad_request", "not JSON"),
-        (b"[1]", 400, "bad_request", "expected an object"),
+        (b"{", 400, "bad_request", "not valid JSON"),
+        (b"[1]", 400, "bad_request", "request: expected an object"),
         (b"[" * 100_000, 400, "bad_request", "JSON"),
         (by_camera(plain(prompt=3)), 400, "bad_observation", "prompt: expected text"),
         (by_camera(plain(**{"observation/image": "?" * 100})), 400, "bad_observation", "base64"),
@@ -437,7 +437,7 @@ def test_keys_and_tls(bundle, certificate, tmp_path, capsys):
         assert main(["top", page, "--api-key-file", str(secret), "--seconds", "1"]) == 1
         said = " ".join(capsys.readouterr().err.split())
         assert "expected a trusted certificate, got self-signed" in said
-        assert "SSL_CERT_FILE=CERT.pem in the environment trusts one of your own" in said
+        assert "to trust your own certificate, set SSL_CERT_FILE=CERT.pem in the environment" in said
         assert running.stop() == 0
     finally:
         running.close()
@@ -450,7 +450,7 @@ def test_the_printed_programs_run(bundle, tmp_path):
     wants = ("--api-key-file", tmp_path / "key")
     running = ServerProcess(tmp_path, bundle, "--wire", f"openpi:{port}", "--wire", f"http:{port}", *wants)
     try:
-        while not running.process.stdout.readline().endswith("ask it with\n"):
+        while not running.process.stdout.readline().endswith("example:\n"):
             pass
         assert running.process.stdout.readline() == "\n"
         program = textwrap.dedent("".join(iter(running.process.stdout.readline, "\n")))

@@ -167,7 +167,7 @@ def test_strangers_hold_a_part_of_the_memory():
     assert [account for account, _ in closed] == [stranger]
     books.arrived(robot, 400, 0)
     assert [account for account, _ in closed] == [stranger, robot]
-    assert (books.held, books.strangers_held) == (140, 140)
+    assert (books.held_bytes, books.strangers_held) == (140, 140)
 
 
 def test_a_full_server_closes_idle_strangers_first():
@@ -198,7 +198,7 @@ def test_who_takes_too_long_is_closed():
     assert not closed
     books.sweep(11.0)
     assert [account for account, _ in closed] == [slow]
-    assert books.held == 0
+    assert books.held_bytes == 0
 
 
 # ----------------------------------------------------------------------------- over sockets
@@ -262,7 +262,7 @@ def test_unfinished_frames_of_many_peers(monkeypatch):
                 peer.sendall(frame(b"x" * (7 << 20), 0, 8 << 20))
         books = at.opened["native"].ledger
         until(
-            lambda: len(books.open) <= 3 and books.held <= books.limit_bytes // 4,
+            lambda: len(books.open) <= 3 and books.held_bytes <= books.limit_bytes // 4,
             "the greatest to be closed, and what they held to be free",
         )
 
@@ -356,4 +356,4 @@ def test_sockets_of_the_library_that_leave_no_trace():
                     assert made.poll(WAIT_S * 1e3)
         books = at.opened["native"].ledger
         until(lambda: not books.open)
-        assert (books.held, books.strangers_held) == (0, 0)
+        assert (books.held_bytes, books.strangers_held) == (0, 0)

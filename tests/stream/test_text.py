@@ -312,7 +312,7 @@ def test_a_bundle_without_a_head_is_refused(
     object.__setattr__(policy.spec, "control_hz", 30.0)
     with pytest.raises(ObservationError, match="^text_tokens: expected 0, or a bundle that keeps"):
         streaming(policy)
-    with pytest.raises(ObservationError, match="^text_tokens: expected 0 to 256, got 257"):
+    with pytest.raises(ObservationError, match="^text_tokens: expected 0 to 256 tokens, got 257"):
         streaming(policy, 257)
     assert StreamSettings(30.0, text_tokens=256).text_tokens == 256
 

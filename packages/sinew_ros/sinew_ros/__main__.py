@@ -1,6 +1,6 @@
-"""``sinew-ros run CONTRACT.yaml`` drives a robot, ``sinew-ros contract tcp://server:5555`` writes one to fill in.
+"""``sinew-ros run CONTRACT.yaml`` drives a robot. ``sinew-ros contract tcp://server:5555`` prints a new contract.
 
-As a node: ``ros2 run sinew_ros sinew-ros run CONTRACT.yaml``.
+With ROS installed: ``ros2 run sinew_ros sinew-ros run CONTRACT.yaml``.
 """
 
 from __future__ import annotations
@@ -42,40 +42,48 @@ def main(arguments: list[str] | None = None) -> int:
         "--transport",
         default="rclpy",
         metavar="rclpy|dds|bag:PATH",
-        help="dds: CycloneDDS alone, without an installed ROS; bag: a recording, played once",
+        help="dds uses CycloneDDS without an installed ROS; bag plays a recording once",
     )
-    run.add_argument("--record", type=Path, help="a bag to write: all messages, received and published")
-    run.add_argument("--storage", choices=STORAGES, default=STORAGES[0], help="of that bag")
-    run.add_argument("--server", help="address in place of the contract's")
+    run.add_argument(
+        "--record", type=Path, help="folder of a new bag that records all received and published messages"
+    )
+    run.add_argument(
+        "--storage", choices=STORAGES, default=STORAGES[0], help="storage format of the recorded bag"
+    )
+    run.add_argument("--server", help="address of the server, in place of the contract's servers")
     run.add_argument(
         "--lifecycle",
         action="store_true",
-        help=f"as a managed node: /{NODE}/change_state configures and activates it, not /sinew/enable",
+        help=f"run as a managed node: /{NODE}/change_state configures and activates it, not /sinew/enable",
     )
     run.add_argument(
-        "--action", action="store_true", help=f"by goals of {ACTION} ({ACTION_KIND}), not by /sinew/enable"
+        "--action",
+        action="store_true",
+        help=f"let goals of {ACTION} ({ACTION_KIND}) drive the robot, not /sinew/enable",
     )
-    run.add_argument("--steps", type=int, help="end after so many control steps")
+    run.add_argument("--steps", type=int, help="number of control steps after which the node ends")
     serve = verbs.add_parser("serve", help=f"answer the service {NAME} ({KIND})")
     serve.add_argument("server")
-    serve.add_argument("--hz", type=float, help="rows a second of a trajectory; the policy's own if absent")
+    serve.add_argument(
+        "--hz", type=float, help="control rate of the trajectory in Hz; by default the policy's rate"
+    )
     serve.add_argument("--transport", default="rclpy", metavar="rclpy|dds")
     goal = verbs.add_parser(
         "goal", help=f"send {ACTION} a goal over DDS; with ROS, `ros2 action send_goal` does"
     )
-    goal.add_argument("prompt", help="the instruction; '' for the node's own")
-    for limit, what in (("time", "of the whole"), ("hold", "of a hold")):
+    goal.add_argument("prompt", help="the instruction; '' uses the node's own instruction")
+    for limit, what in (("time", "longest duration of the goal"), ("hold", "longest hold")):
         goal.add_argument(
             f"--{limit}-limit",
             type=float,
             default=0.0,
             metavar="S",
-            help=f"seconds {what}; the node's if absent",
+            help=f"{what} in seconds; by default the node's limit",
         )
     goal.add_argument(
-        "--limit-succeeds", action="store_true", help="to have run until the time limit is a success"
+        "--limit-succeeds", action="store_true", help="count a goal that reaches its time limit as a success"
     )
-    blank = verbs.add_parser("contract", help="write a contract for a server's policy, to be filled in")
+    blank = verbs.add_parser("contract", help="print a contract for a server's policy, which you complete")
     blank.add_argument("server")
     blank.add_argument("--hz", type=float)
     given, ros = parser.parse_known_args(arguments)
@@ -107,7 +115,9 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
         ClientError: An argument, the contract or the server is invalid.
     """
     if given.lifecycle and given.steps is not None:
-        raise ClientError("--steps: cannot be combined with --lifecycle, whose manager ends the node")
+        raise ClientError(
+            "--steps: cannot be combined with --lifecycle, because the manager ends the node; omit --steps"
+        )
     # Read the contract first, so that an invalid contract is rejected before any topic is created.
     contract(given)
     transport = served = opened(given.transport, ros)
@@ -120,7 +130,7 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
         if driver is not None:
             driver.stop()
         elif not given.lifecycle:
-            raise ClientError("ended by a signal before the robot was driven")
+            raise ClientError("a signal ended the program before the robot was driven")
 
     # Handle signals until the transport is closed and the recording is complete.
     with handled((signal.SIGINT, signal.SIGTERM), lambda *_: end()):
@@ -173,8 +183,8 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
 
 def contract(given: argparse.Namespace) -> Contract:
     """Read the contract that the command line names. ``--server`` replaces its servers. Raises ContractError."""
-    found = read(given.contract)
-    return replace(found, servers=tuple(given.server.split(","))) if given.server else found
+    robot_contract = read(given.contract)
+    return replace(robot_contract, servers=tuple(given.server.split(","))) if given.server else robot_contract
 
 
 def serve_calls(given: argparse.Namespace, ros: list[str]) -> int:
@@ -194,9 +204,11 @@ def serve_calls(given: argparse.Namespace, ros: list[str]) -> int:
     with handled(ENDS, lambda *_: ended.set()):
         try:
             if not hasattr(transport, "serve"):
-                raise ClientError(f"--transport: expected rclpy or dds for calls, got {given.transport}")
+                raise ClientError(
+                    f"--transport: expected rclpy or dds, which support services, got {given.transport}"
+                )
             transport.serve(NAME, KIND, service.answer)
-            sys.stderr.write(f"{NAME} is served\n")
+            sys.stderr.write(f"serving {NAME}\n")
             ended.wait()
         finally:
             transport.close()

@@ -74,53 +74,53 @@ class ActionServer:
         ):
             transport.take(below + service, what, take)
 
-    def end(self, held: _Held, status: int, result: dict[str, Any]) -> None:
+    def end(self, goal: _Held, status: int, result: dict[str, Any]) -> None:
         """Set the terminal status of a goal, and send its result to all waiting callers."""
         with self._lock:
-            held.status, held.over = status, time.monotonic()
-            held.result = {"status": status, "result": result}
-            waiting, held.waiting = held.waiting, []
+            goal.status, goal.over = status, time.monotonic()
+            goal.result = {"status": status, "result": result}
+            waiting, goal.waiting = goal.waiting, []
             self._tell()
         for reply in waiting:
-            reply(held.result)
+            reply(goal.result)
 
     def _send(self, call: Any, reply: Reply) -> None:
         with self._lock:
             self._expire()
-            held = _Held(self, call, self._now())
-            accepted = held.id not in self._goals and self._actor.wants(call.goal)
+            goal = _Held(self, call, self._now())
+            accepted = goal.id not in self._goals and self._actor.wants(call.goal)
             if accepted:
-                self._goals[held.id] = held
-        reply({"accepted": accepted, "stamp": held.stamp if accepted else time_of(0.0)})
+                self._goals[goal.id] = goal
+        reply({"accepted": accepted, "stamp": goal.stamp if accepted else time_of(0.0)})
         if not accepted:
             return
         with self._lock:
             self._tell()
             # A call to cancel may have arrived since the reply. Such a goal stays CANCELING.
-            if held.status == ACCEPTED:
-                held.status = EXECUTING
+            if goal.status == ACCEPTED:
+                goal.status = EXECUTING
                 self._tell()
-        self._actor.begin(held)
+        self._actor.begin(goal)
 
     def _cancel(self, call: Any, reply: Reply) -> None:
-        asked, stamp = bytes(call.goal_info.goal_id.uuid), call.goal_info.stamp
+        goal_id, stamp = bytes(call.goal_info.goal_id.uuid), call.goal_info.stamp
         before = (int(stamp.sec), int(stamp.nanosec))
         with self._lock:
             self._expire()
             # A call with an id and without a stamp cancels one goal.
-            if any(asked) and before == (0, 0):
-                found = [self._goals[asked]] if asked in self._goals else []
-                code = NONE if found else UNKNOWN_GOAL
+            if any(goal_id) and before == (0, 0):
+                matches = [self._goals[goal_id]] if goal_id in self._goals else []
+                code = NONE if matches else UNKNOWN_GOAL
             else:
                 # A call without an id cancels all goals. A call with a stamp cancels all goals up to that time and
                 # the goal with the id.
-                found = [
+                matches = [
                     each for each in self._goals.values()
-                    if each.id == asked or before == (0, 0) or tuple(each.stamp.values()) <= before
+                    if each.id == goal_id or before == (0, 0) or tuple(each.stamp.values()) <= before
                 ]  # fmt: skip
                 code = NONE
-            active = [each for each in found if each.status in (ACCEPTED, EXECUTING)]
-            if any(asked) and before == (0, 0) and found and not active:
+            active = [each for each in matches if each.status in (ACCEPTED, EXECUTING)]
+            if any(goal_id) and before == (0, 0) and matches and not active:
                 code = TERMINATED
             cancelling = [each for each in active if self._actor.cancels(each.id)]
             for each in cancelling:
@@ -131,23 +131,23 @@ class ActionServer:
     def _result(self, call: Any, reply: Reply) -> None:
         with self._lock:
             self._expire()
-            held = self._goals.get(bytes(call.goal_id.uuid))
-            if held is not None and held.result is None:
-                held.waiting.append(reply)
+            goal = self._goals.get(bytes(call.goal_id.uuid))
+            if goal is not None and goal.result is None:
+                goal.waiting.append(reply)
                 return
-        reply({"status": UNKNOWN} if held is None else held.result)
+        reply({"status": UNKNOWN} if goal is None else goal.result)
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for held in list(self._goals.values()):
-            if held.result is not None and now - held.over > KEPT_S:
-                del self._goals[held.id]
+        for goal in list(self._goals.values()):
+            if goal.result is not None and now - goal.over > KEPT_S:
+                del self._goals[goal.id]
 
     def _tell(self) -> None:
         self._publish(
             {
                 "status_list": [
-                    {"goal_info": held.info, "status": held.status} for held in self._goals.values()
+                    {"goal_info": goal.info, "status": goal.status} for goal in self._goals.values()
                 ]
             }
         )
@@ -195,9 +195,11 @@ def ask(
     fields = {"goal_id": number, "goal": dict(goal)}
     answer = transport.call(f"{below}send_goal", f"{kind}_SendGoal", fields, seconds)
     if answer is None:
-        raise ClientError(f"{name}: expected a server of this action, got no answer in {seconds:g} s")
+        raise ClientError(
+            f"{name}: no action server answered in {seconds:g} s; check that the node runs with --action"
+        )
     if not answer.accepted:
-        raise ClientError(f"{name}: the goal was rejected; the node's log has the reason")
+        raise ClientError(f"{name}: the goal was rejected; read the reason in the node's log")
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     while thread.is_alive():
@@ -206,5 +208,5 @@ def ask(
             cancel.clear()
             transport.call(f"{below}cancel_goal", CANCEL_GOAL, {"goal_info": {"goal_id": number}}, seconds)
     if ended[0] is None:
-        raise ClientError(f"{name}: the server has gone away while the goal ran")
+        raise ClientError(f"{name}: the action server disconnected during the goal; read the node's log")
     return int(ended[0].status), ended[0].result

@@ -42,8 +42,8 @@ def types() -> Any:
         raise ClientError(f"bags need the package rosbags: pip install 'sinew-ros[bag]' ({error})") from error
     store = get_typestore(Stores.ROS2_HUMBLE)
     for name, text in DEFINITIONS.items():
-        found = get_types_from_msg(text, name)
-        store.register({each: form for each, form in found.items() if each not in store.fielddefs})
+        definitions = get_types_from_msg(text, name)
+        store.register({each: form for each, form in definitions.items() if each not in store.fielddefs})
     return store
 
 
@@ -77,7 +77,9 @@ class Bag:
 
     def subscribe(self, topic: str, kind: str, quality: str, callback: Take) -> None:
         if self._kinds.get(topic, kind) != kind:
-            raise ClientError(f"{topic}: expected {kind} in the bag, got {self._kinds[topic]}")
+            raise ClientError(
+                f"{topic}: expected {kind} in the bag, got {self._kinds[topic]}; change the contract"
+            )
         self._takes.setdefault(topic, []).append(callback)
 
     def publisher(self, topic: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
@@ -90,7 +92,7 @@ class Bag:
         """Start to play. ``over`` is called after the last message."""
         missing = sorted(set(self._takes) - set(self._kinds))
         if missing:
-            logger.warning("the bag has nothing on %s", ", ".join(missing))
+            logger.warning("the bag has no messages on these topics of the contract: %s", ", ".join(missing))
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._play, args=(over,), daemon=True)
         self._thread.start()
@@ -103,8 +105,8 @@ class Bag:
 
     def _play(self, over: Callable[[], None]) -> None:
         try:
-            wanted = [each for each in self._reader.connections if each.topic in self._takes]
-            for connection, stamp, data in self._reader.messages(wanted) if wanted else ():
+            connections = [each for each in self._reader.connections if each.topic in self._takes]
+            for connection, stamp, data in self._reader.messages(connections) if connections else ():
                 if self._ended.wait(max(0.0, 1e-9 * stamp - self.now())):
                     return
                 try:
@@ -112,7 +114,7 @@ class Bag:
                     for take in self._takes[connection.topic]:
                         take(message)
                 except Exception:
-                    logger.exception("%s: a message could not be taken", connection.topic)
+                    logger.exception("%s: a message could not be processed and is skipped", connection.topic)
         finally:
             over()
 
@@ -135,7 +137,7 @@ class Recorded:
     def __init__(self, transport: Any, path: Path, storage: str = "mcap"):
         self._transport, self._store, self.path = transport, types(), path
         if path.exists():
-            raise ClientError(f"--record: expected a folder that does not exist yet, got {path}")
+            raise ClientError(f"--record: the folder {path} exists already; choose a new folder")
         # Entries are (time in ns, topic, type, message). None ends the thread.
         self._waiting: queue.Queue = queue.Queue(WAITING)
         self.written: Counter = Counter()  # topic -> number of messages
@@ -207,7 +209,9 @@ class Recorded:
 
     def _fail(self, why: str) -> None:
         if not self.failed:
-            logger.warning("%s: messages are not recorded: %s", self.path, why)
+            logger.warning(
+                "%s: messages are lost in the recording, but the robot continues: %s", self.path, why
+            )
         self.failed += 1
 
 

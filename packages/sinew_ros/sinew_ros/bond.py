@@ -67,7 +67,7 @@ class Bond:
             return
         if message.active and not self._sister:
             self._sister = message.instance_id
-            logger.info("the manager keeps a bond")
+            logger.info("bond with the lifecycle manager established")
         # The message belongs to an earlier bond of the manager.
         if message.instance_id != self._sister:
             return
@@ -79,9 +79,9 @@ class Bond:
             try:
                 self._tell(True)
             except Exception:
-                logger.exception("the bond cannot be kept up")
+                logger.exception("a heartbeat of the bond could not be sent")
             silent = time.monotonic() - self._heard
             if self._sister and (self._left or silent > self._patience):
-                self._broken("ended" if self._left else f"said nothing for {silent:.1f} s")
+                self._broken("ended the bond" if self._left else f"sent no heartbeat for {silent:.1f} s")
                 return
             over.wait(PERIOD_S)

@@ -113,7 +113,7 @@ class Bridge:
         self.prompt = plan.prompt
         logger.info("%s", plan.choice)
         if plan.choice.replan_reason:
-            logger.info("requests %s: %s", plan.choice.replan, plan.choice.replan_reason)
+            logger.info("rule for requests: %s: %s", plan.choice.replan, plan.choice.replan_reason)
         servers = Servers(
             contract.servers,
             key,
@@ -157,7 +157,7 @@ class Bridge:
         if on == self._enabled:
             return
         self._enabled = on
-        logger.warning("%s", "goes on" if on else "pauses")
+        logger.warning("%s", "the policy drives the robot" if on else "paused: the robot holds")
         if on:
             self.loop.resume()
         else:
@@ -247,9 +247,9 @@ class Bridge:
             )  # fmt: skip
             for why, count in topic["dropped"].items():
                 values[f"{name} dropped: {why}"] = count
-            wanted = named[name].rate
-            if wanted is not None and topic["hz"] < wanted:
-                slow.append(f"{name} at {topic['hz']:g} of {wanted:g} Hz")
+            required_rate = named[name].rate
+            if required_rate is not None and topic["hz"] < required_rate:
+                slow.append(f"{name} at {topic['hz']:g} of {required_rate:g} Hz")
         if reason and not paused:
             level, text = 2, f"holds: {reason}"
         elif slow:
@@ -276,10 +276,10 @@ def planned(controller: Controller, command: Command) -> np.ndarray:
     if controller.guard is None or controller.guard.limits is None:
         return np.stack(rows)
     guard = copy.deepcopy(controller.guard)
-    found = rows[:1]
+    targets = rows[:1]
     for row in rows[1:]:
         verdict = guard.check(player.motion.command(row, None))
         if verdict.row is None:
             break
-        found.append(verdict.row)
-    return np.stack(found).astype(np.float32)
+        targets.append(verdict.row)
+    return np.stack(targets).astype(np.float32)

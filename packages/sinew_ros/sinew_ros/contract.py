@@ -174,12 +174,12 @@ class Contract:
         Raises:
             ContractError: The cameras or the sizes of state and action differ.
         """
-        wanted = [camera["name"] for camera in policy["cameras"]]
-        given = [camera.name for camera in self.cameras]
-        if sorted(wanted) != sorted(given):
+        policy_names = [camera["name"] for camera in policy["cameras"]]
+        contract_names = [camera.name for camera in self.cameras]
+        if sorted(policy_names) != sorted(contract_names):
             raise ContractError(
-                "cameras: expected those of the policy, {}, got {}".format(
-                    ", ".join(wanted), ", ".join(given)
+                "cameras: expected the policy's cameras {}, got {}; use the policy's names".format(
+                    ", ".join(policy_names), ", ".join(contract_names)
                 )
             )
         for where, parts, dim in (
@@ -201,12 +201,12 @@ class Contract:
 def read(path: Path) -> Contract:
     """Read a contract from a YAML file. Raises :class:`ContractError`."""
     try:
-        given = read_yaml(path)
+        content = read_yaml(path)
     except (OSError, ValueError) as error:
         # Use strerror, because the text of an OSError repeats the path.
         why = getattr(error, "strerror", None) or error
         raise ContractError(f"{path}: {why}") from error
-    return parse(given, path.parent)
+    return parse(content, path.parent)
 
 
 def parse(given: Any, folder: Path = Path()) -> Contract:
@@ -225,7 +225,7 @@ def parse(given: Any, folder: Path = Path()) -> Contract:
     topics = {key: names.text(key, f"/sinew/{key}") for key in ("prompt", "enable", "status", "success")}
     names.end()
     cameras = _Fields("cameras", top.get("cameras"))
-    found = tuple(_camera(name, cameras.get(name)) for name in cameras.left())
+    all_cameras = tuple(_camera(name, cameras.get(name)) for name in cameras.left())
     outputs = tuple(_output(where, part) for where, part in _parts("action", top.get("action")))
     states = tuple(_joints(where, part) for where, part in _parts("state", top.get("state")))
     limits = top.get("limits", None)
@@ -236,16 +236,16 @@ def parse(given: Any, folder: Path = Path()) -> Contract:
             top.number("hz"),
             limits,
             _Fields("control", top.get("control", {})),
-            max(x.max_age for x in (*found, *states)),
+            max(x.max_age for x in (*all_cameras, *states)),
         )
-        if found
+        if all_cameras
         else Settings(top.number("hz"))
     )
     kinematics = _kinematics(top.get("kinematics", None), folder)
     if kinematics is None:
         settings.controller(sum(len(part.joints) for part in outputs))
     contract = Contract(
-        servers, settings, found, states, outputs, top.text("prompt", ""), top.flag("start", False),
+        servers, settings, all_cameras, states, outputs, top.text("prompt", ""), top.flag("start", False),
         top.choice("stamps", ("header", "arrival"), "header"), topics, kinematics,
         _goals(_Fields("goals", top.get("goals", {}))),
     )  # fmt: skip
@@ -268,14 +268,14 @@ def _kinematics(given: Any, folder: Path) -> tuple[Chain, KinematicsOptions] | N
 
 def _goals(given: _Fields) -> GoalSettings:
     usual = GoalSettings()
-    found = GoalSettings(
+    settings = GoalSettings(
         given.number("time_limit", usual.time_limit),
         given.number("hold_limit", usual.hold_limit),
         given.flag("preempt", usual.preempt),
         given.number("feedback", usual.feedback),
     )
     given.end()
-    return found
+    return settings
 
 
 def _settings(hz: float, limits: Any, control: _Fields, stale: float) -> Settings:
@@ -302,7 +302,7 @@ def _settings(hz: float, limits: Any, control: _Fields, stale: float) -> Setting
 
 def _consistent(contract: Contract) -> None:
     if not contract.cameras:
-        raise ContractError("cameras: expected at least one")
+        raise ContractError("cameras: expected at least one camera, got none; add the policy's cameras")
     taken: dict[str, str] = {topic: f"names.{key}" for key, topic in contract.names.items()}
     for where, part in (
         *((f"cameras.{each.name}", each) for each in contract.cameras),
@@ -311,18 +311,18 @@ def _consistent(contract: Contract) -> None:
     ):
         if part.topic in taken and where != "state":
             raise ContractError(
-                f"{where}.topic: {named(part.topic)} is the topic of {taken[part.topic]} already"
+                f"{where}.topic: {named(part.topic)} is already the topic of {taken[part.topic]}; use another one"
             )
         taken[part.topic] = where
     if any(each.type == TRAJECTORY for each in contract.outputs):
         if contract.settings.substeps > 1:
             raise ContractError(
-                "control.substeps: expected 1 with a JointTrajectory, whose controller interpolates"
+                "control.substeps: expected 1 with a JointTrajectory, because its controller interpolates"
             )
         offsets = (contract.settings.motion or {}).get("kind") == "offsets" and contract.kinematics is None
         if offsets and contract.settings.limits is not None:
             raise ContractError(
-                "limits: expected none beside motion offsets and a JointTrajectory: they are those of commands"
+                "limits: remove them for motion offsets with a JointTrajectory, because limits apply to commands only"
             )
 
 
@@ -336,15 +336,15 @@ def skeleton(server: str, policy: Mapping[str, Any], hz: float | None) -> str:
         hz: Control rate; None uses the policy's rate, or 20 Hz.
     """
     rate = float(hz or policy.get("control_hz") or 20.0)
-    said = stated(policy)
-    motion = "" if said is None else f", motion: {json.dumps(said)}"
+    motion_values = stated(policy)
+    motion = "" if motion_values is None else f", motion: {json.dumps(motion_values)}"
     lines = [
         f"server: {server}",
-        f"prompt: {json.dumps(policy.get('default_prompt') or '')}  # what the robot is to do",
-        f"hz: {rate:g}  # control rate: rows of a chunk are this far apart",
+        f"prompt: {json.dumps(policy.get('default_prompt') or '')}  # instruction for the robot",
+        f"hz: {rate:g}  # control rate, the rate of the actions of a chunk",
         "start: false  # wait for true on /sinew/enable",
         "stamps: header  # or arrival, for drivers that do not stamp",
-        f"control: {{deadline: 2.0{motion}}}  # hand-over and replan: the defaults, see docs/late-answers.md",
+        f"control: {{deadline: 2.0{motion}}}  # handover (chunk merging) and replan: see docs/late-answers.md",
         "cameras:",
     ]
     names = [str(camera["name"]) for camera in policy["cameras"]]
@@ -363,16 +363,16 @@ def skeleton(server: str, policy: Mapping[str, Any], hz: float | None) -> str:
         age = ", max_age: 0.2" if where == "state" else ""
         joints = ", ".join(names)
         lines += [
-            f"{where}:  # policy's number = scale x message's number + offset (degrees of radians: 57.29578)",
+            f"{where}:  # policy's number = scale x message's number + offset (from radians to degrees: 57.29578)",
             f"  {{topic: {topic}, type: {kind}, joints: [{joints}], scale: 1.0, offset: 0.0{age}}}",
         ]
-    if (said or {}).get("kind") == "absolute":
+    if (motion_values or {}).get("kind") == "absolute":
         lines.append(
-            "limits: {velocity: 1.5, when: clip}  # of commands, in the policy's units; low, high, acceleration too"
+            "limits: {velocity: 1.5, when: clip}  # in the policy's units; also low, high, acceleration"
         )
     else:
         lines.append(
-            "# limits: {velocity: 1.5}  # of commands; wants control.motion, or still, the command of one that stands"
+            "# limits: {velocity: 1.5}  # limits of commands; requires control.motion, or still: the command at rest"
         )
     return "\n".join(lines) + "\n"
 
@@ -399,34 +399,34 @@ def _joints(where: str, given: Any) -> Joints:
     part = _Fields(where, given)
     topic, _ = part.text("topic"), part.choice("type", (JOINT_STATE,), JOINT_STATE)
     joints = part.joints()
-    found = Joints(
+    part_of_state = Joints(
         where, topic, joints, part.choice("field", FIELDS, "position"), part.vector("scale", 1.0, len(joints)),
         part.vector("offset", 0.0, len(joints)), part.number("max_age", 0.5), part.rate(),
     )  # fmt: skip
     part.end()
-    return found
+    return part_of_state
 
 
 def _output(where: str, given: Any) -> Output:
     part = _Fields(where, given)
     joints, kind = part.joints(), part.choice("type", ACTION_TYPES)
-    found = Output(
+    output = Output(
         part.text("topic"), kind, joints, part.choice("field", FIELDS, "position"),
         part.vector("scale", 1.0, len(joints)), part.vector("offset", 0.0, len(joints)),
         part.text("group") if kind == GROUP else "", part.number(GOALS[kind]) if kind in GOALS else 0.0,
         part.number("change", 0.005) if kind in GOALS else 0.0,
     )  # fmt: skip
-    if kind not in (JOINT_STATE, ARRAY) and found.field != "position":
+    if kind not in (JOINT_STATE, ARRAY) and output.field != "position":
         name = kind.rpartition("/")[2]
-        raise ContractError(f"{where}.field: expected position for a {name}, got {found.field}")
+        raise ContractError(f"{where}.field: expected position for a {name}, got {output.field}")
     if (kind == SINGLE or kind in GOALS) and len(joints) != 1:
         raise ContractError(
-            f"{where}.joints: expected one for a {kind.rpartition('/')[2]}, got {len(joints)}"
+            f"{where}.joints: expected one joint for a {kind.rpartition('/')[2]}, got {len(joints)}"
         )
-    if np.any(found.scale == 0):
-        raise ContractError(f"{where}.scale: expected numbers other than 0")
+    if np.any(output.scale == 0):
+        raise ContractError(f"{where}.scale: expected numbers other than 0, got a 0")
     part.end()
-    return found
+    return output
 
 
 class _Fields:
@@ -446,26 +446,26 @@ class _Fields:
         if key not in self.given:
             if default:
                 return default[0]
-            raise ContractError(f"{self._name(key)}: expected a value, got nothing")
+            raise ContractError(f"{self._name(key)}: expected a value, got nothing; add the field")
         return self.given[key]
 
     def left(self) -> list[str]:
         for key in self.given:
             if not isinstance(key, str) or not key:
-                raise ContractError(f"{self.where}: expected names, got {shown(key)}")
+                raise ContractError(f"{self.where}: expected text as keys, got {shown(key)}")
         return [key for key in self.given if key not in self._taken]
 
     def end(self) -> None:
         left = self.left()
         if left:
             raise ContractError(
-                "{}: unknown; known are {}".format(self._name(left[0]), ", ".join(sorted(self._taken)))
+                "{}: unknown field; use one of {}".format(self._name(left[0]), ", ".join(sorted(self._taken)))
             )
 
     def text(self, key: str, *default: str) -> str:
         value = self.get(key, *default)
         if not isinstance(value, str) or (not value and not default):
-            raise ContractError(f"{self._name(key)}: expected a text, got {shown(value)}")
+            raise ContractError(f"{self._name(key)}: expected text, got {shown(value)}")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
@@ -473,7 +473,7 @@ class _Fields:
         values = value if isinstance(value, list) else [value]
         if not values or not all(isinstance(each, str) and each for each in values):
             raise ContractError(
-                f"{self._name(key)}: expected an address or a list of them, got {shown(value)}"
+                f"{self._name(key)}: expected an address or a list of addresses, got {shown(value)}"
             )
         return tuple(values)
 
@@ -518,5 +518,7 @@ class _Fields:
             isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < 1e30 for x in values
         )
         if not numbers or len(values) != size:
-            raise ContractError(f"{self._name(key)}: expected a number or {size} of them, got {shown(value)}")
+            raise ContractError(
+                f"{self._name(key)}: expected a number or a list of {size} numbers, got {shown(value)}"
+            )
         return np.array(values, np.float64)

@@ -43,7 +43,9 @@ class Dds:
         try:
             from cyclonedds.domain import DomainParticipant
         except ImportError as error:
-            raise ClientError(f"topics over DDS need the package cyclonedds ({error})") from error
+            raise ClientError(
+                f"topics over DDS need the package cyclonedds: pip install 'sinew-ros[dds]' ({error})"
+            ) from error
         self._participant = DomainParticipant(
             int(os.environ.get("ROS_DOMAIN_ID", "0")) if domain is None else domain
         )
@@ -90,7 +92,7 @@ class Dds:
 
         def refused(reply: Any) -> None:
             if reply.guid == own and not reply.accepted:
-                logger.warning("%s: goal %d was refused", name, reply.seq)
+                logger.warning("%s: the server rejected goal %d", name, reply.seq)
 
         self._begin(replies, name, refused)
 
@@ -99,7 +101,7 @@ class Dds:
                 if getattr(each, "topic_name", "") == f"rq{service}Request" and each.key.bytes[:2] != CYCLONE:
                     raise ClientError(
                         f"{name}: expected an action server of rmw_cyclonedds, got one of another DDS (vendor"
-                        f" {each.key.bytes[:2].hex()}); --transport rclpy reaches it"
+                        f" {each.key.bytes[:2].hex()}); use --transport rclpy"
                     )
             number = dds_types.Uuid(list(os.urandom(16)))
             calls.write(request(own, next(sent), number, dds_types.build(goal, fields)))
@@ -137,10 +139,10 @@ class Dds:
         )
 
         def reply(call: Any, fields: Mapping[str, Any]) -> None:
-            said = dds_types.build(response, fields)
-            said.guid, said.seq = call.guid, call.seq
+            message = dds_types.build(response, fields)
+            message.guid, message.seq = call.guid, call.seq
             _wait_for_reader(calls, replies, call)
-            replies.write(said)
+            replies.write(message)
 
         self._begin(calls, name, lambda call: take(call, partial(reply, call)))
 
@@ -164,17 +166,17 @@ class Dds:
 
         request, response = dds_types.SERVICES[kind]
         calls, replies = self._caller(name, request, response)
-        asked = dds_types.build(request, fields)
-        asked.guid, asked.seq = int.from_bytes(os.urandom(8), "big"), 1
+        message = dds_types.build(request, fields)
+        message.guid, message.seq = int.from_bytes(os.urandom(8), "big"), 1
         end = time.monotonic() + seconds
         while not (calls.get_matched_subscriptions() and replies.get_matched_publications()):
             if time.monotonic() > end:
                 return None
             time.sleep(0.02)
-        calls.write(asked)
+        calls.write(message)
         while time.monotonic() < end and calls.get_matched_subscriptions():
             for sample in replies.take(16):
-                if getattr(sample, "guid", None) == asked.guid and sample.seq == asked.seq:
+                if getattr(sample, "guid", None) == message.guid and sample.seq == message.seq:
                     return sample
             time.sleep(0.005)
         return None
@@ -230,7 +232,7 @@ class Dds:
                 try:
                     callback(sample)
                 except Exception:
-                    logger.exception("%s: a message could not be taken", topic)
+                    logger.exception("%s: a message could not be processed and is skipped", topic)
 
 
 def _wait_for_reader(calls: Any, replies: Any, call: Any) -> None:

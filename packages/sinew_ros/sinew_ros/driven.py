@@ -49,5 +49,5 @@ def hold(driven: DrivenRobot, failed: Callable[[], bool] = lambda: False) -> Non
     # Wait for two control steps: the step in progress, and one step that holds.
     while loop.steps < begun + 2 and not driven.ended:
         if failed() or time.monotonic() > end:
-            raise RuntimeError("the loop did not hold in time")
+            raise RuntimeError("the control loop did not hold the robot in time")
         time.sleep(0.002)

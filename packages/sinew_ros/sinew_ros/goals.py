@@ -117,11 +117,14 @@ class Run:
         now = time.monotonic()
         whole, hold = self._began + self.time_limit - now, self._moved + self.hold_limit - now
         if whole <= 0 and self.goal.goal.limit_succeeds:
-            self.end(SUCCESS, f"it ran for {self.time_limit:g} s")
+            self.end(SUCCESS, f"the goal ran for {self.time_limit:g} s")
         elif whole <= 0:
             self.end(TIME_LIMIT, f"after {self.time_limit:g} s; {self._reason or 'the robot moved'}")
         elif hold <= 0:
-            self.end(HOLD_LIMIT, f"held for {self.hold_limit:g} s: {self._reason or 'the loop stands still'}")
+            self.end(
+                HOLD_LIMIT,
+                f"held for {self.hold_limit:g} s: {self._reason or 'the control loop has stopped'}",
+            )
         return max(0.0, min(whole, hold))
 
     def feedback(self) -> dict[str, Any]:
@@ -190,19 +193,19 @@ class Goals:
             why = self._refusal(goal)
             if why:
                 self.count["refused"] += 1
-                logger.warning("a goal is refused: %s", why)
+                logger.warning("a goal was rejected: %s", why)
             return not why
 
     def _refusal(self, goal: Any) -> str:
         if self._bridge is None:
             return INACTIVE
         if self._run is not None and not self._bridge.contract.goals.preempt:
-            return "another one runs, and goals.preempt is false"
+            return "another goal is running, and goals.preempt is false"
         for name in ("time_limit", "hold_limit"):
             if _seconds(getattr(goal, name)) < 0:
                 return f"{name}: expected 0 s or more, got {_seconds(getattr(goal, name)):g}"
         if not (goal.prompt or self._bridge.prompt):
-            return "prompt: expected an instruction; neither contract nor policy has one"
+            return "prompt: expected an instruction, because neither the contract nor the policy has one"
         return ""
 
     def begin(self, goal: Goal) -> None:
@@ -211,7 +214,7 @@ class Goals:
             bridge, before = self._bridge, self._thread
             run = Run(goal, GoalSettings() if bridge is None else bridge.contract.goals, _failed(bridge))
             if self._run is not None:
-                self._run.end(PREEMPTED, "a newer goal")
+                self._run.end(PREEMPTED, "a newer goal replaced this goal")
             self._run = run
             self._thread = threading.Thread(target=self._drive, args=(run, bridge, before), daemon=True)
         # shut() was called after the goal had been accepted.
@@ -223,7 +226,9 @@ class Goals:
         """Cancel a goal by its id, so that the robot holds. Return True if the goal was still running."""
         with self._lock:
             run = self._run
-            return run is not None and run.goal.id == number and run.end(CANCEL, "asked for")
+            return (
+                run is not None and run.goal.id == number and run.end(CANCEL, "a client cancelled the goal")
+            )
 
     def succeed(self) -> None:
         """End the running goal as a success. A goal without a command so far is not ended, because the message may
@@ -231,7 +236,7 @@ class Goals:
         """
         with self._lock:
             if self._run is not None and self._run.feedback()["command"]:
-                self._run.end(SUCCESS, "said so")
+                self._run.end(SUCCESS, "the success topic reported a success")
 
     def saw(self, command: Command, paused: bool) -> None:
         """Count one control step of the loop for the running goal."""
@@ -249,7 +254,7 @@ class Goals:
                 bridge.enable(True)
                 self._watch(run)
         except Exception as error:
-            logger.exception("a goal")
+            logger.exception("a goal failed")
             run.end(ENDED, f"{type(error).__name__}: {error}")
         finally:
             self._end(run, bridge)
@@ -268,7 +273,7 @@ class Goals:
             if bridge is not None and run.outcome != PREEMPTED:
                 hold(bridge)
         except RuntimeError as error:
-            logger.error("after a goal: %s", error)
+            logger.error("the robot does not hold after a goal: %s", error)
             run.message += f"; {error}"
         finally:
             with self._lock:
@@ -277,7 +282,7 @@ class Goals:
             run.still.set()
             name, status = OUTCOMES[run.outcome]
             self.count[name] += 1
-            logger.info("a goal: %s: %s", name, run.message)
+            logger.info("a goal ended: %s: %s", name, run.message)
             run.goal.end(status, run.result(_failed(bridge)))
 
 

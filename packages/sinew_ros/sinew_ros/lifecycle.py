@@ -80,7 +80,7 @@ class Kept:
     def subscribe(self, topic: str, kind: str, quality: str, callback: Callable[[Any], None]) -> None:
         if self._asked.setdefault(topic, (kind, quality)) != (kind, quality):
             raise ClientError(
-                f"{topic}: expected {self._asked[topic][0]} as before, got {kind}; begin the node anew"
+                f"{topic}: expected {self._asked[topic][0]} as before, got {kind}; restart the node"
             )
         fresh = topic not in self._takes
         self._takes.setdefault(topic, []).append(callback)
@@ -129,7 +129,9 @@ class Managed:
         try:
             self._bond = Bond(serving, NODE, self._alone)
         except ImportError as error:
-            logger.info("no bond with a manager, as Nav2's: expected the package bond of ROS, got %s", error)
+            logger.info(
+                "no bond with a lifecycle manager, because the ROS package bond is missing: %s", error
+            )
         for name, kind, answer in (
             ("change_state", "ChangeState", lambda request: {"success": self._change(request.transition)}),
             ("get_state", "GetState", lambda _: {"current_state": _state(self.state)}),
@@ -144,7 +146,7 @@ class Managed:
         again.
         """
         if self.state == ACTIVE:
-            logger.error("the manager's bond is broken: it %s; the node deactivates itself", why)
+            logger.error("the bond is broken, because the manager %s; the node deactivates itself", why)
             self._change(SimpleNamespace(id=4, label=""))
 
     def available(self) -> list[int]:
@@ -171,24 +173,26 @@ class Managed:
         succeeded.
         """
         with self._lock:
-            known = self.available()
-            found = [
-                each for each in known if (ASKED[each][0] == asked.label if asked.label else each == asked.id)
+            possible = self.available()
+            matches = [
+                each
+                for each in possible
+                if (ASKED[each][0] == asked.label if asked.label else each == asked.id)
             ]
-            if not found or self._ended.is_set():
-                names = ", ".join(f"{ASKED[each][0]} ({each})" for each in known) or "none"
+            if not matches or self._ended.is_set():
+                names = ", ".join(f"{ASKED[each][0]} ({each})" for each in possible) or "none"
                 state, got = STATES[self.state], asked.label or asked.id
-                logger.warning("transition: expected one of the state %s, %s, got %s", state, names, got)
+                logger.warning("transition: in the state %s expected one of %s, got %s", state, names, got)
                 return False
-            self._go(found[0])
+            self._go(matches[0])
             done = FOLLOWS[self.state][0]
             try:
-                getattr(self, f"_{ASKED[found[0]][0]}")()
+                getattr(self, f"_{ASKED[matches[0]][0]}")()
             except ClientError as error:
-                logger.warning("%s failed: %s", ASKED[found[0]][0], error)
+                logger.warning("%s failed: %s", ASKED[matches[0]][0], error)
                 self._go(done + 1)
             except Exception as error:  # the manager reads every error from the node's state
-                logger.exception("%s", ASKED[found[0]][0])
+                logger.exception("%s", ASKED[matches[0]][0])
                 # Keep an error of the loop, because it may be the cause of this error.
                 self._error = self._error or error
                 self._go(done + 2)
@@ -209,7 +213,7 @@ class Managed:
         try:
             self._tell({"timestamp": time.time_ns(), **_description(number)})
         except Exception:
-            logger.exception("a transition could not be told")
+            logger.exception("a transition could not be published")
 
     def _configure(self) -> None:
         try:

@@ -36,15 +36,15 @@ def stamp(message: Any) -> float:
 
 def check_picture(message: Any) -> None:
     """Raise :class:`Refused` for a sensor_msgs/Image that :func:`picture` cannot read. The pixels are not read."""
-    known = ENCODINGS.get(message.encoding)
-    if known is None:
+    form = ENCODINGS.get(message.encoding)
+    if form is None:
         raise Refused(f"encoding {message.encoding[:40]!r}: expected {', '.join(ENCODINGS)}")
     if message.height <= 0 or message.width <= 0:
-        raise Refused("an image without a size")
-    if message.step < message.width * known[0]:
-        raise Refused("rows shorter than their width")
+        raise Refused("the height or the width is 0")
+    if message.step < message.width * form[0]:
+        raise Refused("step is smaller than a row of pixels")
     if len(message.data) != message.step * message.height:
-        raise Refused("as many bytes as step x height expected")
+        raise Refused("the number of bytes differs from step x height")
 
 
 def picture(message: Any) -> np.ndarray:
@@ -61,9 +61,9 @@ def compressed(message: Any) -> bytes:
     """Return the JPEG or PNG file in a sensor_msgs/CompressedImage. The server decodes it. Raises :class:`Refused`."""
     data = bytes_of(message.data)
     if len(data) > MAX_COMPRESSED:
-        raise Refused("a compressed picture beyond 32 MiB")
+        raise Refused("the compressed picture is larger than 32 MiB")
     if not data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")):
-        raise Refused("neither JPEG nor PNG")
+        raise Refused("the data is neither JPEG nor PNG")
     return data
 
 
@@ -81,14 +81,14 @@ def joints(message: Any, names: Sequence[str], field: str) -> np.ndarray:
     place = {name: index for index, name in enumerate(message.name)}
     values = np.asarray(getattr(message, field), np.float64)
     if len(values) != len(message.name):
-        raise Refused(f"as many numbers of {field} as names expected")
+        raise Refused(f"the number of values in {field} differs from the number of names")
     missing = [name for name in names if name not in place]
     if missing:
-        raise Refused(f"no joint {missing[0]}")
-    found = values[[place[name] for name in names]]
-    if not np.all(np.isfinite(found)):
-        raise Refused("numbers that are not finite")
-    return found
+        raise Refused(f"the joint {missing[0]} is missing")
+    result = values[[place[name] for name in names]]
+    if not np.all(np.isfinite(result)):
+        raise Refused("a value is not finite")
+    return result
 
 
 def bytes_of(data: Any) -> bytes:
@@ -129,7 +129,7 @@ def points(joints: Sequence[str], rows: np.ndarray, period: float) -> dict[str, 
         rows: Values in the units of the message, float64 [n, D].
         period: Seconds between two points. The first point is reached after one period.
     """
-    found = [
+    point_list = [
         {
             "positions": row.tolist(),
             "velocities": [],
@@ -139,7 +139,7 @@ def points(joints: Sequence[str], rows: np.ndarray, period: float) -> dict[str, 
         }
         for index, row in enumerate(rows)
     ]
-    return {"header": header(0.0), "joint_names": list(joints), "points": found}
+    return {"header": header(0.0), "joint_names": list(joints), "points": point_list}
 
 
 def command(output: Output, row: np.ndarray, now: float) -> dict[str, Any]:

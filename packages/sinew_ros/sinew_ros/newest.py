@@ -115,21 +115,21 @@ class Newest:
         """Count a rejected message by its reason. The number of reasons is limited, because a reason may quote a
         message.
         """
-        known = reason in self.dropped or len(self.dropped) < REASONS
-        self.dropped[reason if known else "other reasons"] += 1
+        listed = reason in self.dropped or len(self.dropped) < REASONS
+        self.dropped[reason if listed else "other reasons"] += 1
 
     def _exposed(self, message: Any, clock: float) -> float:
         if not self._stamped:
             return clock
         exposed = stamp(message)
         if exposed == 0.0:
-            raise Refused("no stamp")
+            raise Refused("the message has no stamp")
         if exposed > clock + AHEAD:
-            raise Refused("stamped in the future")
+            raise Refused("the stamp is in the future")
         if clock - exposed > self.max_age:
             raise Refused(f"older than {self.max_age:g} s when it arrived")
         # If the clock was set back, for example at the start of another bag, the last stamp is in the future. Then
         # accept an older stamp.
         if self._any and exposed <= self._stamp <= clock + AHEAD:
-            raise Refused("not newer than the one before")
+            raise Refused("not newer than the previous message")
         return exposed

@@ -152,9 +152,9 @@ def _filled(message: Any, fields: Mapping[str, Any]) -> Any:
     """Set the fields of a message from a mapping. The level of a DiagnosticStatus becomes a byte."""
     forms = message.get_fields_and_field_types()
     for name, value in fields.items():
-        if found := re.fullmatch(r"(sequence<)?(\w+)/(\w+)>?", forms[name]):
-            made = _message(f"{found[2]}/msg/{found[3]}")
-            value = [_filled(made(), each) for each in value] if found[1] else _filled(made(), value)
+        if match := re.fullmatch(r"(sequence<)?(\w+)/(\w+)>?", forms[name]):
+            made = _message(f"{match[2]}/msg/{match[3]}")
+            value = [_filled(made(), each) for each in value] if match[1] else _filled(made(), value)
         elif forms[name] == "octet":
             value = bytes([value])
         setattr(message, name, value)

@@ -34,10 +34,10 @@ class ChunkService:
         policy = self._client.metadata(timeout=10.0)["policy"]
         rate = hz or policy.get("control_hz")
         if not rate:
-            raise ClientError("--hz: expected a rate; the policy states none")
+            raise ClientError("--hz: the policy states no control rate; pass --hz RATE")
         if int(policy.get("history") or 1) > 1:
             raise ClientError(
-                "this policy reads several moments, and a call has one: expected `sinew-ros run`"
+                "this policy needs an observation history, which a call does not have; use `sinew-ros run`"
             )
         self._period = 1.0 / float(rate)
         self._prompt = str(policy.get("default_prompt") or "")
@@ -56,7 +56,7 @@ class ChunkService:
             self.failed += 1
             code = "" if isinstance(error, ServerError) else f" [{type(error).__name__}]"
             expected = isinstance(error, (ClientError, messages.Refused))
-            logger.warning("refused: %s", error, exc_info=not expected)
+            logger.warning("a call was rejected: %s", error, exc_info=not expected)
             empty = {"header": messages.header(0.0), "joint_names": [], "points": []}
             response = {"error": f"{error}{code}", "trajectory": empty, "server_ms": 0.0}
         return response
@@ -67,7 +67,7 @@ class ChunkService:
     def _answer(self, request: Any) -> dict[str, Any]:
         if len(request.cameras) != len(request.images):
             raise messages.Refused(
-                f"cameras: expected one for each of {len(request.images)} images, got {len(request.cameras)}"
+                f"cameras: expected one name for each of {len(request.images)} images, got {len(request.cameras)}"
             )
         frames = dict(zip(request.cameras, map(messages.compressed, request.images)))
         observation: dict[str, Any] = {

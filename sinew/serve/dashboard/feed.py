@@ -252,7 +252,9 @@ class Feed:
         """
         with self._lock:
             if self._viewers[what] >= VIEWERS:
-                raise BusyError(f"{VIEWERS} viewers look at this server, and no more may")
+                raise BusyError(
+                    f"{VIEWERS} viewers are connected, which is the limit; close another dashboard"
+                )
             self._viewers[what] += 1
         try:
             yield

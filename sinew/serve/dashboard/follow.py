@@ -242,7 +242,8 @@ def parse_address(address: str) -> tuple[str, int, bool]:
         raise SinewError(f"address: expected http://HOST:PORT, got {address!r} ({error})") from None
     if parts.scheme not in ("http", "https") or not host:
         raise SinewError(
-            f"address: expected http://HOST:PORT of the openpi or http wire, as http://127.0.0.1:8000, got {address!r}"
+            "address: expected http://HOST:PORT of the openpi or http protocol, such as http://127.0.0.1:8000,"
+            f" got {address!r}"
         )
     return host, port or (443 if parts.scheme == "https" else 80), parts.scheme == "https"
 
@@ -280,8 +281,8 @@ def events(
             if reply.status >= 500:
                 raise ConnectionError(reply.read(300).decode(errors="replace").strip() or str(reply.status))
             raise SinewError(
-                f"{host}:{port}: expected the dashboard's events, got status {reply.status}; `sinew serve --dashboard"
-                " on`, and the port of its openpi or http wire"
+                f"{host}:{port}: expected the dashboard's events, got status {reply.status}; start"
+                " `sinew serve --dashboard on`, and use the port of its openpi or http protocol"
             )
         name = ""
         while line := reply.readline(LONGEST):
@@ -296,9 +297,9 @@ def events(
                             f"{host}:{port}: expected events of a Sinew server, got {text[:80]!r}"
                         )
                     yield name, record
-        raise ConnectionError("the server has ended the connection")
+        raise ConnectionError("the server has closed the connection")
     except ssl.SSLCertVerificationError as error:
-        own = "SSL_CERT_FILE=CERT.pem in the environment trusts one of your own"
+        own = "to trust your own certificate, set SSL_CERT_FILE=CERT.pem in the environment"
         raise SinewError(
             f"{host}:{port}: expected a trusted certificate, got {error.verify_message}; {own}"
         ) from None

@@ -104,7 +104,7 @@ class Broadcast:
                         told, message, pause = await self._make(told)
                     except Exception as error:  # noqa: BLE001 - one answer failed; the viewers see the next answers
                         self._quiet.error(
-                            "an event of the dashboard could not be made and is left out", error
+                            "an event of the dashboard could not be created and is skipped", error
                         )
                         told, message, pause = self._newest(), b"", EVENTS_S
                     for outbox in self._outboxes if message else ():
@@ -199,7 +199,9 @@ class HealthBroadcast(Broadcast):
         try:
             return encoded("answers", answers)
         except SinewError as error:
-            self._quiet.warning("left out of the dashboard: %s", error)
+            self._quiet.warning(
+                "an answer is missing on the dashboard, because it cannot be written as JSON: %s", error
+            )
         written = [each for each in answers if _can_be_written(each)]
         return encoded("answers", written) if written else b""
 
@@ -229,13 +231,13 @@ class Pictures(Broadcast):
         return 0
 
     def _pictures(self, told: int) -> tuple[int, bytes, float]:
-        found = self._feed.pictures()
+        pictures = self._feed.pictures()
         # No newer answer has frames, or the rate does not allow newer pictures yet.
-        if found.number == told:
-            return told, b"", max(EVENTS_S, found.until - time.perf_counter())
-        files = {name: base64.b64encode(file).decode() for name, file in found.files.items()}
-        message = encoded("frames", {"number": found.number, "cameras": files}) if files else b""
-        return found.number, message, max(EVENTS_S, found.until - time.perf_counter())
+        if pictures.number == told:
+            return told, b"", max(EVENTS_S, pictures.until - time.perf_counter())
+        files = {name: base64.b64encode(file).decode() for name, file in pictures.files.items()}
+        message = encoded("frames", {"number": pictures.number, "cameras": files}) if files else b""
+        return pictures.number, message, max(EVENTS_S, pictures.until - time.perf_counter())
 
     def _newest(self) -> int:
         return self._feed.newest_frames

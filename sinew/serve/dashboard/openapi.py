@@ -60,7 +60,7 @@ def describe(spec: PolicySpec, paths: Iterable[str], keyed: bool) -> dict[str, A
     for path, (method, summary, asks) in ROUTES.items():
         if path not in here:
             continue
-        answer: dict[str, Any] = {"description": "as asked"}
+        answer: dict[str, Any] = {"description": "the answer"}
         operation: dict[str, Any] = {"summary": summary, "responses": {"200": answer}}
         if asks:
             operation["requestBody"] = {"required": True, "content": _json("Observation")}

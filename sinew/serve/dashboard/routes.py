@@ -100,7 +100,9 @@ class Dashboard:
         """Answer with a page of the documents, which need no key either."""
         page = await asyncio.to_thread(rendered, request.match_info["page"])
         if page is None:
-            return web.Response(status=404, text="no such page here; docs/ of the source has all\n")
+            return web.Response(
+                status=404, text="this installation has no such page; docs/ in the source has all pages\n"
+            )
         return web.Response(text=page, content_type="text/html", headers=HEADERS)
 
     def _same_site(self, handler: Handler) -> Handler:

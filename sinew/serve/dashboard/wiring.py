@@ -29,7 +29,7 @@ class _Session:
     running: WiringWatch = field(default_factory=lambda: WiringWatch(exact=False))
     # The observations of a complete round. They are judged when a viewer receives the result.
     full: WiringWatch | None = None
-    found: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
 
 class Wiring:
@@ -69,7 +69,7 @@ class Wiring:
         for _, each in sessions:
             if (full := each.full) is not None:
                 each.full = None
-                each.found = [one for one in findings(full, self._manifest) if one.amiss][:SHOWN]
+                each.findings = [one for one in findings(full, self._manifest) if one.amiss][:SHOWN]
         return [
             {
                 **dict(zip(("wire", "client", "session"), (text[:MAX_TEXT] for text in name), strict=True)),
@@ -81,11 +81,11 @@ class Wiring:
                         "seen": one.seen[:MAX_TEXT],
                         "advice": one.advice[:MAX_TEXT],
                     }
-                    for one in each.found
+                    for one in each.findings
                 ],
             }
             for name, each in sessions
-            if each.found
+            if each.findings
         ]
 
     def forget(self) -> None:

@@ -44,7 +44,7 @@ def array(name: str, data: Any, dtype: Any, shape: Any) -> np.ndarray:
     text = bytes(dtype).decode("ascii", "replace") if isinstance(dtype, (bytes, memoryview)) else dtype
     kind = _kind(text) if isinstance(text, str) and len(text) <= 16 else None
     if kind is None:
-        raise ObservationError(name, "a plain number type, little-endian", f"dtype {_shown(dtype)}")
+        raise ObservationError(name, "a little-endian number type such as <f4", f"dtype {_shown(dtype)}")
     if not (
         isinstance(shape, (list, tuple))
         and len(shape) <= MAX_NDIM
@@ -116,7 +116,7 @@ def _to_map(value: Any) -> Any:
         }
     if isinstance(value, np.generic):
         return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
-    raise TypeError(f"{type(value).__name__} does not travel")
+    raise TypeError(f"a message cannot contain a value of type {type(value).__name__}")
 
 
 def dump_npy(array: np.ndarray) -> bytes:
@@ -134,7 +134,7 @@ def dump_npy(array: np.ndarray) -> bytes:
 def from_json_numpy(tree: Any, depth: int = 6) -> Any:
     """Return the containers of a JSON message with their arrays decoded. Raises ObservationError."""
     if depth == 0:
-        raise ObservationError("message", "fewer levels of containers", "more")
+        raise ObservationError("message", "at most 6 levels of containers", "more")
     if isinstance(tree, Mapping):
         if "__numpy__" in tree:
             return array(
@@ -161,4 +161,4 @@ def from_base64(name: str, text: Any) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ObservationError(name, "base64 text", f"something else ({error})") from None
+        raise ObservationError(name, "base64 text", f"invalid base64 ({error})") from None

@@ -68,7 +68,9 @@ class PixelBudget:
         self._left -= height * width
         if self._left < 0:
             raise ObservationError(
-                "images", f"at most {self._limit} pixels in all frames together", f"more, up to {name}"
+                "images",
+                f"at most {self._limit} pixels in all frames together",
+                f"more, counted up to {name}; send smaller frames",
             )
 
 
@@ -127,7 +129,7 @@ def compressed_frame(
             raise ObservationError(name, f"a file of {size[0]} x {size[1]} pixels in RGB", got)
         budget.take(name, height, width)
         if image.mode not in _MODES:
-            raise ObservationError(name, "an 8-bit image", f"one of Pillow's mode {image.mode}")
+            raise ObservationError(name, "an 8-bit image", f"an image of Pillow's mode {image.mode}")
         image.decodermaxblock = BLOCK
         return np.asarray(image.convert("RGB"))
     except SinewError:

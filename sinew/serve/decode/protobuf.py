@@ -13,24 +13,24 @@ MAX_FIELDS = 512
 Field = tuple[int, int, int, int, int]  # (field number, wire type, value or length, start, end)
 
 
-def fields(buffer: memoryview, found: list[Field] | None = None) -> list[Field]:
+def fields(buffer: memoryview, entries: list[Field] | None = None) -> list[Field]:
     """Return the top-level fields of a message. The contents of the fields are skipped.
 
     The fields are read in one loop and returned as a list, because a generator would cost a call for each field.
 
     Args:
         buffer: The message.
-        found: List to which the fields are added; None creates one. After an error, the list has the fields
+        entries: List to which the fields are added; None creates one. After an error, the list has the fields
             before the wrong field.
 
     Raises:
         RequestError: The message is malformed, or has too many fields.
     """
-    found = [] if found is None else found
+    entries = [] if entries is None else entries
     at, end = 0, len(buffer)
     try:
         while at < end:
-            if len(found) == MAX_FIELDS:
+            if len(entries) == MAX_FIELDS:
                 raise RequestError(f"request: expected at most {MAX_FIELDS} fields, got more")
             start, tag, value = at, buffer[at], 0
             at += 1
@@ -53,13 +53,15 @@ def fields(buffer: memoryview, found: list[Field] | None = None) -> list[Field]:
             elif wire_type == FIXED64:
                 at += 8
             else:
-                raise RequestError(f"request parse failed: wire type {wire_type} at byte {start}")
+                raise RequestError(f"request parse failed: unsupported wire type {wire_type} at byte {start}")
             if at > end:
-                raise RequestError(f"request parse failed: the field at byte {start} goes past the end")
-            found.append((tag >> 3, wire_type, value, start, at))
+                raise RequestError(
+                    f"request parse failed: the field at byte {start} ends after the end of the message"
+                )
+            entries.append((tag >> 3, wire_type, value, start, at))
     except IndexError:
-        raise RequestError("request parse failed: it ends inside a number") from None
-    return found
+        raise RequestError("request parse failed: the message ends inside a number") from None
+    return entries
 
 
 def _varint(buffer: memoryview, start: int) -> tuple[int, int]:

@@ -141,7 +141,7 @@ class Fleet:
         if address is None:
             if self._attach:
                 raise SinewError(
-                    "--attach: expected `address` in the configuration, of the cluster that runs"
+                    "--attach: the configuration has no `address`; add the address of the running cluster"
                 )
             self._ray.init(
                 include_dashboard=False,
@@ -154,8 +154,8 @@ class Fleet:
                 self._ray.init(address=address, log_to_driver=False, logging_level="WARNING")
             except ConnectionError:
                 raise SinewError(
-                    f"address: expected a Ray cluster that runs, got none at {address!r}; where the configuration has "
-                    "no address, one is begun on this machine"
+                    f"address: no Ray cluster answers at {address!r}; start the cluster, or remove `address` to start "
+                    "one on this machine"
                 ) from None
         if not self._attach:
             self._serve.start(proxy_location="Disabled")
@@ -192,7 +192,7 @@ class Fleet:
             self._serve.run(application(config), name=app_name(name), route_prefix=None)
         except RuntimeError as error:  # a replica did not start; its log has the reason
             raise SinewError(
-                f"policies.{name}: expected replicas that start with {config.source}, got none; their log says why "
+                f"policies.{name}: no replica started with {config.source}; read the reason in the replicas' log "
                 f"({error})"
             ) from error
 
@@ -290,7 +290,7 @@ class Fleet:
                 else:
                     self._configs[name] = before
                     self._deploy(name, before)
-                raise RequestError(f"source: {source} does not run: {str(error)[:300]}") from error
+                raise RequestError(f"source: {source} could not be started: {str(error)[:300]}") from error
             self._forms.put(name, service.policies.get(name).spec)
         took: dict[str, Any] = {"name": name, "policy": service.policies.get(name).spec.name}
         took |= {"changed": changed} if changed else {}
@@ -331,14 +331,16 @@ class Fleet:
 
     def _bound(self) -> Service:
         if self._attach:
-            raise RequestError("this gateway is attached to replicas that others change")
+            raise RequestError(
+                "this gateway is attached to replicas of another process; change the policies in that process"
+            )
         assert self._service is not None
         return self._service
 
     @contextlib.contextmanager
     def _only(self) -> Iterator[None]:
         if not self._changing.acquire(blocking=False):
-            raise BusyError("another change of the policies is under way")
+            raise BusyError("another change of the policies is in progress; try again later")
         try:
             yield
         finally:

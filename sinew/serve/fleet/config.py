@@ -84,7 +84,9 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if DEFAULT not in self.policies:
-            raise ValueError(f"policies: expected one with the name {DEFAULT}")
+            raise ValueError(
+                f"policies: expected a policy with the name {DEFAULT}, got none; rename one of them"
+            )
         for name, policy in self.policies.items():
             check_name(name)
             for key in ("source", "engine", "device", "dtype"):

@@ -76,7 +76,7 @@ class RemotePolicy(ServedPolicy):
 
     def problem(self) -> str | None:
         """Return the problem as a sentence while there is no replica; None otherwise."""
-        return None if self.replicas else f"the policy {self.name} has no replica that runs"
+        return None if self.replicas else f"the policy {self.name} has no running replica"
 
     def warm_up(self) -> None:
         """Do nothing, because replicas are warm before they receive requests."""
@@ -105,7 +105,7 @@ class RemotePolicy(ServedPolicy):
             self._quiet.warning("a request of %s is sent again: %s", self.name, why)
             if attempt < TRIES:
                 time.sleep(PAUSE_S)
-        raise UnhealthyError(f"{TRIES} replicas did not answer, the last one: {why}")
+        raise UnhealthyError(f"{TRIES} attempts on replicas failed, the last one with: {why}")
 
     def _checked(self, found: Any, observation: Observation) -> ActionChunk:
         """Return the chunk if it has the shape of the policy's specification. Raises UnhealthyError for another shape,
@@ -114,7 +114,8 @@ class RemotePolicy(ServedPolicy):
         shape = np.shape(found.actions) if isinstance(found, ActionChunk) else type(found).__name__
         if shape != form:
             raise UnhealthyError(
-                f"a replica of {self.name} answers with {shape}, expected {form}: its policy was changed"
+                f"a replica of {self.name} answers with the shape {shape} instead of {form}, because its policy was"
+                " changed; restart the fleet"
             )
         return found
 

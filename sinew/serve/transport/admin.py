@@ -29,12 +29,12 @@ def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
         _admit(request)
         _arrived, body = await read_body(request)
         if len(body) > MAX_BODY:
-            raise RequestError(f"expected at most {MAX_BODY} bytes, got {len(body)}")
+            raise RequestError(f"body: expected at most {MAX_BODY} bytes, got {len(body)}")
         try:
             body_fields = parse_json(body)
             source, accept = body_fields["source"], body_fields.get("accept", [])
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise RequestError('expected {"source": "what sinew serve takes"}') from None
+            raise RequestError('body: expected a JSON object such as {"source": "BUNDLE"}') from None
         if not isinstance(accept, list) or not all(isinstance(each, str) for each in accept):
             raise RequestError('accept: expected a list of names, such as ["units"]')
         if not isinstance(source, str) or not source or "\0" in source:
@@ -50,10 +50,10 @@ def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
     def _admit(request: web.Request) -> None:
         if not is_loopback(request.remote) or not service.wants_key:
             raise UnauthorizedError(
-                f"{request.method} {POLICIES} is for this machine alone, and wants a server with a key"
+                f"{request.method} {POLICIES} is accepted only from this machine, and only if the server has a key"
             )
         if service.swapper is None:
-            raise RequestError("this server does not exchange its policies")
+            raise RequestError("this server cannot change its policies")
 
     async def run(change: Callable[..., dict[str, Any]], *given: Any) -> web.StreamResponse:
         try:

@@ -46,19 +46,17 @@ def ready_text(
         *(f"  {'cameras' if index == 0 else '':7}  {camera}" for index, camera in enumerate(cameras)),
         f"  state    {_vector(spec.state)}",
         f"  action   {_vector(spec.action)}; chunks of {spec.chunk_size}",
-        *(f"  also     {name}: {source}; asked at HOST:PORT/{name}" for name, source in more.items()),
+        *(f"  also     {name}: {source}; address HOST:PORT/{name}" for name, source in more.items()),
         *(
-            f'  adapter  {name}: {each["policy"]}; asked with "adapter": "{name}"'
+            f'  adapter  {name}: {each["policy"]}; send "adapter": "{name}"'
             for name, each in about.get("adapters", {}).items()
         ),
     ]
     pages = [page for wire in wires if (page := wire.dashboard)]
-    lines += [f"  page     {reachable(page)} shows what it does" for page in pages]
+    lines += [f"  page     {reachable(page)} shows the requests" for page in pages]
     secure = any(wire.address.startswith(("wss:", "tls:")) for wire in wires)
-    lines += ["  key      wanted: the programs take it from SINEW_API_KEY in their environment"] * keyed
-    lines += [
-        "  TLS      SSL_CERT_FILE=CERT.pem lets them trust a certificate that you signed yourself"
-    ] * secure
+    lines += ["  key      required: the programs read it from SINEW_API_KEY in their environment"] * keyed
+    lines += ["  TLS      SSL_CERT_FILE=CERT.pem lets the programs trust your own certificate"] * secure
     if request.getproxies().keys() & {"http", "https", "all"}:
         web = [
             urlsplit(reachable(wire.address))
@@ -66,10 +64,13 @@ def ready_text(
             if not wire.address.startswith(("tcp:", "tls:"))
         ]
         far = {at.hostname for at in web if at.hostname and not request.proxy_bypass(at.hostname)}
-        lines += [f"  proxy    no_proxy={host} lets programs here ask without one" for host in sorted(far)]
+        lines += [
+            f"  proxy    no_proxy={host} lets programs on this machine connect directly"
+            for host in sorted(far)
+        ]
     for wire in wires:
         program = [f"    {line}" for line in wire.guide(spec)]
-        lines += [f"  {wire.name} at {reachable(wire.address)}; ask it with", "", *program, ""]
+        lines += [f"  {wire.name} at {reachable(wire.address)}; example:", "", *program, ""]
     return "\n".join(lines)
 
 

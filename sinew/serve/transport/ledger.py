@@ -31,24 +31,24 @@ class Account:
         since: The time at which the arriving request (or handshake) began; None between requests.
         arriving: Bytes of the arriving request.
         waiting: Bytes of complete requests that are not answered yet.
-        kept: Bytes that outlive the answers, such as the frames of earlier steps and of streams.
+        kept_bytes: Bytes that outlive the answers, such as the frames of earlier steps and of streams.
         proven: True once a request of this connection was accepted (and authorised, if the server has a key).
         heard: The time at which the connection last sent.
     """
 
-    __slots__ = ("arriving", "heard", "kept", "proven", "since", "waiting")
+    __slots__ = ("arriving", "heard", "kept_bytes", "proven", "since", "waiting")
 
     def __init__(self, now: float):
         self.since: float | None = now
         self.heard = now
         self.arriving = 0
         self.waiting = 0
-        self.kept = 0
+        self.kept_bytes = 0
         self.proven = False
 
     @property
-    def held(self) -> int:
-        return self.arriving + self.waiting + self.kept
+    def held_bytes(self) -> int:
+        return self.arriving + self.waiting + self.kept_bytes
 
 
 A = TypeVar("A", bound=Account)  # the transport's own class of accounts
@@ -75,7 +75,7 @@ class MemoryLedger(Generic[A]):
         self.limit_bytes = limit_bytes
         self.limit_s = limit_s
         self.open: set[A] = set()
-        self.held = 0
+        self.held_bytes = 0
         self.strangers_held = 0
         self._close = close
         self._quiet = RateLimitedLog(logger)
@@ -84,7 +84,11 @@ class MemoryLedger(Generic[A]):
         """Add a new connection. If the server is full, an idle connection is closed first. Return False if the server
         is full and no connection is idle."""
         if len(self.open) >= self.limit and not self._make_place(now):
-            self._quiet.warning("%s: a connection was refused: %d are open", self.name, len(self.open))
+            self._quiet.warning(
+                "%s: a connection was rejected, because %d are open, which is the limit",
+                self.name,
+                len(self.open),
+            )
             return False
         self.open.add(account)
         return True
@@ -111,9 +115,9 @@ class MemoryLedger(Generic[A]):
 
     def keep(self, account: A, size: int) -> None:
         """Count ``size`` bytes that the connection stores from now on. This may close connections, also this one."""
-        more = size - account.kept
+        more = size - account.kept_bytes
         self._count(account, more)
-        account.kept = size
+        account.kept_bytes = size
         if more > 0:
             self._make_room()
 
@@ -121,12 +125,12 @@ class MemoryLedger(Generic[A]):
         """Count the connection as proven, because a request of it was accepted."""
         if not account.proven:
             if account in self.open:
-                self.strangers_held -= account.held
+                self.strangers_held -= account.held_bytes
             account.proven = True
 
     def forget(self, account: A) -> None:
         if account in self.open:
-            self._count(account, -account.held)
+            self._count(account, -account.held_bytes)
             self.open.discard(account)
 
     def sweep(self, now: float) -> None:
@@ -134,22 +138,22 @@ class MemoryLedger(Generic[A]):
         for each in [each for each in self.open if each.since is not None and not each.waiting]:
             assert each.since is not None
             if now - each.since > self.limit_s:
-                self._close(each, f"no whole request within {self.limit_s:g} s")
+                self._close(each, f"a request did not arrive completely in {self.limit_s:g} s")
 
     def _count(self, account: A, size: int) -> None:
         if account in self.open:
-            self.held += size
+            self.held_bytes += size
             if not account.proven:
                 self.strangers_held += size
 
     def _make_room(self) -> None:
         while self.strangers_held > self.limit_bytes // STRANGERS_SHARE:
-            greatest = max((each for each in self.open if not each.proven), key=lambda each: each.held)
+            greatest = max((each for each in self.open if not each.proven), key=lambda each: each.held_bytes)
             self._close(
                 greatest, "connections without an accepted request take more memory than the server allows"
             )
-        while self.held > self.limit_bytes:
-            greatest = max(self.open, key=lambda each: each.held)
+        while self.held_bytes > self.limit_bytes:
+            greatest = max(self.open, key=lambda each: each.held_bytes)
             self._close(greatest, "the connections take more memory than the server allows")
 
     def _make_place(self, now: float) -> bool:

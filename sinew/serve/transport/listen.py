@@ -163,7 +163,7 @@ class Listen:
         """
         if self.tls_cert is None:
             if self.tls_key is not None:
-                raise SinewError(f"TLS: --tls-key {self.tls_key} needs --tls-cert")
+                raise SinewError(f"TLS: --tls-key {self.tls_key}: pass --tls-cert too")
             return None
         newest = ReloadedFile([path for path in (self.tls_cert, self.tls_key) if path], self._tls_context)
 
@@ -182,17 +182,19 @@ class Listen:
         for file, path, pattern in zip(files, (cert, key), (CERTIFICATE, KEY), strict=True):
             if not path.is_file() or re.search(pattern, _pem(path)) is None:
                 what = "certificate" if pattern == CERTIFICATE else "private key without a passphrase"
-                raise SinewError(f"TLS: {file}: expected a PEM file with a {what}, got none there")
+                raise SinewError(f"TLS: {file}: expected a PEM file with a {what}, got a file without it")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             context.load_cert_chain(cert, self.tls_key)
         except (OSError, ValueError) as error:
             # NO_CERTIFICATE means that the key has another algorithm than the certificate.
             other = "MISMATCH" in str(error) or "NO_CERTIFICATE" in str(error)
-            why = "the key is another certificate's" if other else error
+            why = "the key does not belong to this certificate" if other else error
             raise SinewError(f"TLS: {', '.join(files)}: {why}") from error
         if (end := _end(cert)) < time.strftime("%Y%m%d%H%M%S", time.gmtime()):
-            logger.warning("TLS: %s: ended on %s (UTC), so clients refuse it", files[0], end)
+            logger.warning(
+                "TLS: %s: the certificate ended on %s (UTC), so clients reject it; renew it", files[0], end
+            )
         return context
 
 

@@ -128,7 +128,9 @@ async def read_body(request: web.Request) -> tuple[float, bytearray]:
     """
     coding = request.headers.get("Content-Encoding", "identity")
     if coding != "identity":
-        raise RequestError(f"Content-Encoding: expected none, got {coding[:40]!r}")
+        raise RequestError(
+            f"Content-Encoding: expected none, got {coding[:40]!r}; send the body uncompressed"
+        )
     body, most = bytearray(), request.client_max_size
     async for part in request.content.iter_any():  # Connections.watch ends a slow request
         body += part

@@ -108,7 +108,7 @@ class WebServer:
                 self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(STOP_S)
             if self._thread.is_alive():
-                logger.error("%s: the event loop does not end", self.name)
+                logger.error("%s: the event loop did not stop in time", self.name)
                 return
         self._decoder.shutdown(wait=False, cancel_futures=True)
         self._loop.close()
@@ -178,7 +178,7 @@ class WebServer:
         of its queue, once a second, while no descriptor is free."""
         error = about.get("exception")
         if isinstance(error, OSError) and error.errno in NO_ROOM:
-            self._quiet.warning("%s: a connection could not be taken: %s", self.name, error)
+            self._quiet.warning("%s: a connection could not be accepted: %s", self.name, error)
         else:
             loop.default_exception_handler(about)
 
@@ -276,7 +276,7 @@ class WebServer:
         )
         if not socket.can_prepare(request):
             response = web.Response(
-                status=426, text=f"this is a WebSocket of {name}; GET /healthz for a sign of life\n"
+                status=426, text=f"this is a WebSocket of {name}; send GET /healthz to check the server\n"
             )
             response.force_close()
             return response
@@ -308,14 +308,17 @@ class WebServer:
                     await self._fail(socket, f"expected a {expected}, got the other kind")
                     break
                 elif messages.full() and not dialect.waits:
-                    await self._fail(socket, f"at most {PENDING} observations of one connection may wait")
+                    await self._fail(
+                        socket,
+                        f"at most {PENDING} observations of one connection may wait; wait for each answer",
+                    )
                     break
                 else:
                     await messages.put((time.perf_counter(), _data(message), connection.whole()))
                 # Free the memory of the message now, because the next message may come much later.
                 del message
         except (ConnectionError, asyncio.CancelledError):
-            logger.debug("a client of %s left", name)
+            logger.debug("a client of %s has disconnected", name)
         finally:
             # Run these lines before any await, because a cancelled task can be cancelled again at each await.
             self._open.discard(socket)
@@ -412,7 +415,7 @@ class WebServer:
 
         def check() -> None:
             if client_left.is_set():
-                raise CancelledError("the client left")
+                raise CancelledError("the client has disconnected")
 
         def read() -> None:
             seen = observation(PixelBudget(deployment.pixels, check))

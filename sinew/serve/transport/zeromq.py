@@ -262,7 +262,7 @@ class ZeroMQWire:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:  # usually, no file descriptor is free
-                self._quiet.warning("%s: a connection could not be taken: %s", self.name, error)
+                self._quiet.warning("%s: a connection could not be accepted: %s", self.name, error)
                 break
             connection.setblocking(False)
             with contextlib.suppress(OSError):
@@ -382,7 +382,7 @@ class ZeroMQWire:
         answered."""
         while peer.freed:
             self.ledger.answered(peer, peer.freed.popleft())
-        if (kept_bytes := sum(list(peer.keeps.values()))) != peer.kept:
+        if (kept_bytes := sum(list(peer.keeps.values()))) != peer.kept_bytes:
             self.ledger.keep(peer, kept_bytes)
         if peer.broken and not peer.closed:
             self.close(peer, "")
@@ -425,7 +425,7 @@ class ZeroMQWire:
             if message.size > self._limit:
                 raise RequestError(f"request: expected at most {self._limit} bytes, got {message.size}")
             if count != 1:
-                raise RequestError(f"expected a single-frame request, got {count} frames")
+                raise RequestError(f"request: expected a single frame, got {count} frames")
             content = memoryview(payload[0])
             header = codec.peek(content)
             if header.error is not None:
@@ -448,7 +448,7 @@ class ZeroMQWire:
                 service.refused(self.name, peer.address, reported)
                 self._refuse(peer)
             else:
-                self._failures.error("a request could not be taken", error)
+                self._failures.error("a request could not be processed", error)
             peer.reply([*envelope, codec.encode_error(header, reported)], size)
             return
         peer.prove()

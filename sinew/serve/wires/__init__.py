@@ -109,14 +109,16 @@ def parse(names: Sequence[str]) -> dict[str, int | str]:
         if wire not in WIRES:
             raise SinewError(f"--wire {name}: expected one of {', '.join(WIRES)}")
         if wire in ports:
-            raise SinewError(f"--wire {wire}: given twice")
+            raise SinewError(f"--wire {wire}: listed twice; list it once")
         if port.startswith("ipc://"):
             path = port.removeprefix("ipc://")
             if not path.startswith("/") or "#" in path:
                 raise SinewError(f"--wire {name}: expected ipc:///PATH without a #, got {port!r}")
             # The clients of groot, the other ZeroMQ protocol, support only hosts and ports.
             if wire != "native":
-                raise SinewError(f"--wire {name}: expected a port; a Unix socket is for the wire native")
+                raise SinewError(
+                    f"--wire {name}: expected a port, because only the protocol native supports a Unix socket"
+                )
             ports[wire] = path
             continue
         if colon and not (port.isdigit() and int(port) <= 65535):
@@ -162,7 +164,8 @@ def open_wires(ports: Mapping[str, int | str], listen: Listen) -> list[Listener]
                 for other in there:
                     if other.transport == "websocket":
                         raise SinewError(
-                            f"--wire {name}: port {port} has {other.name}; WebSockets share no port"
+                            f"--wire {name}: {other.name} already uses port {port}, and WebSockets cannot share"
+                            " a port; choose another port"
                         )
             there.append(wire)
     page = _page() if web and listen.dashboard else None
@@ -186,7 +189,7 @@ def open_wires(ports: Mapping[str, int | str], listen: Listen) -> list[Listener]
             others = " ".join(
                 f"--wire {name}:{port + 1}" for name, port in ports.items() if isinstance(port, int)
             )
-            raise AddressError(f"{error}; {others} takes others") from error
+            raise AddressError(f"{error}; to use other ports, pass {others}") from error
         raise
     return listeners
 

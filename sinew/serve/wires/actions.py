@@ -66,7 +66,7 @@ class Actions:
             policy = request.match_info.get("policy", message.policy)
             if message.policy not in ("", policy):
                 raise RequestError(
-                    f"policy: expected {policy}, as in the address, got {message.policy[:80]!r}"
+                    f"policy: expected {policy} as in the address, got {message.policy[:80]!r}"
                 )
             spec = self._service.policies.get(policy).spec
         client = request.remote or ""

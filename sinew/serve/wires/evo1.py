@@ -67,7 +67,7 @@ def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | No
         raise ObservationError(
             "state",
             f"{spec.state.dim} numbers",
-            f"{len(state)}: for clients that pad their state convert with --set state_dim={len(state)}",
+            f"{len(state)}; if the client pads its state, convert with --set state_dim={len(state)}",
         )
     return Observation(
         images=_images(text, _flags("image_mask", fields["image_mask"]), spec, budget or PixelBudget()),
@@ -87,7 +87,7 @@ def _decoded(payload: bytes) -> tuple[bytes, dict[str, Any]]:
                 raise ObservationError(name, f"at most {MAX_FIELD} bytes", str(len(raw)))
             fields[name] = msgspec.json.decode(raw)  # bounded: the length is checked above
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise RequestError(f"not an observation in JSON: {str(error)[:200]}") from None
+        raise RequestError(f"request: not a JSON observation: {str(error)[:200]}") from None
     return bytes(body.image), fields
 
 
@@ -99,12 +99,14 @@ def _images(text: bytes, mask: list[bool], spec: PolicySpec, budget: PixelBudget
     if not 1 <= present <= len(cameras) or not all(mask[:present]):
         raise ObservationError(
             "image_mask",
-            f"1 to {len(cameras)} ones, and zeros behind them",
+            f"1 to {len(cameras)} ones, then zeros",
             str([int(flag) for flag in mask]),
         )
     for index, picture in enumerate(pictures[present:], present):
         if picture.any():
-            raise ObservationError(f"image[{index}]", "a black picture where image_mask is 0", "another one")
+            raise ObservationError(
+                f"image[{index}]", "a black picture, because image_mask is 0", "a picture that is not black"
+            )
     return {
         name: np.ascontiguousarray(frame[..., ::-1])
         for name, frame in zip(cameras, pictures[:present], strict=False)
@@ -120,7 +122,7 @@ def _pictures(text: bytes, budget: PixelBudget) -> Iterator[np.ndarray]:
     brackets, digits = text.translate(None, DIGITS + SPACE), text.translate(None, b"[]" + SPACE)
     where = "pictures [height][width][3] of whole numbers from 0 to 255"
     if brackets[:1] != b"[" or brackets[-1:] != b"]":
-        raise ObservationError("image", where, "something else")
+        raise ObservationError("image", where, "another structure")
     at, shapes = 1, list[tuple[int, int, int]]()
     while at < len(brackets) - 1:
         end = brackets.find(b"]]]", at) + 3
@@ -130,28 +132,28 @@ def _pictures(text: bytes, budget: PixelBudget) -> Iterator[np.ndarray]:
         name = f"image[{len(shapes)}]"
         if width == 0 or height == 0:
             raise ObservationError(
-                name, "[height][width][3] of whole numbers from 0 to 255", "something else"
+                name, "[height][width][3] of whole numbers from 0 to 255", "another structure"
             )
         budget.take(name, height, width)
         row = b"[" + b",".join([b"[,,]"] * width) + b"]"
         if brackets[at:end] != b"[" + b",".join([row] * height) + b"]":
             raise ObservationError(
-                name, "[height][width][3] of whole numbers from 0 to 255", "something else"
+                name, "[height][width][3] of whole numbers from 0 to 255", "another structure"
             )
         shapes.append((height, width, 3))
         if len(shapes) > MAX_IMAGES:
             raise ObservationError("image", f"at most {MAX_IMAGES} pictures", "more")
         if brackets[end : end + 1] not in (b",", b"]"):
-            raise ObservationError("image", where, "something else")
+            raise ObservationError("image", where, "another structure")
         at = end + 1
     total = sum(height * width * 3 for height, width, _ in shapes)
     if digits.count(b",") + bool(digits) != total or b"0000" in digits.translate(ZEROS):
-        raise ObservationError("image", "whole numbers from 0 to 255", "others, or too few")
+        raise ObservationError("image", "whole numbers from 0 to 255", "other values, or too few")
     # The text now contains only commas and numbers of at most three digits, and msgspec has checked
     # that it is JSON.
     numbers = np.fromstring(digits, np.int16, sep=",")
     if len(numbers) != total:
-        raise ObservationError("image", "whole numbers from 0 to 255", "others, or too few")
+        raise ObservationError("image", "whole numbers from 0 to 255", "other values, or too few")
     if numbers.max(initial=0) > 255:
         raise ObservationError("image", "whole numbers from 0 to 255", str(numbers.max()))
     start = 0
@@ -174,9 +176,7 @@ def _check_actions(value: Any, dim: int) -> None:
     """Raise ObservationError unless the client requests exactly the policy's own actions."""
     mask = _flags("action_mask", value)
     if mask[:dim] != [True] * dim or any(mask[dim:]):
-        raise ObservationError(
-            "action_mask", f"{dim} ones, and zeros behind them", f"{sum(mask)} ones of {len(mask)}"
-        )
+        raise ObservationError("action_mask", f"{dim} ones, then zeros", f"{sum(mask)} ones of {len(mask)}")
 
 
 def _check_statistics(fields: dict[str, Any], spec: PolicySpec) -> None:

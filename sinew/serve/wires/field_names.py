@@ -149,8 +149,10 @@ def read_observation(
     _refuse_strange_frames(flat, cameras, {key for key, _value in frames.values()} | unread)
     prompts = (keys.prompt, *PROMPT_KEYS) if keys is not None else PROMPT_KEYS
     states = keys.state if keys is not None else _STATE_KEYS
-    known = {key for key, _value in frames.values()} | unread | {*states, *prompts, *beside}
-    _refuse_unknown(flat, known, [*(some[0] for some in cameras.values()), states[0], prompts[0], *beside])
+    known_keys = {key for key, _value in frames.values()} | unread | {*states, *prompts, *beside}
+    _refuse_unknown(
+        flat, known_keys, [*(some[0] for some in cameras.values()), states[0], prompts[0], *beside]
+    )
     channels_first = keys.channels_first if keys is not None else None
     seen = {
         camera: _frames(key, value, budget, channels_first, spec.history)
@@ -158,7 +160,9 @@ def read_observation(
     }
     (key, _value), moments = next(iter(frames.values())), {len(each) for each in seen.values()}
     if len(moments) > 1:
-        raise ObservationError(key, "as many moments of each camera", ", ".join(map(str, sorted(moments))))
+        raise ObservationError(
+            key, "the same number of observation steps for each camera", ", ".join(map(str, sorted(moments)))
+        )
     places = _state(flat, spec, keys, *moments)
     *earlier, newest = (
         Moment({camera: each[index] for camera, each in seen.items()}, state)
@@ -221,7 +225,7 @@ def _frames(
     if array.ndim != 4 or most == 1:
         return [frame(key, array, budget, channels_first)]
     if not 1 <= len(array) <= most:
-        raise ObservationError(key, f"frames of 1 to {most} moments", f"shape {list(array.shape)}")
+        raise ObservationError(key, f"frames of 1 to {most} observation steps", f"shape {list(array.shape)}")
     return [frame(key, each, budget, channels_first) for each in array]
 
 
@@ -234,7 +238,7 @@ def _vectors(key: str, value: Any, moments: int) -> np.ndarray:
         array = array[0]
     if array.ndim != 2 or len(array) != moments:
         raise ObservationError(
-            key, f"a row of numbers for each of {moments} moments", f"shape {list(array.shape)}"
+            key, f"a row of numbers for each of {moments} observation steps", f"shape {list(array.shape)}"
         )
     return array.astype(np.float64)
 
@@ -267,7 +271,7 @@ def text(key: str, value: Any) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ObservationError(key, "Unicode text", "code points that are no characters") from None
+        raise ObservationError(key, "Unicode text", "code points that are not characters") from None
     return str(value)
 
 
@@ -302,7 +306,7 @@ def number(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ObservationError(name, "a number", "an integer beyond any float") from None
+        raise ObservationError(name, "a number", "an integer that is too large for a float") from None
 
 
 def integer(name: str, value: Any) -> int:
@@ -330,10 +334,10 @@ def options(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the optional fields of an observation, by name. Raises ObservationError."""
     values = {name: read(name, flat[name]) for name, read in _KINDS.items() if flat.get(name) is not None}
     if "question" in values and not values["question"].strip():
-        raise ObservationError("question", "a text", "an empty string")
+        raise ObservationError("question", "text", "an empty string")
     if scales := {values.pop(name) for name in SCALES if name in values}:
         if len(scales) > 1:
-            raise ObservationError(SCALES[1], f"one scale, as {SCALES[0]}", "two")
+            raise ObservationError(SCALES[1], f"one scale, as {SCALES[0]}", "two; send only one of the keys")
         values[SCALES[0]] = scales.pop()
     return values
 
@@ -356,12 +360,14 @@ def members_of(tree: Mapping[str, Any], alone: Sequence[str]) -> list[Mapping[st
         got = f"{len(members)}" if isinstance(members, list) else type(members).__name__
         raise RequestError(f"{SEVERAL}: expected a list of 1 to {MOST_TOGETHER} maps, got {got}")
     if beside := [key for key in tree if key not in (SEVERAL, *alone)]:
-        raise RequestError(f"{named(beside[0], 40)}: expected inside of {SEVERAL}, got one beside them")
+        raise RequestError(f"{named(beside[0], 40)}: move it into the entries of {SEVERAL}")
     for index, each in enumerate(members):
         if not isinstance(each, Mapping):
             raise RequestError(f"{SEVERAL}[{index}]: expected a map, got {type(each).__name__}")
         if inside := [key for key in (SEVERAL, "endpoint", *alone) if key in each]:
-            raise RequestError(f"{SEVERAL}[{index}].{inside[0]}: expected none inside of one, got one")
+            raise RequestError(
+                f"{SEVERAL}[{index}].{inside[0]}: not allowed in an observation; move it into the message"
+            )
     return members
 
 
@@ -393,11 +399,11 @@ def _refuse_strange_frames(
         named = key.startswith(_FRAME_PREFIXES)
         looks = isinstance(value, np.ndarray) and value.ndim >= 3 and key != "noise"
         if key not in taken and (named or looks):
-            known = [candidates[0] for candidates in cameras.values()]
+            first_keys = [candidates[0] for candidates in cameras.values()]
             close = difflib.get_close_matches(key, [each for some in cameras.values() for each in some], n=1)
             hint = f"; did you mean {close[0]!r}?" if close and close[0] not in taken else ""
             raise ObservationError(
-                key[:100], f"one of the cameras {', '.join(known)}", f"an unknown camera{hint}"
+                key[:100], f"one of the cameras {', '.join(first_keys)}", f"an unknown camera{hint}"
             )
 
 
@@ -422,7 +428,9 @@ def _state(flat: Mapping[str, Any], spec: PolicySpec, keys: KeyMap | None, momen
         return np.concatenate([_vectors(key, flat[key], moments) for key in keys.state], axis=1)
     keys_present = [key for key in _STATE_KEYS if key in flat]
     if len(keys_present) > 1:
-        raise ObservationError(keys_present[1], f"one state, as {keys_present[0]}", "two")
+        raise ObservationError(
+            keys_present[1], f"one state, as {keys_present[0]}", "two; send only one of the keys"
+        )
     if keys_present:
         return _vectors(keys_present[0], flat[keys_present[0]], moments)
     raise ObservationError("state", f"{spec.state.dim} numbers", f"nothing; keys are {_some(flat)}")
@@ -431,7 +439,9 @@ def _state(flat: Mapping[str, Any], spec: PolicySpec, keys: KeyMap | None, momen
 def _prompt(flat: Mapping[str, Any], candidates: Sequence[str]) -> str:
     prompts = {key: text(key, flat[key]) for key in candidates if flat.get(key) is not None}
     if len(set(prompts.values())) > 1:
-        raise ObservationError(list(prompts)[1], f"one instruction, as {next(iter(prompts))}", "two")
+        raise ObservationError(
+            list(prompts)[1], f"one instruction, as {next(iter(prompts))}", "two; send only one of the keys"
+        )
     return next(iter(prompts.values()), "")
 
 

@@ -48,7 +48,9 @@ def read(body: bytes | bytearray, content_type: str) -> WireMessage:
     """Return the message in ``body``. Raises RequestError or ObservationError."""
     tree = unpack(body) if content_type == MSGPACK else _json(body)
     if not isinstance(tree, Mapping):
-        raise RequestError(f"expected an object, got {type(tree).__name__}")
+        raise RequestError(
+            f"request: expected an object with the keys of an observation, got {type(tree).__name__}"
+        )
     if SEVERAL in tree:
         members = [_message(each) for each in members_of(tree, ("deadline_ms", "policy"))]
         return replace(_message({key: tree[key] for key in tree if key != SEVERAL}), observations=members)
@@ -87,7 +89,7 @@ def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | No
 def asked(seen: Observation) -> Observation:
     """Return the observation of a ``/vqa`` request. Raises ObservationError without a question."""
     if not seen.question:
-        raise ObservationError("question", "a text", "nothing")
+        raise ObservationError("question", "text", "nothing")
     return seen
 
 
@@ -95,7 +97,7 @@ def subtask(seen: Observation) -> Observation:
     """Return the observation of a ``/subtask`` request. Raises ObservationError with a question."""
     if seen.question:
         raise ObservationError(
-            "question", "no question in a request for a subtask; POST /vqa answers it", "one"
+            "question", "no question in a request for a subtask", "one; send questions to /vqa"
         )
     return replace(seen, subtask=True, text_only=True)
 
@@ -147,7 +149,9 @@ def read_act(body: bytes | bytearray) -> Act:
     if encoded:
         tree = _json(tree["encoded"].encode())
     if not isinstance(tree, dict):
-        raise RequestError(f"expected an object, got {type(tree).__name__}")
+        raise RequestError(
+            f"request: expected an object with the keys of an observation, got {type(tree).__name__}"
+        )
     return Act(tree, "full_image" not in tree, encoded)
 
 
@@ -170,7 +174,7 @@ def act_observation(act: Act, spec: PolicySpec, budget: PixelBudget | None = Non
         f"{unnorm_key}_no_noops",
     ):
         raise ObservationError(
-            "unnorm_key", f"{spec.embodiment}, whose statistics this bundle has", unnorm_key[:100]
+            "unnorm_key", f"{spec.embodiment}, the statistics of this bundle", unnorm_key[:100]
         )
     if not field_names.key_maps(spec, "openvla"):
         names = ["image" if act.single else "full_image", *(key for key in flat if "wrist" in key)]
@@ -230,11 +234,11 @@ def _json(body: bytes | bytearray) -> Any:
     objects. Long texts must be base64, because one wide character makes Python store every character of its text in
     four bytes."""
     if sum(body.count(mark) for mark in b",[{") > MAX_VALUES:
-        raise RequestError(f"JSON: expected at most {MAX_VALUES} values; frames go as base64 text")
+        raise RequestError(f"JSON: expected at most {MAX_VALUES} values; send frames as base64 text")
     try:
         tree = msgspec.json.decode(body)  # bounded: the values are counted above
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise RequestError(f"not JSON: {str(error)[:200]}") from None
+        raise RequestError(f"request: not valid JSON: {str(error)[:200]}") from None
     if len(body) > MAX_WIDE and (not body.isascii() or b"\\u" in body):
         _refuse_wide(tree)
     return tree
@@ -250,7 +254,9 @@ def _refuse_wide(tree: Any) -> None:
         elif isinstance(node, list):
             nodes += node
         elif isinstance(node, str) and len(node) > MAX_WIDE and not node.isascii():
-            raise RequestError(f"JSON: expected at most {MAX_WIDE} characters beside base64, got {len(node)}")
+            raise RequestError(
+                f"JSON: expected at most {MAX_WIDE} characters of text that is not base64, got {len(node)}"
+            )
 
 
 def _arrays(content: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -191,13 +191,13 @@ class NativeCodec:
                 raise RequestError(f"images: expected at most {most}, got {images}")
             if other_bytes > MAX_BYTES_BESIDE_IMAGES:
                 raise RequestError(
-                    f"request: expected at most {MAX_BYTES_BESIDE_IMAGES} bytes beside images, got {other_bytes}"
+                    f"request: expected at most {MAX_BYTES_BESIDE_IMAGES} bytes besides images, got {other_bytes}"
                 )
             if report is not None and kind != Kind.REPORT:
-                raise RequestError(f"report: expected with kind {Kind.REPORT} alone, got it with {kind}")
+                raise RequestError(f"report: allowed only with kind {Kind.REPORT}, got it with kind {kind}")
             if members and (images or lone or kind != Kind.INFER):
                 what = "images" if images else lone or f"kind {kind}"
-                raise RequestError(f"{what}: expected inside of observations, got one beside them")
+                raise RequestError(f"{what}: move it into the entries of observations")
             if len(members) > MOST_TOGETHER:
                 raise RequestError(
                     f"observations: expected at most {MOST_TOGETHER} in a message, got {len(members)}"
@@ -256,7 +256,7 @@ class NativeCodec:
         inside = header.kind != Kind.INFER or header.members or header.api_key or header.policy != policy
         if inside or header.deadline_ms is not None:
             raise RequestError(
-                "observations: expected kind, policy, api_key and deadline_ms beside them alone"
+                "observations: move kind, policy, api_key and deadline_ms from the entries into the message"
             )
         return self.decode(payload, budget, policy, header.found)
 
@@ -451,7 +451,7 @@ def _frame(
         if image.offset is None:
             return raw_frame(name, data, image.height, image.width, dtype, budget)
         if shared is None or len(data):
-            nowhere = f"the place {image.offset} in shared memory, of which there is none"
+            nowhere = f"the position {image.offset} in shared memory, but the connection has none"
             got = "both" if len(data) else nowhere
             raise ObservationError(name, "pixels in the message or in shared memory", got)
         size = image.height * image.width * 3 * np.dtype(dtype).itemsize
@@ -460,8 +460,8 @@ def _frame(
         return view.copy() if keeps else view
     raise ObservationError(
         name,
-        "encoding JPEG, RGB_U8 or F32_RGB_01, the last two in shared memory",
-        f"{image.encoding}" + ("" if image.offset is None else " there"),
+        "encoding JPEG, RGB_U8 or F32_RGB_01; only the last two may use shared memory",
+        f"{image.encoding}" + ("" if image.offset is None else " in shared memory"),
     )
 
 
@@ -515,10 +515,14 @@ def _moments(
     times = Counter(names)
     moments = max(times.values())
     if moments > spec.history or len(set(times.values())) > 1:
-        expected = "once" if spec.history == 1 else f"once for each moment, of which there are {spec.history}"
+        expected = (
+            "once" if spec.history == 1 else f"once for each of at most {spec.history} observation steps"
+        )
         raise ObservationError("camera_names", f"each camera {expected}", ", ".join(names))
     if len(state) % moments:
-        raise ObservationError("raw_state", f"a state for each of {moments} moments", f"{len(state)} numbers")
+        raise ObservationError(
+            "raw_state", f"a state for each of {moments} observation steps", f"{len(state)} numbers"
+        )
     steps: list[dict[str, np.ndarray]] = [{} for _ in range(moments)]
     for name, image in zip(names, images, strict=True):
         next(frames for frames in steps if name not in frames)[name] = frame(name, image)
@@ -527,7 +531,7 @@ def _moments(
 
 def _state(deployment: Deployment, request: PredictRequest) -> np.ndarray:
     if request.raw_state and request.state:
-        raise RequestError("raw_state: expected either raw_state or state, got both")
+        raise RequestError("raw_state: expected either raw_state or state, got both; send raw_state")
     if request.raw_state or not request.state:
         return _vector(request.raw_state)
     state, dim = _vector(request.state), deployment.spec.state.dim

@@ -43,7 +43,7 @@ def read(payload: bytes) -> WireMessage:
     """Return the message in ``payload``. Raises RequestError or ObservationError."""
     tree = unpack(payload)
     if not isinstance(tree, Mapping):
-        raise RequestError(f"expected a map of observation keys, got {type(tree).__name__}")
+        raise RequestError(f"request: expected a map of observation keys, got {type(tree).__name__}")
     if SEVERAL not in tree:
         return _one(tree)
     members = [_one(each) for each in members_of(tree, ("deadline_ms",))]
@@ -198,7 +198,7 @@ def _bytes(name: str, frame: np.ndarray) -> np.ndarray:
     if frame.dtype == np.uint8:
         return frame
     if not np.isfinite(frame).all() or frame.min(initial=0) < 0 or frame.max(initial=0) > 1:
-        raise ObservationError(f"images.{name}", "floats in [0, 1]", "values outside")
+        raise ObservationError(f"images.{name}", "floats in [0, 1]", "values outside of this range")
     return (255 * frame).astype(np.uint8)
 
 

@@ -59,7 +59,7 @@ class OwnPolicy(ServedPolicy):
         if actions.ndim != 2 or actions.shape[1] != width or not np.isfinite(actions).all():
             what = f"a finite array [H, {width}]"
             raise SinewError(
-                f"the policy's actions: expected {what}, got shape {list(actions.shape)} or not finite"
+                f"actions: the policy must return {what}, but returned shape {list(actions.shape)} or NaN"
             )
         return replace(chunk, actions=actions, session=prepared.session, time=prepared.time)
 
@@ -104,14 +104,16 @@ class Server:
     ):
         if options and not isinstance(policy, str | Path):
             raise SinewError(
-                f"{next(iter(options))}: expected a path or name with this option, got an open policy; pass the option"
-                " to sinew.load"
+                f"{next(iter(options))}: this option needs a path or a name, and the policy is open already; pass the"
+                " option to sinew.load"
             )
         listen = Listen(host)
         # Show the dashboard only on this machine or with a key, because it shows the robot's cameras.
         shown = listen.is_loopback or bool(api_key)
         if not shown:
-            logger.warning("%s is reachable from other machines, and requests are not authenticated", host)
+            logger.warning(
+                "%s is reachable from other machines, and requests are not authenticated; pass api_key", host
+            )
         self._wires = open_wires(parse(wires), Listen(host, dashboard=shown))
         self._ended, self._opened = threading.Event(), ExitStack()
         try:

@@ -53,7 +53,7 @@ SILENT_S = 10.0
 # Seconds without a sample after which a stream may lose its place to another robot, because a live robot sends a
 # sample at every tick.
 SPARE_S = 2.0
-EXCHANGED = "the policy was exchanged, and its streams begin anew with their next samples"
+EXCHANGED = "the policy was replaced, and its streams begin again with their next samples"
 _ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
 
 
@@ -205,15 +205,17 @@ class Streams:
                 raise ObservationError(name, "nothing in a stream; the state goes into raw_state", "numbers")
         for name in ("subtask", "question", "text_only"):
             if getattr(request, name):
-                raise ObservationError(name, "nothing in a stream, whose words are text_tokens", "it")
+                raise ObservationError(name, "nothing in a stream", "it; use text_tokens")
         if request.adapter:
             raise ObservationError(
-                "adapter", "none in a stream, which the base computes", repr(request.adapter[:64])
+                "adapter",
+                "none in a stream, because the base policy computes streams",
+                repr(request.adapter[:64]),
             )
         state = np.fromiter(request.raw_state, np.float32, len(request.raw_state))
         for name in CONDITIONS:
             if request.HasField(name):
-                raise ObservationError(name, "none in a stream, which follows the policy's own", "one")
+                raise ObservationError(name, "none in a stream, which uses the policy's own condition", "one")
         robot = self._robot(peer, envelope, header.session, request)
         if robot.safety is not None:
             robot.safety.check(Observation(images={}, state=state))
@@ -295,9 +297,9 @@ class Streams:
         safety = deployment.safety
         if safety is not None and safety.max_age is not None:
             raise RequestError(
-                "stream: expected a server without --max-age, which compares Unix times, got one with"
-                f" {safety.max_age:g} s; the moments of a stream are of the robot's clock, and the setting `stale`"
-                " of `sinew run` bounds the age of its frames there"
+                f"stream: this server compares Unix times (--max-age {safety.max_age:g}), but the times of a stream are"
+                " those of the robot's clock; start the server without --max-age, and limit the age of frames with the"
+                " setting `stale` of `sinew run`"
             )
         session = Session(policy, settings, request.prompt)
         robot = StreamingRobot(
@@ -329,7 +331,9 @@ class Streams:
         robots = list(self.robots.values())
         mine = [each for each in robots if each.peer is peer]
         if len(mine) >= PER_CONNECTION:
-            raise BusyError(f"{PER_CONNECTION} streams of this connection run, and none may have more")
+            raise BusyError(
+                f"{PER_CONNECTION} streams of this connection run, which is the limit; end one of them"
+            )
         if len(robots) < MAX_STREAMS or self.end_silent(SPARE_S, 1):
             return
         near = [each for each in robots if each.peer.address == peer.address]
@@ -338,8 +342,10 @@ class Streams:
         else:
             owned = [] if mine else _most(near, [id(each.peer) for each in near])
         if len(owned) < 2:
-            raise BusyError(f"{MAX_STREAMS} streams run, and this server takes no more")
-        owned[-1].tell(BusyError(f"{MAX_STREAMS} streams run, and another client had none"))
+            raise BusyError(f"{MAX_STREAMS} streams run, which is the limit; try again later")
+        owned[-1].tell(
+            BusyError(f"{MAX_STREAMS} streams run, so this stream has ended for a client without a stream")
+        )
         self._end(owned[-1])
 
     def _left(self, scheduler: Scheduler) -> None:

@@ -124,17 +124,19 @@ class Conversation:
     """
 
     def __init__(self, spec: PolicySpec, about: Mapping[str, Any], query: Mapping[str, str] | None = None):
-        asked = dict(query or {})
+        options = dict(query or {})
         usual = spec.n_action_steps or parse_rule(REPLAN).horizon(spec.chunk_size)
-        self._blend = spec.temporal_ensemble if "rows" not in asked else None
+        self._blend = spec.temporal_ensemble if "rows" not in options else None
         if self._blend is not None:
             # Temporal ensembling averages the chunks of all steps, so every step needs a new chunk.
             usual = 1
-        self.rows = _count("rows", asked.pop("rows", str(usual)), 1, spec.chunk_size)
+        self.rows = _count("rows", options.pop("rows", str(usual)), 1, spec.chunk_size)
         self._ensembled = None if self._blend is None else Ensembled(self._blend)
-        self._noise = _count("noise", asked.pop("noise", "0"), 0, MAX_NOISE)
-        if asked:
-            raise RequestError(f"address: expected ?rows= and &noise=, got {next(iter(asked))[:40]!r}")
+        self._noise = _count("noise", options.pop("noise", "0"), 0, MAX_NOISE)
+        if options:
+            raise RequestError(
+                f"address: the query supports rows and noise, got {next(iter(options))[:40]!r}"
+            )
         self._spec, self._about = spec, about
         self._history = History(spec.history, spec.history_stride, spec.history_padding)
         steps = (spec.history - 1) * spec.history_stride + 1
@@ -166,7 +168,7 @@ class Conversation:
         self._seq = None
         tree = unpack(payload)
         if not isinstance(tree, Mapping) or not {"type", "payload", "seq"} <= tree.keys():
-            raise RequestError("expected a map with the keys type, payload and seq")
+            raise RequestError("request: expected a map with the keys type, payload and seq")
         kind, content, seq = tree["type"], tree["payload"], tree["seq"]
         if not isinstance(kind, str) or kind not in KINDS:
             raise RequestError(f"type: expected one of {', '.join(KINDS)}, got {shown(kind, MAX_SHOWN)}")
@@ -188,7 +190,7 @@ class Conversation:
         if kind == "error":
             self._quiet.warning("%s: a client reports: %s", NAME, shown(content.get("error"), 200))
             return WireMessage(endpoint="answered")
-        raise RequestError("type: expected a message of a client, got 'action'")
+        raise RequestError("type: expected a message of a client, got 'action', which only a server sends")
 
     def answer(
         self, message: WireMessage, outcomes: Sequence[Outcome], _server_ms: float, _before: float | None
@@ -224,21 +226,21 @@ class Conversation:
         Raises:
             ObservationError: The observation does not fit the policy.
         """
-        found = observation(message, spec, budget)
+        result = observation(message, spec, budget)
         if self._spec.history > 1:
-            size = sum(frame.nbytes for frame in found.images.values())
+            size = sum(frame.nbytes for frame in result.images.values())
             if size > self._room:
                 own = ", ".join(f"{each.name} {each.height} x {each.width}" for each in spec.cameras)
                 raise ObservationError(
                     "images",
-                    f"at most {self._room} bytes of frames, as the server keeps those of earlier steps",
-                    f"{size}; send the frames in the sizes of the policy: {own}",
+                    f"at most {self._room} bytes of frames, because the server stores earlier steps",
+                    f"{size}; send frames with the policy's sizes: {own}",
                 )
-            moment = Moment(found.images, found.state)
+            moment = Moment(result.images, result.state)
             message.content.decoded.append(moment)
             if not self._sizes and self._spec.history_padding == "repeat":
-                found = replace(found, earlier=(moment,) * (self._spec.history - 1))
-        return found
+                result = replace(result, earlier=(moment,) * (self._spec.history - 1))
+        return result
 
     def seen(self, message: WireMessage) -> bytes:
         """Return the next action of the chunk for a step that was decoded without a new chunk."""
@@ -333,7 +335,7 @@ def _to_map(value: Any) -> Any:
         dense = np.ascontiguousarray(value)
         shape = list(dense.shape)
         return {"__ndarray__": True, "data": dense.tobytes(), "dtype": dense.dtype.str, "shape": shape}
-    raise TypeError(f"{type(value).__name__} does not travel")
+    raise TypeError(f"a message cannot contain a value of type {type(value).__name__}")
 
 
 def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
@@ -346,8 +348,8 @@ def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | No
     budget = budget or PixelBudget()
     # The second budget counts the pixels of picture files when they are decoded. The first budget counts them
     # again as frames.
-    found = _moment(seen.content, spec, budget, budget.again())
-    return replace(found, earlier=seen.earlier, session=message.session, seed=seen.seed)
+    step = _moment(seen.content, spec, budget, budget.again())
+    return replace(step, earlier=seen.earlier, session=message.session, seed=seen.seed)
 
 
 def _moment(
@@ -373,20 +375,22 @@ def _moment(
                     raise ObservationError(key, f"one value, as {own}", "two")
                 flat[own] = flat.pop(key)
     read = field_names.keys_read(spec, NAME)
-    found = {
+    inputs = {
         key: value.pixels(key, files) if isinstance(value, Picture) else value
         for key, value in flat.items()
         if key in read
     }
     if not spec.state.dim and not maps:
-        found["state"] = np.zeros(0)
+        inputs["state"] = np.zeros(0)
     try:
-        return field_names.read_observation(found, spec, NAME, budget)
+        return field_names.read_observation(inputs, spec, NAME, budget)
     except ObservationError as error:
-        left = [key for key in flat if key not in found]
+        left = [key for key in flat if key not in inputs]
         if error.got.startswith(("keys ", "nothing")) and left:
             raise ObservationError(
-                error.field, error.expected, f"{error.got}; what was sent besides: {', '.join(left)[:200]}"
+                error.field,
+                error.expected,
+                f"{error.got}; other keys in the message: {', '.join(left)[:200]}",
             ) from None
         raise
 
@@ -418,8 +422,8 @@ class ControlPlane:
         async def config(request: web.Request) -> web.Response:
             if request.query:
                 names = ", ".join(sorted(request.query))[:100]
-                said = f"{names}: cannot be changed here; sinew serve --max-batch, --max-wait-ms"
-                return web.json_response({"errors": [said]}, status=422)
+                message = f"{names}: cannot be changed over HTTP; restart the server with --max-batch"
+                return web.json_response({"errors": [message]}, status=422)
             return web.json_response({"applied": {}, "config": {}})
 
         router.add_get("/health", health)
@@ -497,7 +501,7 @@ def _cameras(spec: PolicySpec) -> list[str]:
 
 
 def _nobody(*_: Any) -> Any:
-    raise AssertionError("a connection has a dialect of its own")
+    raise AssertionError("each connection has its own dialect")
 
 
 def _silent() -> None: ...

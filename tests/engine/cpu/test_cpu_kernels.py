@@ -497,7 +497,7 @@ WORK = {  # of the compiler: a copy of what it has made before, nothing that end
 def test_a_server_takes_what_resizes_frames_when_it_is_there(
     all_kernels, no_frames, tmp_path, monkeypatch, caplog, work
 ) -> None:
-    compiles, failed = work == "in time", "numpy resizes frames: no kernels were compiled"
+    compiles, failed = work == "in time", "numpy resizes frames, because the kernels were not compiled"
     if (library := build.kept()) is None:
         pytest.skip("nobody may write the home, so that no library is kept")
     begun: list[subprocess.Popen] = []
@@ -540,7 +540,7 @@ def test_what_would_not_be_kept_is_not_missing(no_frames, tmp_path, monkeypatch,
     monkeypatch.setenv(compiled.SWITCH, "off")
     assert not frame_kernels.missing()
     with caplog.at_level("INFO"), prepare.compiling_frames():
-        assert "no compiled kernels resize frames" in caplog.text
+        assert "frames are resized without compiled kernels" in caplog.text
 
 
 @pytest.mark.slow

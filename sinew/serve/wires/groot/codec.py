@@ -105,7 +105,7 @@ class GrootCodec:
     stream_kinds = ()
 
     def open_streams(self) -> Any:
-        raise AssertionError("no kind of message belongs to a stream")
+        raise AssertionError("this protocol has no messages of streams")
 
     def __init__(self) -> None:
         self._once = LogOnce(logger)
@@ -132,7 +132,7 @@ class GrootCodec:
             if endpoint not in ENDPOINTS:
                 raise RequestError(f"endpoint: expected one of {', '.join(ENDPOINTS)}, got {shown(endpoint)}")
             if endpoint == "kill":
-                raise RequestError("kill: this server is stopped where it runs, not by its clients")
+                raise RequestError("kill: clients cannot stop this server; stop its process on its machine")
             header = replace(header, endpoint=endpoint)
             if strange := next((key for key in request if key not in FIELDS), None):
                 hint = did_you_mean(named(strange, 100), FIELDS)
@@ -181,10 +181,10 @@ class GrootCodec:
         ):
             for key, array in arrays.items():
                 if array.ndim != len(axes) - (not header.batched):
-                    wanted = axes if header.batched else axes[1:]
-                    raise ObservationError(key, f"[{', '.join(wanted)}]", f"shape {list(array.shape)}")
+                    expected_axes = axes if header.batched else axes[1:]
+                    raise ObservationError(key, f"[{', '.join(expected_axes)}]", f"shape {list(array.shape)}")
                 if array.shape[header.batched] < 1:
-                    raise ObservationError(key, "at least one moment", f"shape {list(array.shape)}")
+                    raise ObservationError(key, "at least one observation step", f"shape {list(array.shape)}")
                 sizes[key] = array.shape[0] if header.batched else 1
         (first, size), *_ = sizes.items()
         for key, other in sizes.items():
@@ -468,7 +468,9 @@ def _prompts(found: tuple[str, Any] | None, size: int) -> list[str]:
     if isinstance(value, list) and len(value) == size:
         return [text(key, each) for each in value]
     if isinstance(value, list) and len(value) != 1:
-        raise ObservationError(key, f"{size} instructions, one for each of the batch", str(len(value)))
+        raise ObservationError(
+            key, f"{size} instructions, one for each observation of the batch", str(len(value))
+        )
     return [text(key, value)] * size
 
 

@@ -111,7 +111,7 @@ class Names:
             keys = tuple(state)  # a single state may have any name
         for key in keys:
             if key not in state:
-                raise ObservationError(f"state.{key}", "numbers", f"nothing; {_some(state)}")
+                raise ObservationError(f"state.{key}", "numbers", f"nothing; the request has {_some(state)}")
         return frames, [(f"state.{key}", state[key]) for key in keys], self._instruction(observation)
 
     def unread(self, observation: Mapping[str, Any]) -> list[str]:

@@ -66,7 +66,7 @@ class Agreements:
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("lerobot: %s is not used: %s", file, error)
+            logger.warning("lerobot: the file of agreements %s is ignored: %s", file, error)
 
     def add(self, host: str, agreement: Agreement) -> None:
         """Store the agreement of a client of this host."""
@@ -95,7 +95,10 @@ class Agreements:
             machine.write_whole(self._file, json.dumps(content).encode())
         except OSError as error:
             # Without the file, clients must start again after a restart of the server.
-            logger.warning("lerobot: what was agreed is not remembered: %s", error)
+            logger.warning(
+                "lerobot: the agreements could not be stored, so clients must start again after a restart: %s",
+                error,
+            )
             self._file = None
 
 
@@ -123,5 +126,5 @@ def _read(found: Mapping[str, Any], spec: PolicySpec) -> Agreement:
         helpers=str(found["helpers"]),
     )
     if len(agreement.state) != spec.state.dim:
-        raise ValueError(f"{len(agreement.state)} joints where the policy has {spec.state.dim}")
+        raise ValueError(f"{len(agreement.state)} joints, but the policy has {spec.state.dim}")
     return agreement

@@ -130,7 +130,9 @@ def _renamed(config: RemotePolicyConfig) -> dict[str, tuple[str, Any]]:
     for key, feature in config.lerobot_features.items():
         name = config.rename_map.get(key, key)
         if not _is_name(key) or not _is_name(name):
-            raise ObservationError("lerobot_features", f"names of at most {MAX_NAME} characters", "others")
+            raise ObservationError(
+                "lerobot_features", f"names of at most {MAX_NAME} characters", "other names"
+            )
         if name in renamed:
             raise ObservationError("rename_map", "one feature for each name", f"two for {name}")
         renamed[name] = (key, feature)
@@ -141,7 +143,11 @@ def _state_names(features: Mapping[str, tuple[str, Any]], spec: PolicySpec) -> t
     _key, feature = features.get(_STATE, ("", None))
     names = feature.get("names") if isinstance(feature, dict) else None
     if not isinstance(names, (list, tuple)) or not all(map(_is_name, names)):
-        got = "none, or others than short text" if isinstance(feature, (dict, PolicyFeature)) else "nothing"
+        got = (
+            "no names, or names that are not short text"
+            if isinstance(feature, (dict, PolicyFeature))
+            else "nothing"
+        )
         raise ObservationError(f"lerobot_features.{_STATE}", f"the names of {spec.state.dim} numbers", got)
     return tuple(names)
 
@@ -174,7 +180,9 @@ def _cameras(
         if camera not in own:
             others.append((short, raw, second.get(short)))
         elif camera in cameras.values():
-            raise ObservationError("lerobot_features", f"one camera as {camera}", f"two, {raw} the second")
+            raise ObservationError(
+                "lerobot_features", f"one camera as {camera}", f"two; the second one is {raw}"
+            )
         else:
             cameras[raw] = camera
     strange = []
@@ -191,7 +199,7 @@ def _cameras(
         example = f"{{'{_IMAGES}{(strange or ['top'])[0][:40]}': '{_IMAGES}{missing[0]}'}}"
         raise ObservationError(
             "lerobot_features",
-            f"cameras {_names([robots.get(name, name) for name in own])} (name the robot's cameras so, or send a"
+            f"cameras {_names([robots.get(name, name) for name in own])} (use these names on the robot, or send a"
             f" rename_map such as {example})",
             f"cameras {_names([*cameras, *strange])}",
         )
@@ -206,7 +214,9 @@ def _is_name(value: Any) -> bool:
 
 def _value(raw: Mapping[str, Any], key: str) -> Any:
     if key not in raw:
-        raise ObservationError(key, "a value, as the features announced", f"nothing; keys are {_names(raw)}")
+        raise ObservationError(
+            key, "a value, because the client announced this feature", f"nothing; keys are {_names(raw)}"
+        )
     return raw[key]
 
 

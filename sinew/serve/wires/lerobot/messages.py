@@ -50,7 +50,9 @@ def parse(name: str, data: bytes) -> Any:
     try:
         return messages()[name].FromString(data)
     except DecodeError as error:
-        raise RequestError(f"request: expected a transport.{name}, got {len(data)} other bytes") from error
+        raise RequestError(
+            f"request: expected a message transport.{name}, got {len(data)} other bytes"
+        ) from error
 
 
 def actions_message(data: bytes) -> bytes:

@@ -129,7 +129,9 @@ class Sessions:
                 if silent(session) and session.waiting is None:
                     del self._sessions[client]
                     return
-        raise BusyError(f"{len(self._sessions)} clients are connected, and no more are taken")
+        raise BusyError(
+            f"{len(self._sessions)} clients are connected, which is the limit; stop another client"
+        )
 
     def agree(self, client: str, agreement: Agreement) -> None:
         session = self._sessions.get(client) or self.begin(client)
@@ -161,7 +163,9 @@ class Sessions:
         """Store the agreement with which an observation of this client was read."""
         session.heard = time.monotonic()
         if session.agreement is None:
-            logger.info("lerobot: %s has not introduced itself; taken for a client that reconnects", client)
+            logger.info(
+                "lerobot: %s sent no policy instructions and is treated as a client that reconnects", client
+            )
             session.agreement = agreement
 
     def wake(self) -> None:
@@ -215,8 +219,10 @@ class Sessions:
                         if state == END:
                             return received[0] if len(received) == 1 else b"".join(received)
             except TimeoutError:
-                raise TooSlowError(f"an observation took longer than {RECEIVE_S:g} s to arrive") from None
-        raise RequestError("transfer_state: expected END, and the stream ended without")
+                raise TooSlowError(
+                    f"an observation took longer than {RECEIVE_S:g} s to arrive; send smaller frames"
+                ) from None
+        raise RequestError("transfer_state: expected END, but the stream ended before it")
 
     def _make_room(self) -> None:
         """If too many bytes are in memory, drop the observations that have waited longest. Raises BusyError if that is
@@ -230,7 +236,7 @@ class Sessions:
             size -= each.size
             session.waiting = None
         if size > limit:
-            raise BusyError("too many large observations are arriving at once")
+            raise BusyError("too many large observations are arriving at once; send smaller frames")
 
 
 def _host(client: str) -> str:

@@ -108,16 +108,20 @@ class LeRobotWire:
         self._sessions.agreements.open(memory, service.spec)
         if not self._listen.is_loopback:
             logger.warning(
-                "lerobot: for networks whose every machine you trust: clients unpickle the replies without"
-                " restriction, so whoever answers in this server's place runs programs on the robots"
+                "lerobot: use this protocol only if you trust every machine in the network: clients unpickle replies"
+                " without restriction, so a machine that answers in place of this server can run code on the robots"
             )
         if service.wants_key:
             logger.warning(
-                "lerobot: LeRobot's own client cannot send a key and will be refused;"
-                " accepted are clients that send it as gRPC metadata `authorization`"
+                "lerobot: LeRobot's own client cannot send a key, so the server rejects it;"
+                " clients that send the key as gRPC metadata `authorization` are accepted"
             )
         service.supervisor.watch(
-            lambda: None if self._thread.is_alive() or self._stopping else "the thread of lerobot has ended"
+            lambda: (
+                None
+                if self._thread.is_alive() or self._stopping
+                else "the thread of the protocol lerobot has ended"
+            )
         )
         self._call(self._server.start())
 
@@ -248,7 +252,7 @@ class LeRobotWire:
             except self._grpc.aio.AbortError:
                 raise
             except Exception as gone:  # noqa: BLE001 - gRPC has no type for it: the call has already ended
-                logger.debug("lerobot: %s has left before its error: %s", client, gone)
+                logger.debug("lerobot: %s disconnected before its error was sent: %s", client, gone)
             raise asyncio.CancelledError
 
         return handle
@@ -281,7 +285,7 @@ class LeRobotWire:
         agreement = agree(config, self._ready_service.spec)
         self._sessions.agree(client, agreement)
         logger.info(
-            "lerobot: %s drives %s with cameras %s and %d actions per chunk (it asked for device %s)",
+            "lerobot: %s drives %s with cameras %s and %d actions per chunk (the client requested the device %s)",
             *(
                 client,
                 config.policy_type,
@@ -304,7 +308,9 @@ class LeRobotWire:
         # The frames may take more memory than the message, because float16 frames are decoded to twice their size.
         decoded = sum(frame.nbytes for frame in seen.images.values())
         if not session.offer(Waiting(timed.timestep, seen, max(len(data), decoded), arrived), timed.must_go):
-            logger.debug("lerobot: %s: timestep %d has its actions already", client, timed.timestep)
+            logger.debug(
+                "lerobot: %s: the actions of timestep %d were computed already", client, timed.timestep
+            )
         return b""
 
     async def _actions(self, request: bytes, context: Any, client: str) -> bytes:
@@ -395,9 +401,7 @@ def _decode(
     timed = read_observation(data)
     agreement = agreed[0] if len(agreed) == 1 else fitting(agreed, timed.observation)
     if agreement is None:
-        raise NoPolicyError(
-            "several robots of this host have agreed to different features; start the client again"
-        )
+        raise NoPolicyError("several robots of this host have different features; start the client again")
     return timed, observation(timed, agreement, budget), agreement
 
 

@@ -181,8 +181,8 @@ def contract(deployed: Deployment, settings: RemoteSettings) -> Contract:
         name = IMAGES + names[camera.name]
         features.append(Feature(name, (height, width, 3), "uint8", "rgb", (), semantics))
     if sizes:
-        known = ", ".join(camera.name for camera in spec.cameras)
-        raise SinewError(f"--camera-size: expected one of the cameras {known}, got {min(sizes)}")
+        camera_names = ", ".join(camera.name for camera in spec.cameras)
+        raise SinewError(f"--camera-size: expected one of the cameras {camera_names}, got {min(sizes)}")
     guidance = about.get("guidance", ())
     guided = next((kind for kind in ("no-jacobian", "guided") if kind in guidance), None)
     modes = {"chunk": ""}
@@ -210,10 +210,10 @@ def contract(deployed: Deployment, settings: RemoteSettings) -> Contract:
 
 def identity(deployed: Deployment) -> str:
     """Return ``sha256:`` and the hash of the bundle. A policy without a bundle has the hash of its specification."""
-    found = deployed.identity.get("hash", "")
-    if not found:
-        found = hashlib.sha256(json.dumps(deployed.spec.to_dict(), sort_keys=True).encode()).hexdigest()
-    return f"sha256:{found}"
+    digest = deployed.identity.get("hash", "")
+    if not digest:
+        digest = hashlib.sha256(json.dumps(deployed.spec.to_dict(), sort_keys=True).encode()).hexdigest()
+    return f"sha256:{digest}"
 
 
 def units(spec: PolicySpec) -> str:
@@ -225,8 +225,8 @@ def units(spec: PolicySpec) -> str:
 
     if not spec.state.units and not spec.action.units:
         return "as-recorded"
-    found = (("state", spec.state.units), ("action", spec.action.units))
-    return "/".join(word(which, values) for which, values in found if values)
+    unit_lists = (("state", spec.state.units), ("action", spec.action.units))
+    return "/".join(word(which, values) for which, values in unit_lists if values)
 
 
 def robot_names(spec: PolicySpec) -> dict[str, str]:
@@ -297,7 +297,9 @@ def agree(body: Mapping[str, Any], offered: Contract) -> Agreed:
             )
     mode = body.get("mode")
     if required != ([ALIGNED] if merge == "aligned" else []):
-        raise _differs("incompatible", "required_capabilities", f"those of chunk_merge {merge}", required)
+        raise _differs(
+            "incompatible", "required_capabilities", f"the capabilities of chunk_merge {merge}", required
+        )
     expected = body.get("expected_artifact")
     if expected is not None and expected != offered.identity:
         raise _differs("incompatible", "expected_artifact", offered.identity, expected)
@@ -308,7 +310,7 @@ def agree(body: Mapping[str, Any], offered: Contract) -> Agreed:
     if mode not in offered.modes:
         raise _differs("unsupported", "mode", " or ".join(offered.modes), mode)
     if merge == "aligned" and mode != "chunk":
-        raise _differs("incompatible", "chunk_settings", "append beside an RTC mode", merge)
+        raise _differs("incompatible", "chunk_settings", "append, because the mode is an RTC mode", merge)
     interval = body.get("action_interval")
     if isinstance(interval, bool) or not isinstance(interval, (int, float)):
         raise malformed("action_interval", "seconds", interval)
@@ -386,7 +388,7 @@ def read_observation(body: Mapping[str, Any], agreed: Agreed) -> Asked:
     counts = [None if rows is None else rows.shape[0] for rows in (canonical, model)]
     if counts[0] != counts[1] and (guided or None not in counts):
         raise malformed(
-            "model_continuation", f"as many rows as canonical_continuation, {counts[0]}", counts[1]
+            "model_continuation", f"as many actions as canonical_continuation, {counts[0]}", counts[1]
         )
     cursor = _whole(body, "cursor")
     if agreed.aligned:
@@ -413,7 +415,9 @@ def read_language(body: Mapping[str, Any], agreed: Agreed) -> Asked:
         raise _differs("unsupported", "kind", " or ".join(KINDS), kind)
     if KINDS[kind] not in offered.texts:
         able = [word for word, name in KINDS.items() if name in offered.texts]
-        raise _differs("unsupported", "kind", " or ".join(able) or "none of this policy", kind)
+        raise _differs(
+            "unsupported", "kind", " or ".join(able) or "no kind, because this policy generates no text", kind
+        )
     if not isinstance(text, str) or not text.strip() or len(text) > MAX_CHARS:
         raise malformed("text", f"1 to {MAX_CHARS} characters", text)
     echo |= {"kind": kind, "intent_generation": _whole(body, "intent_generation")}
@@ -441,7 +445,7 @@ def _common(
         raise _differs("incompatible", "artifact_identity", offered.identity, artifact)
     name, captured, task = body.get("observation_id"), body.get("capture_time"), body.get("task")
     if not isinstance(name, str) or not name:
-        raise malformed("observation_id", "a text", name)
+        raise malformed("observation_id", "text that is not empty", name)
     if isinstance(captured, bool) or not isinstance(captured, (int, float)):
         raise malformed("capture_time", "seconds", captured)
     if not isinstance(task, str) or len(task) > MAX_CHARS:
@@ -467,7 +471,9 @@ def _features(body: Mapping[str, Any], offered: Contract) -> Mapping[str, Tensor
                 raise _differs("incompatible", name, f"a picture {list(each.shape)}", got)
         elif not isinstance(record, Tensor) or record.shape != each.shape or record.dtype.name != each.dtype:
             shown = (
-                f"{record.dtype.name} {list(record.shape)}" if isinstance(record, Tensor) else "another value"
+                f"{record.dtype.name} {list(record.shape)}"
+                if isinstance(record, Tensor)
+                else "a value of another type"
             )
             raise RemoteError("incompatible", f"{name}: expected {each.text}, got {shown}")
     return features
@@ -476,7 +482,9 @@ def _features(body: Mapping[str, Any], offered: Contract) -> Mapping[str, Tensor
 def _whole(body: Mapping[str, Any], name: str, most: int = MAX_COUNTER) -> int:
     value = body.get(name)
     if type(value) is not int or not 0 <= value <= most:
-        raise malformed(name, "a whole number from 0" + (f" to {most}" if most < MAX_COUNTER else ""), value)
+        raise malformed(
+            name, "a whole number of 0 or more" + (f" to {most}" if most < MAX_COUNTER else ""), value
+        )
     return value
 
 

@@ -238,21 +238,23 @@ def _read(payload: bytes | memoryview) -> tuple[Envelope, Mapping[str, Any]]:
     if type(version) is not int or version != VERSION:
         raise UnreadableError("protocol", f"version: expected {VERSION}, got {shown(version)}")
     if not isinstance(kind, str) or kind not in TYPES:
-        raise UnreadableError("protocol", f"message_type: expected one of the protocol's, got {shown(kind)}")
+        raise UnreadableError("protocol", f"message_type: expected a type of the protocol, got {shown(kind)}")
     names = [tree.get(name) for name in ("instance_id", "session_id", "request_id")]
     for each in names:
         if not isinstance(each, str) or (each and not IDENTIFIER.fullmatch(each)):
-            raise UnreadableError("protocol", f"identifier: expected a short name, got {shown(each)}")
+            raise UnreadableError(
+                "protocol", f"identifier: expected at most 128 letters, digits and _.-, got {shown(each)}"
+            )
     generation = tree.get("generation")
     if type(generation) is not int or not 0 <= generation <= MAX_COUNTER:
         raise UnreadableError(
-            "protocol", f"generation: expected a whole number from 0, got {shown(generation)}"
+            "protocol", f"generation: expected a whole number of 0 or more, got {shown(generation)}"
         )
     if not isinstance(body, dict) or MARK in body:
         raise UnreadableError("protocol", f"body: expected a map, got {shown(body)}")
     if kind in SESSION_TYPES and "" in names:
         raise UnreadableError(
-            "protocol", f"{kind}: expected an instance, a session and a request, got an empty one"
+            "protocol", f"{kind}: expected ids of an instance, a session and a request, got an empty id"
         )
     instance, session, request = map(str, names)
     return Envelope(kind, instance, session, generation, request), body
@@ -269,7 +271,9 @@ class _Room:
     def take(self, name: str, size: int) -> None:
         self.left -= size
         if self.left < 0:
-            raise RemoteError("malformed", f"{name[:80]}: expected at most {MAX_ARRAYS} bytes in all arrays")
+            raise RemoteError(
+                "malformed", f"{name[:80]}: expected at most {MAX_ARRAYS} bytes in all arrays, got more"
+            )
 
 
 def _value(name: str, node: Any, room: _Room) -> Any:
@@ -333,7 +337,9 @@ def _tensor(
         )
     room.take(name, size)
     if text == "bool" and len(data) and np.frombuffer(data, np.uint8).max() > 1:
-        raise RemoteError("malformed", f"{name}.data: expected bytes 0 and 1 of booleans, got others")
+        raise RemoteError(
+            "malformed", f"{name}.data: expected only the bytes 0 and 1 for booleans, got other bytes"
+        )
     return Tensor(dtype, shape, endianness == "big", data)
 
 
@@ -362,7 +368,7 @@ def _tagged(value: Any) -> dict[str, Any]:
             "data": bytes(value.data),
         }
     if not isinstance(value, np.ndarray):
-        raise TypeError(f"a message has no form for {type(value).__name__}")
+        raise TypeError(f"a message cannot contain a value of type {type(value).__name__}")
     dense = np.ascontiguousarray(value, value.dtype.newbyteorder("<")).reshape(value.shape)
     return {
         MARK: "tensor",

@@ -99,7 +99,7 @@ class RemoteSession(Account):
     def accept(self, message: Envelope, sequence: int) -> None:
         """Store the number and the id of an observation. Raises RemoteError if the observation was accepted before."""
         if message.request in self.seen:
-            raise RemoteError("stale", "request_id: expected a new one, got one that was answered")
+            raise RemoteError("stale", "request_id: expected a new id, got the id of an answered request")
         if sequence <= self.sequence:
             raise RemoteError("stale", f"sequence: expected more than {self.sequence}, got {sequence}")
         self.seen[message.request] = b""

@@ -163,11 +163,11 @@ class LeRobotRemoteWire:
         def alive(sample: Any) -> None:
             name = _session_in(sample.key_expr)
             if name in self._sessions:
-                told = name in self._alive
+                pending = name in self._alive
                 self._alive[name] = sample.kind == session.SampleKind.PUT
                 # If an earlier entry is still in the inbox, it will report the newest state. So a token that flaps
                 # cannot fill the inbox.
-                if not told:
+                if not pending:
                     node.inbox.put(("alive", name, None))
 
         self._declared += [
@@ -193,12 +193,12 @@ class LeRobotRemoteWire:
         """Log the properties that robots must match although the bundle does not state them."""
         if not spec.action.names:
             logger.warning(
-                "lerobot-remote: the bundle does not name its actions, so robots have to call them %s",
+                "lerobot-remote: the bundle does not name its actions, so robots must use the names %s",
                 ", ".join(offered.action.names),
             )
         if not spec.control_hz:
             logger.warning(
-                "lerobot-remote: the bundle has no control rate, so robots have to run at %g Hz", DEFAULT_HZ
+                "lerobot-remote: the bundle has no control rate, so robots must run at %g Hz", DEFAULT_HZ
             )
         if self._service.wants_key and not self._settings.router:
             logger.info("lerobot-remote: robots need the Zenoh user %s, with the key as its password", USER)
@@ -250,7 +250,9 @@ class LeRobotRemoteWire:
                 # A connected robot keeps its session, however long the robot is silent.
                 session.heard = now
             elif now - session.absent > GRACE_S:
-                logger.info("lerobot-remote: a robot was gone for %g s, and its session has ended", GRACE_S)
+                logger.info(
+                    "lerobot-remote: a robot was disconnected for %g s, so its session has ended", GRACE_S
+                )
                 self._end(session)
 
     def _query(self, kind: str, deployment: str, query: Any) -> None:
@@ -297,9 +299,7 @@ class LeRobotRemoteWire:
                 message.reply("descriptor", body, instance=self._instance, session="", generation=0)
             )
         if message.instance != self._instance:
-            raise RemoteError(
-                "stale", "instance_id: expected this server's, got that of another server; connect again"
-            )
+            raise RemoteError("stale", "instance_id: this is not the id of this server; connect again")
         if kind == "open":
             return self._open(deployment, message)
         return self._control(key, message, query)
@@ -309,7 +309,7 @@ class LeRobotRemoteWire:
 
     def _open(self, deployment: str, message: Envelope) -> bytes:
         if not message.request:
-            raise RemoteError("malformed", "request_id: expected a name, got an empty one")
+            raise RemoteError("malformed", "request_id: expected an id, got an empty one")
         if message.request in self._opened:
             return self._opened[message.request]
         if self._opens > OPENS * OPENS_S:
@@ -326,7 +326,9 @@ class LeRobotRemoteWire:
         session = RemoteSession(name, policy, prefix, agreed, act, language, now)
         if not self._ledger.admit(session, now):
             session.undeclare()
-            raise _busy(f"this server has {self._ledger.limit} sessions, and no more are accepted")
+            raise _busy(
+                f"this server has {self._ledger.limit} sessions, which is the limit; close another session"
+            )
         self._service.reset(name, policy)
         self._sessions[name] = session
         if rtc := agreed.contract.modes[agreed.mode]:
@@ -342,7 +344,8 @@ class LeRobotRemoteWire:
         session = self._sessions.get(message.session)
         if session is None or _session_in(key) != message.session or not key.startswith(session.prefix):
             raise RemoteError(
-                "stale", "session_id: expected an open session, got a closed or unknown one; open a new one"
+                "stale",
+                "session_id: expected an open session, got a closed or unknown session; open a new session",
             )
         if message.request in session.acks:
             return session.acks[message.request]
@@ -359,7 +362,9 @@ class LeRobotRemoteWire:
             self._end(session)
             return encode(_ack(message))
         if len(session.controls) >= 8:
-            raise RemoteError("busy", "control: expected at most 8 requests at once, got more")
+            raise RemoteError(
+                "busy", "control: expected at most 8 waiting requests, got more; wait for an answer"
+            )
         if session.running is not None and session.running.job is not None and message.generation > current:
             session.running.job.abandon()  # the robot does not wait for this answer any more
         control = Control(message, query)
@@ -386,7 +391,8 @@ class LeRobotRemoteWire:
             if now < control.until:
                 return False
             raise RemoteError(
-                "timeout", f"expected a robot that subscribes to its answers within {HEARS_S:g} s"
+                "timeout",
+                f"the robot did not subscribe to its answers in {HEARS_S:g} s; check its connection",
             )
         if message.body["operation"] == "reset" and (first or message.generation > session.generation):
             self._service.reset(session.name, session.policy)
@@ -431,33 +437,35 @@ class LeRobotRemoteWire:
             raise RemoteError("malformed", f"message_type: expected {kind}, got {message.kind}")
         if (message.instance, message.session) != (self._instance, session.name):
             raise RemoteError(
-                "stale", "session_id: expected the session of this key, got that of another key"
+                "stale", "session_id: this is not the session of this Zenoh key; open a new session"
             )
         if message.generation != session.generation or session.controls or not session.ready:
             raise RemoteError("stale", f"generation: expected {session.generation}, got {message.generation}")
         if session.running is not None:
-            raise RemoteError("busy", "expected one request at a time, and another one is being computed")
+            raise RemoteError(
+                "busy", "another request of this session is being computed; wait for its answer"
+            )
         offered = session.agreed.contract
         if agreements.identity(self._service.policies.get(session.policy)) != offered.identity:
             raise RemoteError(
-                "incompatible", "artifact_identity: the server has another policy now; start again"
+                "incompatible", "artifact_identity: the server has another policy now; open a new session"
             )
         language = kind == "language_request"
         read = agreements.read_language if language else agreements.read_observation
-        asked = read(message.body, session.agreed)
-        session.accept(message, asked.sequence)
+        fields = read(message.body, session.agreed)
+        session.accept(message, fields.sequence)
         limit_ms = 1e3 * (LANGUAGE_S if language else ACTION_S)
         own = self._service.deadline_ms
         request = Request(
             NAME,
-            lambda budget: agreements.observation(asked, offered, session.name, budget),
+            lambda budget: agreements.observation(fields, offered, session.name, budget),
             client=session.name[:8],
             session=session.name,
             deadline_ms=limit_ms if own is None else min(own, limit_ms),
             connection=session.name,
             policy=session.policy,
         )
-        session.running = running = UnderWay(message, asked, size, ServingJob(request))
+        session.running = running = UnderWay(message, fields, size, ServingJob(request))
         try:
             assert running.job is not None
             self._service.submit(
@@ -605,7 +613,7 @@ def _answer(running: UnderWay, chunk: Any, agreed: agreements.Agreed) -> tuple[s
     if rows.shape != (count, *offered.action.shape):
         raise RemoteError(
             "execution",
-            f"actions: expected {count} rows of {offered.action.shape[0]}, got {list(rows.shape)}",
+            f"actions: expected {count} actions of {offered.action.shape[0]} values, got {list(rows.shape)}",
         )
     # The robot later returns the actions that it has not executed, in both forms. Both forms are in robot units
     # here. The policy normalises the returned actions again, with the state of the new frame.

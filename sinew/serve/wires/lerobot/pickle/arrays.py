@@ -56,7 +56,7 @@ class _Dtype(BuiltObject):
         ):
             raise SafePickleError("pickle: expected the state of a plain numpy.dtype")
         if (state[0], *state[2:]) != (3, None, None, None, -1, -1, 0):
-            raise SafePickleError("pickle: numpy.dtype with fields, sub-arrays or flags is refused")
+            raise SafePickleError("pickle: numpy.dtype with fields, sub-arrays or flags is not allowed")
         self._order = state[1]
 
     @property
@@ -81,7 +81,7 @@ class _Array(BuiltObject):
 
     def finish(self, plain: Callable[[Any], Any]) -> Any:
         if self._array is None:
-            raise SafePickleError("pickle: a numpy.ndarray without its state")
+            raise SafePickleError("pickle: the state of a numpy.ndarray is missing")
         return self._array
 
 
@@ -97,14 +97,14 @@ class _Storage:
 def _dtype(_machine: Machine, code: Any, _align: Any = False, _copy: Any = True) -> _Dtype:
     if type(code) is not str or code not in _DTYPES:
         what = ascii(code) if type(code) is str else f"of a {type(code).__name__}"
-        raise SafePickleError(f"pickle: refused numpy.dtype {what}; expected numbers or booleans")
+        raise SafePickleError(f"pickle: numpy.dtype {what} is not allowed; send numbers or booleans")
     return _Dtype(code)
 
 
 def _reconstruct(_machine: Machine, kind: Any, shape: Any, code: Any) -> _Array:
     empty = type(shape) is tuple and len(shape) == 1 and type(shape[0]) is int and shape[0] == 0
     if kind is not _NDARRAY or not empty or not (isinstance(code, memoryview) and bytes(code[:2]) == b"b"):
-        raise SafePickleError("pickle: refused numpy _reconstruct of anything but an empty ndarray")
+        raise SafePickleError("pickle: numpy _reconstruct is allowed only for an empty ndarray")
     return _Array()
 
 
@@ -123,7 +123,7 @@ def _scalar(_machine: Machine, dtype: Any, data: Any) -> Any:
 def _array(data: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
     if not isinstance(dtype, _Dtype) or not isinstance(data, memoryview):
         raise SafePickleError(
-            "pickle: expected a numpy array of bytes and a dtype; object arrays are refused"
+            "pickle: expected a numpy array of bytes and a dtype; object arrays are not allowed"
         )
     sizes = _sizes("numpy shape", shape)
     item = dtype.dtype
@@ -175,8 +175,8 @@ def _load_from_bytes(outer: Machine, data: Any) -> _Storage:
         return value
 
     for expected in (_TORCH_MAGIC, _TORCH_PROTOCOL):
-        found = pickle()
-        if type(found) is not int or found != expected:
+        magic = pickle()
+        if type(magic) is not int or magic != expected:
             raise SafePickleError("pickle: expected a torch storage in the format of pickle.dumps")
     system = pickle()
     if type(system) is not dict or system.get("little_endian") is not True:
@@ -185,12 +185,12 @@ def _load_from_bytes(outer: Machine, data: Any) -> _Storage:
     keys = pickle()
     kind, key, count = _identity(storage)
     if type(keys) is not list or len(keys) != 1 or type(keys[0]) is not str or keys[0] != key:
-        raise SafePickleError("pickle: expected the one torch storage that is announced")
+        raise SafePickleError("pickle: expected only the announced torch storage")
     numbers = np.frombuffer(data[at + 8 :], np.dtype(_STORAGES[kind.name]))
     written = int.from_bytes(data[at : at + 8], "little")
     if not written == count == len(numbers):
         raise SafePickleError(
-            f"pickle: a torch storage of {count} numbers, {written} in its file, came with {len(numbers)}"
+            f"pickle: expected {count} numbers in a torch storage ({written} in its file), got {len(numbers)}"
         )
     return _Storage(numbers)
 
@@ -226,7 +226,7 @@ def _rebuild_tensor(
     sizes, strides = _sizes("torch size", size), _sizes("torch stride", stride)
     (first,) = _sizes("torch offset", (offset,))
     if len(sizes) != len(strides):
-        raise SafePickleError("pickle: expected as many torch strides as sizes")
+        raise SafePickleError("pickle: expected the same number of torch strides and sizes")
     total, last = 1, first
     for length, step in zip(sizes, strides, strict=True):
         total *= length
@@ -235,7 +235,9 @@ def _rebuild_tensor(
     if total == 0:
         return numbers[:0].reshape(sizes)
     if last >= len(numbers) or total > len(numbers):
-        raise SafePickleError(f"pickle: a torch tensor of shape {list(sizes)} goes past its storage")
+        raise SafePickleError(
+            f"pickle: a torch tensor of shape {list(sizes)} ends after the end of its storage"
+        )
     steps = tuple(step * numbers.itemsize for step in strides)
     view: np.ndarray = np.lib.stride_tricks.as_strided(numbers[first:], sizes, steps, writeable=False)
     return view

@@ -85,7 +85,7 @@ class LongText(BuiltObject):
         return self._latin1
 
     def build(self, state: Any) -> None:
-        raise SafePickleError("pickle: BUILD of text")
+        raise SafePickleError("pickle: BUILD is not allowed for text")
 
     def finish(self, plain: Callable[[Any], Any]) -> str:
         if self._text is None:
@@ -122,9 +122,7 @@ def load(data: bytes, names: Names) -> Any:
     try:
         value = machine.run()
         if machine.at != len(data):
-            raise SafePickleError(
-                f"pickle: expected nothing after its end, got {len(data) - machine.at} bytes"
-            )
+            raise SafePickleError(f"pickle: expected no bytes after its end, got {len(data) - machine.at}")
         return plain(value)
     except (
         TypeError,
@@ -133,7 +131,7 @@ def load(data: bytes, names: Names) -> Any:
     ) as error:
         # The text is not UTF-8, or a function got wrong arguments.
         reason = str(error)[:200]
-        raise SafePickleError(f"pickle: malformed before byte {machine.at} ({reason})") from error
+        raise SafePickleError(f"pickle: invalid content before byte {machine.at} ({reason})") from error
 
 
 def plain(value: Any) -> Any:
@@ -209,14 +207,14 @@ class Machine:
                 return self._stack[0]
             operation = self._operations.get(code)
             if operation is None:
-                raise SafePickleError(f"pickle: opcode {code:#04x} at byte {at} is refused")
+                raise SafePickleError(f"pickle: opcode {code:#04x} at byte {at} is not allowed")
             operation(self)
 
     def _take(self, count: int) -> memoryview:
         end = self.at + count
         if end > len(self._data):
             raise SafePickleError(
-                f"pickle: it ends at byte {len(self._data)}, expected {count} more at {self.at}"
+                f"pickle: expected {count} more bytes at byte {self.at}, but it ends at byte {len(self._data)}"
             )
         taken, self.at = self._data[self.at : end], end
         return taken
@@ -228,10 +226,10 @@ class Machine:
         return int.from_bytes(self._take(count), "little", signed=signed)
 
     def _line(self) -> str:
-        found = bytes(self._data[self.at : self.at + MAX_NAME + 1]).find(b"\n")
-        if found < 0:
+        newline = bytes(self._data[self.at : self.at + MAX_NAME + 1]).find(b"\n")
+        if newline < 0:
             raise SafePickleError(f"pickle: expected a name of at most {MAX_NAME} bytes at byte {self.at}")
-        text = bytes(self._take(found + 1)[:-1])
+        text = bytes(self._take(newline + 1)[:-1])
         return text.decode("ascii", "backslashreplace")
 
     def _push(self, value: Any) -> None:
@@ -239,7 +237,7 @@ class Machine:
 
     def _pop(self) -> Any:
         if len(self._stack) <= (self._marks[-1] if self._marks else 0):
-            raise SafePickleError(f"pickle: nothing on the stack at byte {self.at}")
+            raise SafePickleError(f"pickle: the stack is empty at byte {self.at}")
         return self._stack.pop()
 
     def _pop_mark(self) -> list[Any]:
@@ -260,7 +258,9 @@ class Machine:
     def _frame(self) -> None:
         length = self._integer(8)
         if length > len(self._data) - self.at:
-            raise SafePickleError(f"pickle: a frame of {length} bytes at byte {self.at} goes past the end")
+            raise SafePickleError(
+                f"pickle: a frame of {length} bytes at byte {self.at} ends after the end of the pickle"
+            )
 
     def _text(self, length: int) -> None:
         data = self._take(length)
@@ -307,16 +307,18 @@ class Machine:
 
     def _get(self, index: int) -> None:
         if index not in self._memo:
-            raise SafePickleError(f"pickle: nothing was memorised as {index}, before byte {self.at}")
+            raise SafePickleError(f"pickle: the memo has no entry {index}, before byte {self.at}")
         self._push(self._memo[index])
 
     def _global(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str or len(module) + len(name) > 2 * MAX_NAME:
-            raise SafePickleError(f"pickle: expected two short texts as a name before byte {self.at}")
-        found = self._names.get((module, name))
-        if found is None:
-            raise SafePickleError(f"pickle: refused global {ascii(module)[1:-1]}.{ascii(name)[1:-1]}")
-        self._push(found)
+            raise SafePickleError(f"pickle: expected a module and a name as short text before byte {self.at}")
+        entry = self._names.get((module, name))
+        if entry is None:
+            raise SafePickleError(
+                f"pickle: the global {ascii(module)[1:-1]}.{ascii(name)[1:-1]} is not allowed"
+            )
+        self._push(entry)
 
     def _stack_global(self) -> None:
         name, module = self._pop(), self._pop()
@@ -326,28 +328,26 @@ class Machine:
         arguments, function = self._pop(), self._pop()
         if not isinstance(function, PickledName) or function.call is None or type(arguments) is not tuple:
             raise SafePickleError(
-                f"pickle: REDUCE of something that may not be called, before byte {self.at}"
+                f"pickle: REDUCE of an object that may not be called, before byte {self.at}"
             )
         self._push(function.call(self, *arguments))
 
     def _new_object(self) -> None:
         arguments, kind = self._pop(), self._pop()
         if not isinstance(kind, PickledName) or kind.new is None or type(arguments) is not tuple or arguments:
-            raise SafePickleError(
-                f"pickle: NEWOBJ of something else than a known class, before byte {self.at}"
-            )
+            raise SafePickleError(f"pickle: NEWOBJ of an unknown class, before byte {self.at}")
         self._push(kind.new())
 
     def _build(self) -> None:
         state, target = self._pop(), self._pop()
         if not isinstance(target, BuiltObject):
-            raise SafePickleError(f"pickle: BUILD of something that takes no state, before byte {self.at}")
+            raise SafePickleError(f"pickle: BUILD of an object without a state, before byte {self.at}")
         target.build(state)
         self._push(target)
 
     def _persistent_id(self) -> None:
         if self._persistent is None:
-            raise SafePickleError(f"pickle: a persistent id at byte {self.at} is refused")
+            raise SafePickleError(f"pickle: a persistent id at byte {self.at} is not allowed")
         self._push(self._persistent(self._pop()))
 
     _operations: ClassVar[dict[int, Callable[[Machine], None]]] = {
