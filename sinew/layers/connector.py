@@ -62,5 +62,5 @@ class UnshuffleConnector(nn.Module):
 
     def forward(self, x: Tensor, rows: int, cols: int) -> Tensor:  # [B, rows * cols, C] -> [B, tokens, C']
         grid = x.transpose(1, 2).unflatten(2, (rows, cols))  # [B, C, rows, cols]
-        folded = F.pixel_unshuffle(grid, self.scale).flatten(2).transpose(1, 2)  # [B, tokens, scale^2 * C]
-        return self.fc2(F.gelu(self.fc1(self.norm(folded))))
+        squares = F.pixel_unshuffle(grid, self.scale).flatten(2).transpose(1, 2)  # [B, tokens, scale^2 * C]
+        return self.fc2(F.gelu(self.fc1(self.norm(squares))))

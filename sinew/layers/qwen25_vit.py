@@ -131,8 +131,8 @@ class Qwen25Merger(nn.Module):
         self.fc2 = Linear(size, config.output_size)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, L, C] in block order -> [B, L / merge^2, output_size]
-        joined = self.norm(x).unflatten(1, (-1, self.area)).flatten(2)
-        return self.fc2(F.gelu(self.fc1(joined)))
+        groups = self.norm(x).unflatten(1, (-1, self.area)).flatten(2)
+        return self.fc2(F.gelu(self.fc1(groups)))
 
 
 class Qwen25ViT(nn.Module):

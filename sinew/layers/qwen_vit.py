@@ -161,12 +161,12 @@ class QwenViT(nn.Module):
         config = self.config
         x = block_order(x, rows, cols, config.merge) + self.positions(rows, cols)
         rotate = self.rotation(rows, cols)
-        tapped = []
+        tap_features = []
         for index, layer in enumerate(self.layers):
             x = layer(x, rotate)
             if index in config.taps:
-                tapped.append(self.tap_mergers[config.taps.index(index)](x))
-        return torch.cat([self.merger(x), *tapped], dim=-1)
+                tap_features.append(self.tap_mergers[config.taps.index(index)](x))
+        return torch.cat([self.merger(x), *tap_features], dim=-1)
 
     def rotation(self, rows: int, cols: int) -> Rotation:
         """Return the rotation of the patches of a view."""

@@ -42,6 +42,6 @@ def rotate_axes(positions: Tensor, head_dim: int, theta: float, axes: tuple[int,
     """
     exponents = (2.0 / head_dim) * torch.arange(head_dim // 2, dtype=torch.float32, device=positions.device)
     columns = positions.float().unbind(-1)
-    picked = torch.stack([columns[axis] for axis in axes], dim=-1)  # [B, L, head_dim / 2]
-    radians = picked / theta**exponents
+    coordinates = torch.stack([columns[axis] for axis in axes], dim=-1)  # [B, L, head_dim / 2]
+    radians = coordinates / theta**exponents
     return Rotation(radians.cos()[..., None, :], radians.sin()[..., None, :])

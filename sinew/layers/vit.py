@@ -269,8 +269,8 @@ class ResizedPositions(VisionTransformer):
         side = self.config.side
         table = self.position_embedding.weight.float().unflatten(0, (side, side))
         down, across = (antialias_matrix(side, count, table.device) for count in (rows, cols))
-        resized = torch.einsum("rs,stc,kt->rkc", down, table, across)
-        return resized.flatten(0, 1).to(self.position_embedding.weight.dtype)
+        table_of_grid = torch.einsum("rs,stc,kt->rkc", down, table, across)
+        return table_of_grid.flatten(0, 1).to(self.position_embedding.weight.dtype)
 
 
 def antialias_matrix(size: int, target: int, device: torch.device) -> Tensor:

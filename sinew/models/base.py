@@ -113,7 +113,7 @@ class Model(nn.Module):
 
     @property
     def frames(self) -> tuple[tuple[int, int], ...]:
-        """Return height and width in pixels of each view if the weights fix these sizes. () if all views have one
+        """Return height and width in pixels of each view if the weights fix these sizes. Empty if all views have one
         size.
         """
         return ()

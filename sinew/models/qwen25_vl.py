@@ -160,10 +160,10 @@ class Qwen25VL(Model):
     def embed(self, image_tokens: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor) -> Tensor:
         """Return the language model's input, [B, L, C]. The arguments are those of :meth:`read`."""
         table, flat = self.language.embed_tokens, self.flat(image_tokens)
-        placed = (tokens == self.config.image_token) & token_mask
-        index = (placed.long().cumsum(dim=1) - 1).clamp(0, flat.shape[1] - 1)  # [B, L]
+        is_placeholder = (tokens == self.config.image_token) & token_mask
+        index = (is_placeholder.long().cumsum(dim=1) - 1).clamp(0, flat.shape[1] - 1)  # [B, L]
         rows = flat.to(table.dtype).gather(1, index[..., None].expand(-1, -1, flat.shape[2]))
-        x = torch.where(placed[..., None], rows, table(tokens))
+        x = torch.where(is_placeholder[..., None], rows, table(tokens))
         own = ((tokens == self.config.state_token) & token_mask)[..., None]
         return torch.where(own, self.state_row(state)[:, None].to(x.dtype), x)
 
@@ -180,10 +180,10 @@ class Qwen25VL(Model):
         images, texts = image.long().cumsum(dim=1), (token_mask & ~image).long().cumsum(dim=1)
         table = self.image_places.long()
         about = table[(images - 1).clamp(0, table.shape[0] - 1)]  # [B, L, 4]
-        passed = torch.where(images > 0, about[..., BEHIND], 0)
-        start = torch.where(image, texts + about[..., BEFORE], texts - 1 + passed)
+        view_offset = torch.where(images > 0, about[..., BEHIND], 0)
+        start = torch.where(image, texts + about[..., BEFORE], texts - 1 + view_offset)
         row, column = (torch.where(image, about[..., axis], 0) for axis in (ROW, COLUMN))
-        following = texts[:, -1] + passed[:, -1]
+        following = texts[:, -1] + view_offset[:, -1]
         return torch.stack([start, start + row, start + column], dim=-1), following
 
     @property

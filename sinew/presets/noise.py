@@ -37,11 +37,11 @@ def write_tensors(
     Returns:
         The size of the file in bytes.
     """
-    planned = [*plans, *(TensorPlan(name, values.shape, "bias") for name, values in fixed.items())]
-    planned.sort(key=lambda plan: (plan.storage != "F32", plan.name))
+    all_plans = [*plans, *(TensorPlan(name, values.shape, "bias") for name, values in fixed.items())]
+    all_plans.sort(key=lambda plan: (plan.storage != "F32", plan.name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    for plan in planned:
+    for plan in all_plans:
         span = [offset, offset + plan.nbytes]
         header[plan.name] = {"dtype": plan.storage, "shape": list(plan.shape), "data_offsets": span}
         offset += plan.nbytes
@@ -54,7 +54,7 @@ def write_tensors(
     written = 0
     with partial.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for plan in planned:
+        for plan in all_plans:
             if plan.name in fixed:
                 file.write(np.ascontiguousarray(fixed[plan.name], dtype="<f4").data)
             else:

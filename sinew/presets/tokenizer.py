@@ -57,9 +57,9 @@ def tokenizer_json(vocab_size: int) -> str:
     vocab = document["model"]["vocab"]
     for token_id in range(len(vocab), base):
         vocab[f"<filler_{token_id}>"] = token_id
-    named = {base: "<global-img>", base + 37: "<fake_token_around_image>", base + 38: "<image>"}
+    names = {base: "<global-img>", base + 37: "<fake_token_around_image>", base + 38: "<image>"}
     document["added_tokens"] += [
-        _added(token_id, named.get(token_id, f"<extra_{token_id}>")) for token_id in range(base, vocab_size)
+        _added(token_id, names.get(token_id, f"<extra_{token_id}>")) for token_id in range(base, vocab_size)
     ]
     return json.dumps(document, ensure_ascii=False)
 

@@ -279,7 +279,7 @@ def swap_weights(source: Path) -> None:
         (
             partial(ask_for_history, modality="state", offsets=[-1, 0]),
             {},
-            r"state.delta_indices: expected \[0\], got \[-1, 0\] \(a history of the state is not supported",
+            r"state.delta_indices: expected \[0\], got \[-1, 0\]; Sinew does not support a history of the state",
         ),
         (
             reference_elsewhere,

@@ -136,7 +136,7 @@ def odd(tensors: Tensors) -> None:
         (drop("local_goal.0.weight"), r"does not fit its config: .*pose_proj"),
         (
             drop("decoder.positional_encoding.pos_enc"),
-            "pos_enc is missing; expected the tensors of omnivla-edge.pth",
+            "pos_enc is missing; use omnivla-edge.pth",
         ),
         (
             drop("goal_encoder._blocks.3._bn1.running_var"),

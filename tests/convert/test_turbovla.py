@@ -83,10 +83,10 @@ def changed(home: Path, **changes: Any) -> Path:
             "padding_length: expected a whole number from 2 to max_length, got 33",
         ),
         ({"name": "TurboVLA-2"}, "name: expected 'TurboVLA', got 'TurboVLA-2'"),
-        ({"depth": {"enabled": True}}, 'does not support depth={"enabled": true}'),
+        ({"depth": {"enabled": True}}, 'depth={"enabled": true} is not understood'),
         (
             {"interaction__sparse": 2},
-            "does not support interaction.sparse=2.*--set ignore=interaction.sparse$",
+            "interaction.sparse=2 is not understood.*--set ignore=interaction.sparse$",
         ),
         ({"interaction__num_layers": 1}, r"fusion_layers.1.\S+ is not a part of the model"),
         ({"interaction__nheads": 48}, "expected multiples of their 48 and 24 heads"),

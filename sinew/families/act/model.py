@@ -91,12 +91,14 @@ class ActConfig:
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
-        """Return rows and columns of the features of each view. () if all views have ``rows`` x ``cols`` features."""
+        """Return rows and columns of the features of each view. Empty if all views have ``rows`` x ``cols``
+        features.
+        """
         return tuple(self.vision.grid(*frame) for frame in self.frames)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Return the number of features of each view. () if all views have ``rows * cols`` features."""
+        """Return the number of features of each view. An empty tuple if all views have ``rows * cols`` features."""
         return tuple(rows * cols for rows, cols in self.grids)
 
 

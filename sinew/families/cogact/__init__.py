@@ -1,6 +1,7 @@
 """CogACT (Li et al. 2024, arXiv 2411.19650): OpenVLA's vision towers and language model, and a diffusion transformer.
 
-The diffusion transformer reads one hidden state of the language model.
+The diffusion transformer reads one hidden state of the language model, and denoises the action chunk in several steps.
+Reference implementation: microsoft/CogACT.
 """
 
 from sinew.core.registry import Family

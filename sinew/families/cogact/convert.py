@@ -126,10 +126,10 @@ class CogACTCheckpoint(PrismaticCheckpoint):
 
     @cached_property
     def tensors(self) -> dict[str, TensorSource]:
-        stored = read_torch(self.weights)
+        sources = read_torch(self.weights)
         self.files.append(self.weights)
-        self.unread = unread_note(self.weights, stored, "model")
-        inside = {name.removeprefix("model."): t for name, t in stored.items() if name.startswith("model.")}
+        self.unread = unread_note(self.weights, sources, "model")
+        inside = {name.removeprefix("model."): t for name, t in sources.items() if name.startswith("model.")}
         sections = {name.partition(".")[0] for name in inside}
         if missing := [name for name in SECTIONS if name not in sections]:
             hint = ""

@@ -101,12 +101,12 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 def image_sizes(checkpoint: LeRobotCheckpoint) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
     """Return the size after the resize and the size after the crop of a frame. None if the step is not used."""
-    resized, cut = checkpoint.sides("resize_shape"), checkpoint.sides("crop_shape")
-    if resized is not None:
+    resize_size, crop_size = checkpoint.sides("resize_shape"), checkpoint.sides("crop_shape")
+    if resize_size is not None:
         if (ratio := checkpoint.number("crop_ratio")) > 1:
             raise ConvertError(f"{checkpoint.file}: crop_ratio: expected at most 1, got {ratio:g}")
-        cut = (int(resized[0] * ratio), int(resized[1] * ratio)) if ratio < 1 else None
-    return resized, cut
+        crop_size = (int(resize_size[0] * ratio), int(resize_size[1] * ratio)) if ratio < 1 else None
+    return resize_size, crop_size
 
 
 def model_config(checkpoint: LeRobotCheckpoint, state_dim: int, image: ImageRecipe) -> DiffusionConfig:

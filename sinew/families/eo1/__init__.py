@@ -1,4 +1,7 @@
-"""EO-1 (Qu et al. 2025, arXiv 2508.21112) in LeRobot's checkpoint layout."""
+"""EO-1 (Qu et al. 2025, arXiv 2508.21112): Qwen2.5-VL whose own layers denoise the action chunk by flow matching.
+
+Sinew converts checkpoints in LeRobot's layout. Reference implementation: LeRobot ``policies/eo1``.
+"""
 
 from sinew.core.registry import Family
 

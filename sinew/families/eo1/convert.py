@@ -140,8 +140,8 @@ def image_recipe(
         for key in ("image_min_pixels", "image_max_pixels")
     )
     fast = step.get("use_fast_processor", checkpoint["use_fast_processor"])
-    # Choose the right resize, because the kernels of torch and Pillow round one byte in three hundred differently.
     with checkpoint.named():
+        # The kernels of torch ("bicubic") and Pillow ("pil_bicubic") round one byte in three hundred differently.
         grid = Grid(
             unit=vision.unit, min_pixels=least, max_pixels=most, method="bicubic" if fast else "pil_bicubic"
         )

@@ -1,4 +1,8 @@
-"""Evo-1 (Lin et al. 2025, arXiv 2511.04555), in the checkpoint layouts of LeRobot and of the original repository."""
+"""Evo-1 (Lin et al. 2025, arXiv 2511.04555): InternVL3-1B and a cross-attention action head.
+
+The head denoises the action chunk by flow matching. Sinew converts checkpoints in LeRobot's layout and in that of the
+original repository. Reference implementations: LeRobot ``policies/evo1`` and MINT-SJTU/Evo-1.
+"""
 
 from sinew.core.registry import Family
 

@@ -161,8 +161,8 @@ class Evo1ActionEncoder(nn.Module):
         self.fc3 = Linear(size, size)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, H, A] -> [B, H, C]
-        placed = F.relu(self.fc1(x)) + self.position_embedding.weight
-        return self.fc3(F.relu(self.fc2(placed)))
+        hidden = F.relu(self.fc1(x)) + self.position_embedding.weight
+        return self.fc3(F.relu(self.fc2(hidden)))
 
 
 class Evo1Head(nn.Module):
@@ -285,18 +285,20 @@ class Evo1(Model):
         L].
         """
         count, views = image_tokens.shape[2], camera_mask.shape[1]
-        placed = (tokens == self.config.image_token) & token_mask  # [B, L]
-        index = (placed.long().cumsum(dim=1) - 1).clamp(min=0)
+        is_placeholder = (tokens == self.config.image_token) & token_mask  # [B, L]
+        index = (is_placeholder.long().cumsum(dim=1) - 1).clamp(min=0)
         view = index // count
-        available = placed & (view < views) & camera_mask.gather(1, view.clamp(max=views - 1))
+        available = is_placeholder & (view < views) & camera_mask.gather(1, view.clamp(max=views - 1))
         table = self.language.embed_tokens
         flat = image_tokens.flatten(1, 2).to(table.dtype)  # [B, V * N, C]
         # The black view comes before the views of the cameras.
         if self.config.blank:
             index = torch.where(available, index + count, index % count)
         rows = flat.gather(1, index.clamp(max=flat.shape[1] - 1)[..., None].expand(-1, -1, flat.shape[2]))
-        pictures = placed if self.config.blank else available
-        return torch.where(pictures[..., None], rows, table(tokens)), token_mask & (available | ~placed)
+        pictures = is_placeholder if self.config.blank else available
+        return torch.where(pictures[..., None], rows, table(tokens)), token_mask & (
+            available | ~is_placeholder
+        )
 
     def features(self, x: Tensor, valid: Tensor) -> Tensor:
         """Run the language model.

@@ -94,8 +94,8 @@ def read(path: Path, options: ConvertOptions) -> Parts:
         raise ConvertError(
             f"{path}: the file of weights {WEIGHTS} is missing. Copy it from the training run to the folder"
         )
-    stored = read_torch(weights)
-    tensors = {n.removeprefix("module."): source for n, source in stored.items() if n.startswith("module.")}
+    sources = read_torch(weights)
+    tensors = {n.removeprefix("module."): source for n, source in sources.items() if n.startswith("module.")}
     if not tensors:
         raise ConvertError(
             f"{weights}: expected a dictionary 'module' with the model's tensors. Use the file that DeepSpeed saved"
@@ -134,7 +134,7 @@ def read(path: Path, options: ConvertOptions) -> Parts:
         optional_cameras=len(cameras) - 1,
         tensors=tensors,
         files=[config.path, file, weights],
-        notes=(*notes, *unread_note(weights, stored, "module"), *config.leftover(ASIDE, USUAL)),
+        notes=(*notes, *unread_note(weights, sources, "module"), *config.leftover(ASIDE, USUAL)),
     )
 
 

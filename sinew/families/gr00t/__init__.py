@@ -1,4 +1,8 @@
-"""GR00T N1.5, N1.6 and N1.7 (NVIDIA 2025, arXiv 2503.14734), in the checkpoint layouts of NVIDIA and LeRobot."""
+"""GR00T N1.5, N1.6 and N1.7 (NVIDIA 2025, arXiv 2503.14734): a vision-language model and a diffusion transformer.
+
+The diffusion transformer denoises the action chunk by flow matching. Sinew converts checkpoints in the layouts of
+NVIDIA and of LeRobot. Reference implementations: NVIDIA's Isaac-GR00T and LeRobot ``policies/groot``.
+"""
 
 from sinew.core.registry import Family
 

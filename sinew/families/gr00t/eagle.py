@@ -205,8 +205,8 @@ def eagle_prompt(
                 " Eagle's own folder with --vlm"
             )
         text = text.replace(f"<image-{number}>", f"<image {number}><img>{{image}}</img>")
-    filled = text.replace(MARK, "{prompt}")
+    prompt_template = text.replace(MARK, "{prompt}")
     token = eagle["image_token_index"]
     return token_prompt(
-        filled, tokenizer, vocab_size, token, tokens, parts.formal, parts.listed
+        prompt_template, tokenizer, vocab_size, token, tokens, parts.formal, parts.listed
     ), template_file

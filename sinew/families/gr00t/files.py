@@ -271,17 +271,17 @@ def choose(tag_option: str, tags: Sequence[str], numbers: Mapping[str, Any], whe
     Raises:
         ConvertError: The choice is missing or wrong. The message lists the possible tags.
     """
-    listed = ", ".join(sorted(tags))
+    tag_list = ", ".join(sorted(tags))
     if not tags:
         raise ConvertError(
             f"{where}: expected a robot with an id, a modality configuration and statistics, got"
             f" {tag_option or 'none'}. Use the complete files of the training run"
         )
     if not tag_option and len(tags) != 1:
-        raise ConvertError(f"{where} contains several robots. Choose one with --embodiment TAG: {listed}")
+        raise ConvertError(f"{where} contains several robots. Choose one with --embodiment TAG: {tag_list}")
     tag = tag_option or tags[0]
     if tag not in tags:
-        raise ConvertError(f"--embodiment {tag}: unknown in {where}. Use one of: {listed}")
+        raise ConvertError(f"--embodiment {tag}: unknown in {where}. Use one of: {tag_list}")
     number = numbers[tag]
     if not isinstance(number, int) or number < 0:
         raise ConvertError(f"{where}: the id of embodiment {tag!r}: expected a whole number, got {number!r}")

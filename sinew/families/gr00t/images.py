@@ -41,7 +41,7 @@ def image_recipe(
     """
     processor, options = files.processor, files.options
     frames = frame_size(options) or files.frames
-    squared = options.setting("letterbox", processor.get("letter_box_transform"))
+    letterbox = options.setting("letterbox", processor.get("letter_box_transform"))
     target, crop = processor.get("image_target_size"), processor.get("image_crop_size")
     edge = processor.content.get("shortest_image_edge", DEFAULT_EDGE) or (target or [0])[0]
     fraction = processor.content.get("crop_fraction", DEFAULT_CROP)
@@ -55,11 +55,11 @@ def image_recipe(
     if processor.get("use_albumentations"):
         short = ShortSide(edge=edge, method="area")
         steps: tuple[ImageStep, ...] = (short, Crop(fraction=fraction), short)
-        frames = _decide(frames, squared, edge)
-        steps = (Square(), *steps) if squared else steps
+        frames = _decide(frames, letterbox, edge)
+        steps = (Square(), *steps) if letterbox else steps
     else:
         transforms = options.setting("transforms", files.transforms)
-        steps = _without_albumentations(processor, edge, fraction, squared, transforms)
+        steps = _without_albumentations(processor, edge, fraction, letterbox, transforms)
         frames = frames or (edge, edge)
     return with_grid(steps, frames, grid, vision), frames
 
@@ -86,14 +86,14 @@ def _decide(frames: tuple[int, int] | None, squared: bool | None, edge: int) -> 
 
 
 def _without_albumentations(
-    processor: JsonRecord, edge: int, fraction: float, squared: bool | None, transforms: str
+    processor: JsonRecord, edge: int, fraction: float, letterbox: bool | None, transforms: str
 ) -> tuple[ImageStep, ...]:
     target, crop = processor.get("image_target_size"), processor.get("image_crop_size")
     if transforms == "lerobot":
-        cropped, final = round(edge * fraction), (target or [edge, edge])
+        crop_side, final = round(edge * fraction), (target or [edge, edge])
         steps = (
             Resize(height=edge, width=edge, method="bicubic"),
-            Crop(height=cropped, width=cropped),
+            Crop(height=crop_side, width=crop_side),
             Resize(height=final[0], width=final[1], method="bicubic"),
         )
     else:
@@ -108,8 +108,8 @@ def _without_albumentations(
             Resize(height=target[0], width=target[1], method="bilinear"),
         )
         # NVIDIA's transforms without albumentations always add black bars.
-        squared = True if squared is None else squared
-    return (Square(), *steps) if squared else steps
+        letterbox = True if letterbox is None else letterbox
+    return (Square(), *steps) if letterbox else steps
 
 
 def with_grid(

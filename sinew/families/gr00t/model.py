@@ -121,11 +121,11 @@ class Gr00t(Model):
         Returns:
             Two masks, bool [B, L] each: the image tokens of the available views, and all valid tokens.
         """
-        placed = (tokens == self.config.image_token) & token_mask  # [B, L]
+        is_placeholder = (tokens == self.config.image_token) & token_mask  # [B, L]
         count = image_tokens.shape[2]
-        view = ((placed.long().cumsum(dim=1) - 1) // count).clamp(0, image_tokens.shape[1] - 1)
-        is_image = placed & camera_mask.gather(1, view)
-        return is_image, token_mask & (is_image | ~placed)
+        view = ((is_placeholder.long().cumsum(dim=1) - 1) // count).clamp(0, image_tokens.shape[1] - 1)
+        is_image = is_placeholder & camera_mask.gather(1, view)
+        return is_image, token_mask & (is_image | ~is_placeholder)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -147,8 +147,8 @@ class Gr00t(Model):
         """
         table = self.language.embed_tokens
         flat = image_tokens.flatten(1, 2).to(table.dtype)  # [B, V * N, (1 + taps) * C]
-        placed = tokens == self.config.image_token
-        index = (placed.long().cumsum(dim=1) - 1).clamp(0, flat.shape[1] - 1)  # [B, L]
+        is_placeholder = tokens == self.config.image_token
+        index = (is_placeholder.long().cumsum(dim=1) - 1).clamp(0, flat.shape[1] - 1)  # [B, L]
         rows = flat.gather(1, index[..., None].expand(-1, -1, flat.shape[2]))
         x, *taps = rows.split(self.config.language.hidden_size, dim=-1)
         mask = is_image[..., None]

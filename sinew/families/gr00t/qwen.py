@@ -77,16 +77,16 @@ def assemble(files: NvidiaFiles) -> Conversion:
     tokenizer = find_tokenizer(options, vlm_dir)
     template, template_file = find_chat_template(vlm_dir)
     images = robot.history[0] * len(cameras)  # one step after the other, the oldest first
-    rendered = render(template, ["image"] * images + ["text"], False, template_file)
+    chat = render(template, ["image"] * images + ["text"], False, template_file)
     placeholder = tokenizer.token_text(vlm["image_token_id"])
-    if rendered.count(placeholder) != images:
+    if chat.count(placeholder) != images:
         raise ConvertError(
             f"{template_file}: expected exactly one {placeholder} per image in the rendered text. Pass the model's"
             " own folder with --vlm"
         )
-    filled = rendered.replace(placeholder, "{image}").replace(MARK, "{prompt}")
+    prompt_template = chat.replace(placeholder, "{image}").replace(MARK, "{prompt}")
     prompt = token_prompt(
-        filled,
+        prompt_template,
         tokenizer,
         text["vocab_size"],
         vlm["image_token_id"],

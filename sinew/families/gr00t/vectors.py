@@ -273,5 +273,5 @@ def _per_step(mode: Any, stats: Mapping[str, np.ndarray], clip: bool, horizon: i
                 f"statistics: expected at least {horizon} time steps, the length of a chunk, got {len(first)}"
             )
         stats = {name: values[:horizon] for name, values in stats.items()}
-    listed = {name: tuple(float(v) for v in values.reshape(-1)) for name, values in stats.items()}
-    return Normalization(mode, listed, eps=0.0, convention="gr00t", clip=clip, rows=rows)
+    statistics = {name: tuple(float(v) for v in values.reshape(-1)) for name, values in stats.items()}
+    return Normalization(mode, statistics, eps=0.0, convention="gr00t", clip=clip, rows=rows)

@@ -47,7 +47,11 @@ def head_rules(embodiment: int) -> Rules:
 
 
 def transformer_rules(head: str) -> Rules:
-    """Return the rules for the diffusion transformer and the token tables with the name prefix ``head``."""
+    """Return the rules for the diffusion transformer and its embedding tables.
+
+    Args:
+        head: Regular expression of the prefix of their names.
+    """
     dit, embedder = head + r"model\.", "timestep_encoder.timestep_embedder."
     time = f"{embedder}linear_1=time_in {embedder}linear_2=time_out"
     return (
@@ -61,7 +65,7 @@ def siglip_rules(upstream: str, patch: int) -> Rules:
     """Return the rules for a SigLIP tower. Its pooling head is not used.
 
     Args:
-        upstream: Prefix of the tensor names.
+        upstream: Regular expression of the prefix of the tensor names.
         patch: Side of a patch in pixels.
     """
 

@@ -1,4 +1,8 @@
-"""The multi-task diffusion transformer (LeRobot ``multi_task_dit``) in LeRobot's checkpoint layout."""
+"""The multi-task diffusion transformer: CLIP features of frames and prompt, and a transformer over the action chunk.
+
+The transformer denoises the chunk by diffusion or flow matching. Sinew converts checkpoints in LeRobot's layout.
+Reference implementation: LeRobot ``policies/multi_task_dit``.
+"""
 
 from sinew.core.registry import Family
 

@@ -187,15 +187,15 @@ def clip_of(checkpoint: LeRobotCheckpoint) -> Clip:
 
 def image_recipe(checkpoint: LeRobotCheckpoint) -> ImageRecipe:
     """Build the recipe of a frame. A crop that is larger than the frame is omitted, as in LeRobot, with a note."""
-    resized, cut = checkpoint.sides("image_resize_shape"), checkpoint.sides("image_crop_shape")
-    height, width = resized or checkpoint.frame_size
-    if cut is not None and (cut[0] > height or cut[1] > width):
+    resize_size, crop_size = checkpoint.sides("image_resize_shape"), checkpoint.sides("image_crop_shape")
+    height, width = resize_size or checkpoint.frame_size
+    if crop_size is not None and (crop_size[0] > height or crop_size[1] > width):
         checkpoint.notes.append(
-            f"image_crop_shape {cut[0]} x {cut[1]} is larger than the frame of {height} x {width}, so frames are not"
-            " cropped, as in LeRobot"
+            f"image_crop_shape {crop_size[0]} x {crop_size[1]} is larger than the frame of {height} x {width}, so"
+            " frames are not cropped, as in LeRobot"
         )
-        cut = None
-    return whole_frames(checkpoint, resized, cut, "image_crop_shape")
+        crop_size = None
+    return whole_frames(checkpoint, resize_size, crop_size, "image_crop_shape")
 
 
 def solution(checkpoint: LeRobotCheckpoint) -> dict[str, object]:
@@ -261,8 +261,8 @@ def end_token(clip: Clip) -> int:
         ConvertError: The tokenizer ends prompts with another token.
     """
     last_token = clip.tokenizer.encode("")[-1:]
-    configured = clip.text.content.get("eos_token_id", OLD_END)
-    token = clip.text["vocab_size"] - 1 if configured == OLD_END else configured
+    configured_id = clip.text.content.get("eos_token_id", OLD_END)
+    token = clip.text["vocab_size"] - 1 if configured_id == OLD_END else configured_id
     if last_token != [token]:
         raise ConvertError(
             f"{clip.tokenizer.path}: expected a tokenizer that ends prompts with token {token}, as CLIP's configuration"

@@ -163,14 +163,14 @@ def goals_of(options: ConvertOptions) -> tuple[int, ...]:
     """Return the numbers of the goals in ``--set goals``, or of all goals if the option is not set."""
     text = str(options.setting("goals", "")) or ",".join(GOALS)
     numbers = {frozenset(goal.split("+")): number for number, goal in enumerate(GOALS)}
-    chosen = []
+    selection = []
     for word in (part.strip() for part in text.split(",")):
         number = numbers.get(frozenset(word.split("+")))
-        if number is None or number in chosen:
+        if number is None or number in selection:
             problem = "a goal that the policy was trained for" if number is None else "each goal once"
             raise ConvertError(f"--set goals: expected {problem} (use {', '.join(GOALS)}), got {word!r}")
-        chosen.append(number)
-    return tuple(sorted(chosen))
+        selection.append(number)
+    return tuple(sorted(selection))
 
 
 class TensorSizes:

@@ -1,5 +1,7 @@
-"""OpenVLA (Kim et al. 2024, arXiv 2406.09246), and OpenVLA-OFT and VLA-Adapter, which use its vision towers and
-files.
+"""OpenVLA (Kim et al. 2024, arXiv 2406.09246), and OpenVLA-OFT and VLA-Adapter, which use its vision towers and files.
+
+OpenVLA generates an action token by token. OpenVLA-OFT and VLA-Adapter return a whole action chunk in one pass.
+Reference implementations: openvla/openvla, moojink/openvla-oft and VLA-Adapter.
 """
 
 from sinew.core.registry import Family

@@ -126,7 +126,7 @@ class PrismaticCheckpoint:
         return tensors
 
     def part(self, name: str) -> dict[str, TensorSource]:
-        """Read the tensors of ``NAME--STEP_checkpoint.pt`` with the highest step. {} if there is no such file."""
+        """Read the tensors of ``NAME--STEP_checkpoint.pt`` with the highest step. Empty if there is no such file."""
         files = sorted(self.path.glob(f"{name}--*.pt"), key=_step)
         if not files:
             return {}

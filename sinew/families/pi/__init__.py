@@ -1,6 +1,8 @@
-"""The pi0 and pi0.5 policies of Physical Intelligence, in the checkpoint layouts of LeRobot and openpi.
+"""The pi0 and pi0.5 policies of Physical Intelligence: a PaliGemma prefix and an action expert.
 
-Papers: pi0 (Black et al. 2024, arXiv 2410.24164) and pi0.5 (2025, arXiv 2504.16054).
+The expert denoises the action chunk by flow matching. Sinew converts checkpoints in the layouts of LeRobot and of
+openpi. Papers: pi0 (Black et al. 2024, arXiv 2410.24164) and pi0.5 (2025, arXiv 2504.16054). Reference implementations:
+openpi and LeRobot ``policies/pi0`` and ``policies/pi05``.
 """
 
 from sinew.core.registry import Family

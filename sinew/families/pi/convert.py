@@ -304,23 +304,23 @@ def tensors(sources: dict[str, TensorSource], architecture: str) -> dict[str, Te
     LeRobot adds the prefix ``model.``. Early pi0 checkpoints name the action-time MLP ``time_mlp``. Checkpoints with
     tied weights store the token table under the name of the head.
     """
-    named = gemma_tensors(sources)
+    weights = gemma_tensors(sources)
     if architecture == "pi0":
-        named = {
+        weights = {
             f"action_{name}" if name.startswith("time_mlp_") else name: source
-            for name, source in named.items()
+            for name, source in weights.items()
         }
-    return named
+    return weights
 
 
 def gemma_tensors(sources: dict[str, TensorSource]) -> dict[str, TensorSource]:
     """Return the weights under openpi's names, including PaliGemma's token table."""
-    named = {
+    weights = {
         replace_prefix(name.removeprefix("model."), OLD_PREFIXES): source for name, source in sources.items()
     }
-    if EMBEDDING not in named and HEAD in named:
-        named[EMBEDDING] = replace(named[HEAD], name=EMBEDDING)
-    return named
+    if EMBEDDING not in weights and HEAD in weights:
+        weights[EMBEDDING] = replace(weights[HEAD], name=EMBEDDING)
+    return weights
 
 
 def model_config(architecture: str, record: dict[str, Any], arch: dict[str, Any], where: str) -> PI0Config:
@@ -408,21 +408,21 @@ def state_in_prompt(checkpoint: LeRobotCheckpoint, options: ConvertOptions, conf
     LeRobot's pipeline reads this option from its file. With state memory, a policy may be trained with or without the
     state in the prompt, and the file may not record which. ``--set state_in_prompt`` chooses.
     """
-    stored = checkpoint.pipelines.config(PRE, PREPARE).get("include_state_in_prompt")
-    chosen = options.setting("state_in_prompt", None)
+    stored_option = checkpoint.pipelines.config(PRE, PREPARE).get("include_state_in_prompt")
+    user_option = options.setting("state_in_prompt", None)
     memory = config.memory if isinstance(config, PI05Config) else None
     if memory is None or not memory.states:
-        if chosen is not None:
+        if user_option is not None:
             raise ConvertError(
                 "--set state_in_prompt: only a pi0.5 with use_proprioceptive_memory has this option; omit it"
             )
-        return stored is not False
-    if chosen is None and stored is None:
+        return stored_option is not False
+    if user_option is None and stored_option is None:
         checkpoint.notes.append(
             "the prompt also contains the state, as in LeRobot; if the policy was trained without the state in the"
             " prompt, pass --set state_in_prompt=false"
         )
-    return bool(stored is not False if chosen is None else chosen)
+    return bool(stored_option is not False if user_option is None else user_option)
 
 
 class Sizes(Protocol):

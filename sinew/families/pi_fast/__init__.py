@@ -1,4 +1,8 @@
-"""pi0-FAST (Pertsch et al. 2025, arXiv 2501.09747) in LeRobot's layout: PaliGemma generates action chunks as tokens."""
+"""pi0-FAST (Pertsch et al. 2025, arXiv 2501.09747): PaliGemma generates the action chunk as tokens of the FAST
+tokenizer.
+
+Sinew converts checkpoints in LeRobot's layout. Reference implementation: LeRobot ``policies/pi0_fast``.
+"""
 
 from sinew.core.registry import Family
 

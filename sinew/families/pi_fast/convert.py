@@ -158,10 +158,10 @@ def action_tokens(
         raise ConvertError(
             f"{facts}: expected a number scale and a whole number min_token, got {scale!r} and {least!r}"
         )
-    checked = checkpoint["validate_action_token_prefix"]
-    if type(checked) is not bool:
+    validates = checkpoint["validate_action_token_prefix"]
+    if type(validates) is not bool:
         raise ConvertError(
-            f"{checkpoint.file}: validate_action_token_prefix: expected true or false, got {checked!r}"
+            f"{checkpoint.file}: validate_action_token_prefix: expected true or false, got {validates!r}"
         )
     return {
         "max_tokens": checkpoint.size("max_decoding_steps"),
@@ -170,7 +170,7 @@ def action_tokens(
         "action_tokenizer": fast.text,
         "lowest": float(least),
         "scale": float(scale),
-        "begins": (tokenizer.token_id("Action"), tokenizer.token_id(":")) if checked else (),
+        "begins": (tokenizer.token_id("Action"), tokenizer.token_id(":")) if validates else (),
         "leaves_out": tuple(tokenizer.tokenizer.encode(MARK, add_special_tokens=False).ids),
     }
 

@@ -1,4 +1,7 @@
-"""TurboVLA (2026, arXiv 2607.27205): DINOv3 and BERT encoders, cross-attention between them, and ACT's decoder."""
+"""TurboVLA (2026, arXiv 2607.27205): DINOv3 and BERT encoders, cross-attention between them, and ACT's decoder.
+
+The decoder returns the whole action chunk in one pass. Reference implementation: H-EmbodVis/TurboVLA.
+"""
 
 from sinew.core.registry import Family
 

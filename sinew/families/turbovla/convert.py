@@ -334,9 +334,10 @@ def leftovers(
     training = [key for key in unread if TRAINING.search(key.rpartition(".")[2]) and key not in ignored]
     strange = {key: value for key, value in unread.items() if key not in (*training, *ignored)}
     if strange:
+        verb = "is" if len(strange) == 1 else "are"
         raise ConvertError(
-            f"{record.path}: Sinew does not support {shown_fields(strange)}, which may change the actions. If it does"
-            f" not, pass --set ignore={','.join(strange)}"
+            f"{record.path}: {shown_fields(strange)} {verb} not understood and may change the actions. If it does not,"
+            f" pass --set ignore={','.join(strange)}"
         )
     skipped = [key for key in unread if key in ignored]
     return (

@@ -127,15 +127,21 @@ class Bert(nn.Module):
         last = encoded.long().sum(dim=1, keepdim=True) - 1
         # True if the second column is left of the first column, bool [B, L, L].
         before = column[:, None, :] < column[:, :, None]
-        passed = (ends[:, None] & before).long().sum(dim=-1)  # number of delimiters left of each column
+        delimiters_before = (
+            (ends[:, None] & before).long().sum(dim=-1)
+        )  # number of delimiters left of each column
         closing = ends & (column > 0) & (column < last)
-        closed = (closing[:, None] & ~before).any(dim=-1) & (column > 0) & encoded
+        in_sub_sentence = (closing[:, None] & ~before).any(dim=-1) & (column > 0) & encoded
         # Column of the last delimiter before the token.
         start = torch.where(ends[:, None] & before, column[:, None], 0).amax(dim=-1)
-        same = (passed[:, :, None] == passed[:, None, :]) & closed[:, :, None] & closed[:, None, :]
+        same = (
+            (delimiters_before[:, :, None] == delimiters_before[:, None, :])
+            & in_sub_sentence[:, :, None]
+            & in_sub_sentence[:, None, :]
+        )
         return TextLayout(
             sees=same | (column[:, :, None] == column[:, None, :]),
-            position=torch.where(closed, column - start - 1, 0),
+            position=torch.where(in_sub_sentence, column - start - 1, 0),
             words=encoded & (tokens != config.pad_token),
             encoded=encoded,
         )

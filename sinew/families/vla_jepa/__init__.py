@@ -1,4 +1,8 @@
-"""VLA-JEPA in LeRobot's layout: Qwen3-VL, and GR00T's action head over the outputs at special tokens."""
+"""VLA-JEPA: Qwen3-VL, and GR00T's action head over the outputs at special tokens.
+
+The head denoises the action chunk by flow matching. The world model of VLA-JEPA is only for training. Sinew converts
+checkpoints in LeRobot's layout. Reference implementation: LeRobot ``policies/vla_jepa``.
+"""
 
 from sinew.core.registry import Family
 

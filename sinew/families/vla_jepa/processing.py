@@ -119,7 +119,7 @@ def prompt_recipe(
     steps = max(checkpoint.size("num_video_frames") // tubelet - 1, 0)
     repeats = checkpoint.size("num_action_tokens_per_timestep")
     markers = checkpoint.size("num_embodied_action_tokens_per_instruction")
-    filled = fill(
+    sentence = fill(
         checkpoint,
         {
             "instruction": MARK,
@@ -127,14 +127,14 @@ def prompt_recipe(
             "e_actions": embodied * markers,
         },
     )
-    rendered = render(template, ["image"] * len(checkpoint.cameras) + ["text"], True, template_file)
+    chat = render(template, ["image"] * len(checkpoint.cameras) + ["text"], True, template_file)
     placeholder = tokenizer.token_text(vlm["image_token_id"])
-    if rendered.count(placeholder) != len(checkpoint.cameras):
+    if chat.count(placeholder) != len(checkpoint.cameras):
         raise ConvertError(
             f"{template_file}: expected exactly one {placeholder} per image in the rendered text. Pass the model's"
             " own folder with --vlm"
         )
-    text = rendered.replace(MARK, filled)
+    text = chat.replace(MARK, sentence)
     if "{" in text or "}" in text:
         raise ConvertError(
             f"{checkpoint.file}: prompt_template: the text must not contain other braces than its fields. Remove them"
@@ -183,20 +183,20 @@ def processing(
         ConvertError: The actions are relative, and the policy has no state.
     """
     action = checkpoint.normalization(ACTION, "ACTION")
-    named = {name for name in SWITCHES if checkpoint.pipelines.step(POST, name) is not None}
+    step_names = {name for name in SWITCHES if checkpoint.pipelines.step(POST, name) is not None}
     if not checkpoint.pipelines.there:
-        named = {name for name, key in SWITCHES.items() if checkpoint[key]}
+        step_names = {name for name, key in SWITCHES.items() if checkpoint[key]}
         # LeRobot clips only actions that are normalised by minimum and maximum.
         if action.mode != "min_max":
-            named.discard(CLIP)
+            step_names.discard(CLIP)
     elif action.mode == "min_max":
         for name, key in SWITCHES.items():
-            if name not in named and checkpoint.config.get(key) is True:
+            if name not in step_names and checkpoint.config.get(key) is True:
                 checkpoint.notes.append(
                     f"config.json has {key}=true, but {POST}.json has no step {name}, so this step is omitted"
                 )
-    action = replace(action, clip=CLIP in named)
-    if SNAP in named:
+    action = replace(action, clip=CLIP in step_names)
+    if SNAP in step_names:
         dim, threshold = gripper(checkpoint, SNAP, vectors[1].dim)
         action = replace(action, snap=(dim,), snap_at=threshold)
     if not has_state and is_relative(checkpoint):
@@ -205,7 +205,7 @@ def processing(
             " policy with a state"
         )
     steps = checkpoint.action_steps() if has_state else ()
-    if BINARIZE in named:
+    if BINARIZE in step_names:
         dim, threshold = gripper(checkpoint, BINARIZE, vectors[1].dim)
         steps = (*steps, Threshold((dim,), offset=threshold))
     return Processing(

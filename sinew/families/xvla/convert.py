@@ -318,8 +318,8 @@ def image_recipe(checkpoint: LeRobotCheckpoint) -> ImageRecipe:
         height, width = checkpoint.frame_size
         return ImageRecipe(height, width, mean=mean, std=std)
     height, width = sides
-    resized: tuple[ImageStep, ...] = (Letterbox(height, width, pad_value=mean if normalized else 0.0),)
-    return ImageRecipe(height, width, resized, mean, std)
+    resize_steps: tuple[ImageStep, ...] = (Letterbox(height, width, pad_value=mean if normalized else 0.0),)
+    return ImageRecipe(height, width, resize_steps, mean, std)
 
 
 def vision_config(record: JsonRecord) -> DaViTConfig:
@@ -404,10 +404,10 @@ def views(checkpoint: LeRobotCheckpoint) -> int:
     A saved policy lists its empty cameras among its features, and LeRobot adds ``empty_cameras`` to this number again.
     """
     features = checkpoint["input_features"].values()
-    listed = sum(feature.get("type") == "VISUAL" for feature in features)
+    feature_count = sum(feature.get("type") == "VISUAL" for feature in features)
     fixed = checkpoint["num_image_views"]
-    counted = listed + checkpoint.size("empty_cameras", low=0, high=16)
-    return max(counted, 0 if fixed is None else checkpoint.size("num_image_views", high=64))
+    camera_count = feature_count + checkpoint.size("empty_cameras", low=0, high=16)
+    return max(camera_count, 0 if fixed is None else checkpoint.size("num_image_views", high=64))
 
 
 def policy_spec(checkpoint: LeRobotCheckpoint, config: XVLAConfig, image: ImageRecipe) -> PolicySpec:

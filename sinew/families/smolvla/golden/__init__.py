@@ -42,13 +42,13 @@ def unpacked() -> Iterator[Path]:
 
 def observation() -> dict:
     """Return the stored observation, including frames and noise."""
-    stored = read_npz(REFERENCE)
-    cameras = [str(name) for name in stored["cameras"]]
+    arrays = read_npz(REFERENCE)
+    cameras = [str(name) for name in arrays["cameras"]]
     return {
         "images": {name: grey_frame(index, **FRAMES) for index, name in enumerate(cameras)},
-        "state": stored["state"],
-        "prompt": str(stored["prompt"]),
-        "noise": stored["noise"],
+        "state": arrays["state"],
+        "prompt": str(arrays["prompt"]),
+        "noise": arrays["noise"],
     }
 
 
