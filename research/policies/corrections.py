@@ -6,7 +6,7 @@ learning on what the expert did. The loop, in a clone::
 
     E=research.policies.corrections:sinew/BlocksBumped-v0
     sinew run act --robot gym:$E --episodes 100 --handover freeze --replan 8 --takeover expert \\
-        --set takeover_options='{"after": 60}' --set frames=frames/
+        --set takeover_options='{"after": 60}' --frames frames/
     sinew recording dataset frames/ fixes/ --corrections --hz 20 --bundle act
     python -m research.policies.corrections fixes/
     python -m research.policies.corrections fixes/ --old-share 1 --out runs/control

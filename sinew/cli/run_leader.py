@@ -36,8 +36,7 @@ class LeaderFlags:
 
     Attributes:
         takeover: Leader arm with which a person drives after pressing t: lerobot:TYPE (a LeRobot teleoperator),
-            expert (for gym:ENV and built-in tasks), or module:Class with a method read. The robot holds until the
-            leader is at the robot's position.
+            expert (for simulated tasks), or module:Class with a method read.
         takeover_options: JSON object: arguments of the leader's constructor, or fields of LeRobot's configuration.
             For expert, {"after": STEPS} takes over by itself after that number of control steps.
         takeover_key: Key that takes over and gives back. A pedal can send it.
@@ -45,9 +44,8 @@ class LeaderFlags:
             the range that the limits allow.
         shadow: Let the policy compute while a person drives, with the leader of --takeover or directly at the robot.
             The report states how well both agree.
-        frames: Folder for each executed control step: observation, command and driver, uncompressed. Two cameras of
-            640x480 at 30 Hz need 55 MB a second. `sinew recording dataset FOLDER OUT` converts it to a LeRobot data
-            set.
+        frames: Folder for each executed control step: observation, command and driver, uncompressed (55 MB a second
+            for two cameras). `sinew recording dataset` makes a LeRobot data set of it.
     """
 
     takeover: str | None = None
@@ -55,7 +53,7 @@ class LeaderFlags:
     takeover_key: Setting[str] = "t"
     align: Setting[PositiveIfAny] = None
     shadow: Setting[Flag] = False
-    frames: Setting[Path | None] = None
+    frames: Path | None = None
 
     @property
     def wanted(self) -> bool:

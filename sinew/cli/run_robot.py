@@ -53,16 +53,16 @@ class RobotFlags:
             or "as is" to send actions unchanged. Default: as the policy states.
         limits: .toml or .json file with low, high, velocity, acceleration, jerk, jump, workspace_low, workspace_high
             and still for each joint. Default: the policy's limits.
-        rest: Where the robot goes at the end of the run: first (its pose at the beginning), hold (it stays where it
-            is), or a pose in the table [poses] of the limits file. A second signal stops it at once. Default: first
-            for a real robot with joint positions as commands, otherwise hold.
+        rest: Where the robot goes at the end: first (its pose at the beginning), hold (it stays where it is), or a
+            pose in the table [poses] of the limits file. Default: first for a real robot with joint positions as
+            commands, otherwise hold. A second signal stops it at once.
         stale: Maximum age of a frame, in seconds. The robot holds if its frames are older.
         camera_delay: Age of a frame when the robot is observed, in seconds, for a robot that does not state it.
             `sinew doctor POLICY --observe ROBOT --delays` measures it. Use it if the training data have no such
             delay.
         watchdog: Hold the robot from a second thread while its own methods block. Set it to false if the robot must
             not be held during observe.
-        seconds: End after this many seconds. In `sinew trials`, a trial fails after this time.
+        seconds: End after this many seconds. A trial of `sinew trials` then fails.
         episodes: Number of episodes to play in gym:ENV.
         record: New file for the decision log, or a folder with one file for each trial. `sinew recording replay
             FILE` repeats its decisions.

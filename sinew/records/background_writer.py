@@ -25,7 +25,7 @@ RETRY_S = 10.0  # after a failure of what takes them, until it is tried again
 
 class Entry(NamedTuple):
     """One request and its answer. when: seconds since the epoch. server: what it said of itself then. by: who drove the
-    robot, of a control step (setting ``frames`` of ``sinew run``). policy: which one of a server's was asked; "": the
+    robot, of a control step (option ``--frames`` of ``sinew run``). policy: which one of a server's was asked; "": the
     first."""
 
     when: float

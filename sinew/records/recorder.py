@@ -4,7 +4,7 @@ A file holds ``images/<camera>``, ``state`` and, where they came, ``noise``, ``t
 before as ``earlier/<0, 1 ...>/images/<camera>`` and ``earlier/<0, 1 ...>/state``, oldest first; ``actions`` or nothing;
 and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, which words were asked for and the ``text``
 that was said, the ``policy`` that was named, the error if there was one, whether the answer was a ``context``, which is
-not kept, who drove the robot (``by``, of the setting ``frames`` of ``sinew run``, where a record is a control step and
+not kept, who drove the robot (``by``, of the option ``--frames`` of ``sinew run``, where a record is a control step and
 its action the command, and ``names`` of the numbers of both), and ``server``, what decided the last bits of the answer
 (:mod:`sinew.records.arithmetic`), which older files lack. numpy reads it without pickle.
 """
@@ -55,7 +55,7 @@ class Record:
     """observation: with the seed that drew the noise, so that it gives the same actions again.
     actions: None where the reply was the error in ``error`` ([code] message), or words alone, or a context. server:
     what decided its bits; empty in files of before 2026-11-23. by: who drove, of a control step of the
-    setting ``frames`` of ``sinew run``, whose numbers have ``names``. policy: which one of its server's was asked; "":
+    option ``--frames`` of ``sinew run``, whose numbers have ``names``. policy: which one of its server's was asked; "":
     the first. text: the words of the reply. context: it was one, which is not kept: it may be megabytes."""
 
     path: Path
@@ -225,7 +225,7 @@ def record_files(directory: Path) -> list[Path]:
     if paths := sorted(directory.glob("*.npz")):
         return paths
     raise SinewError(
-        f"{directory}: no records (*.npz) there; `sinew serve --record` and `sinew run --set frames=FOLDER` write them"
+        f"{directory}: no records (*.npz) there; `sinew serve --record` and `sinew run --frames` write them"
     )
 
 

@@ -210,7 +210,7 @@ def test_bad_option_is_a_usage_error(here) -> None:
         ),
         ("--zzz", "unknown flag --zzz: those of a verb stand behind it, `sinew VERB --help`"),
         ("recording datast", "unknown verb 'datast': did you mean 'dataset'?"),
-        ("recording zzz", "unknown verb 'zzz': expected one of replay, mcap, rrd, dataset"),
+        ("recording zzz", "unknown verb 'zzz': expected one of replay, advise, mcap, rrd, dataset"),
         ("infer blocks --image a --seed 1 --seed 2", "--seed: expected once, got it again"),
     ],
 )

@@ -167,7 +167,7 @@ def test_mistakes_in_settings(words: str, message: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("command", "own"), [(("run",), 41), (("trials",), 33), (("doctor",), 3)], ids=["run", "trials", "doctor"]
+    ("command", "own"), [(("run",), 40), (("trials",), 32), (("doctor",), 3)], ids=["run", "trials", "doctor"]
 )
 def test_settings_are_listed(command: tuple[str, ...], own: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--settings"]) == 0

@@ -1,4 +1,4 @@
-"""``sinew run --takeover``, with the settings ``shadow`` and ``frames``: to a data set of corrections."""
+"""``sinew run --takeover``, with ``--frames`` and the setting ``shadow``: to a data set of corrections."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_an_expert_corrects_and_lerobot_reads_what_it_did(
     pytest.importorskip("mujoco")
     pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
     frames = tmp_path / "frames"
-    lead = ("--takeover", "expert", "--set", 'takeover_options={"after": 12}', "--set", f"frames={frames}")
+    lead = ("--takeover", "expert", "--set", 'takeover_options={"after": 12}', "--frames", str(frames))
     journal = ("--record", str(tmp_path / "run.jsonl"))
     monkeypatch.setattr(SimulatedRobot, "hold", lambda _: None)  # the twelve steps are of the policy
     flags = ("--robot", "blocks", "--hz", "20", *SIMULATED[4:])
@@ -159,7 +159,7 @@ def test_a_policy_learns_from_corrections(tmp_path: Path, capsys: pytest.Capture
         *(tmp_path / name for name in "abc"),
     )
     run = ("run", "act", "--robot", f"gym:{env}", "--episodes", "2", "--handover", "freeze", "--replan", "8",
-           "--takeover", "expert", "--set", 'takeover_options={"after": 20}', "--set", f"frames={frames}")  # fmt: skip
+           "--takeover", "expert", "--set", 'takeover_options={"after": 20}', "--frames", str(frames))  # fmt: skip
     assert main([*run, "--json"]) == 0
     assert last_json(capsys)["handed"]["to_human"] == 2
     options = ("--corrections", "--hz", "20", "--bundle", "act")

@@ -118,7 +118,7 @@ def test_a_robot_that_judges_itself_gives_the_outcomes_of_the_evaluation(
 ) -> None:
     """Of the same seeds, to the bit of every command."""
     robot = ("--robot", f"{__name__}:Patient", "--scenes", 6, "--out", tmp_path / "trials")
-    assert typed(PEN, "--compare", spoiled, *robot, *PLAIN, "--set", f"frames={tmp_path / 'frames'}") == 0
+    assert typed(PEN, "--compare", spoiled, *robot, *PLAIN, "--frames", tmp_path / "frames") == 0
     run = (
         "--env",
         "sinew/Pen-v0",

@@ -448,7 +448,7 @@ def takeover(walk: Walk) -> None:
     my_robot(walk, ("front", "wrist"), 4)
     found = walk.type(
         "sinew run policy.gguf --robot blocks --episodes 20 --takeover expert --set"
-        """ takeover_options='{"after": 40}' --set frames=frames/""",
+        """ takeover_options='{"after": 40}' --frames frames/""",
         instead=("20", "3"),
     )
     assert found.result["handed"]["to_human"], found
@@ -458,7 +458,7 @@ def takeover(walk: Walk) -> None:
     )
     walk.leaves(
         "sinew run tcp://server:5555 --robot lerobot:so101_follower --takeover lerobot:so101_leader --set"
-        " align=5 --set frames=frames/",
+        " align=5 --frames frames/",
         ARM,
     )
     with walk.server("sinew serve policy.gguf"):
@@ -765,8 +765,7 @@ def trials(walk: Walk) -> None:
         says=("2 scenes; 2 were played. The plan was kept.",),
     )
     walk.leaves(
-        "sinew trials tcp://server:5555 --robot my_robot:Arm --scenes 20 --seconds 60 --out runs/arm --set"
-        " frames=frames/",
+        "sinew trials tcp://server:5555 --robot my_robot:Arm --scenes 20 --seconds 60 --out runs/arm --frames frames/",
         "needs a person at its keyboard; tests/eval/test_trials.py has one",
     )
 

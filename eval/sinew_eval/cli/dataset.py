@@ -36,7 +36,7 @@ def dataset(
     Args:
         source: Policy, as for `sinew eval`, or `expert`: it plays episodes, and every control step becomes a
             frame. Or a folder of `sinew serve --record`: every request becomes a frame. Or a folder of `sinew
-            run --set frames=FOLDER`: every control step becomes a frame, and LeRobot's `intervention` states
+            run --frames`: every control step becomes a frame, and LeRobot's `intervention` states
             whether a person drove.
         out: New folder to write.
         env: Gymnasium id, a suite, or a task of a suite. Default: the built-in task that fits the policy.
@@ -44,9 +44,9 @@ def dataset(
         seed: Seed of the first episode.
         replan: Actions executed per inference, `full`, or another rule of `sinew run`.
         successes: Leave out failed episodes.
-        hz: Requests per second of records. Default: the rate of `sinew run --set frames=FOLDER`, or the bundle's
+        hz: Requests per second of records. Default: the rate of `sinew run --frames`, or the bundle's
             control rate.
-        bundle: Policy of the records. It gives the joints their names. Folders of `sinew run --set frames=FOLDER` have
+        bundle: Policy of the records. It gives the joints their names. Folders of `sinew run --frames` have
             names already.
         corrections: Keep only the recorded steps in which a person drove.
     """

@@ -85,7 +85,7 @@ def episodes(records: Iterable[Record], hz: float, corrections: bool = False) ->
     if not 0.75 <= (step := float(np.median(steps or apart))) <= 1.25:
         raise SinewError(
             f"--hz: expected the rate of the requests, which came {hz / step:.3g} times a second, got {hz:g}; a policy"
-            " is asked for chunks, and `sinew run --set frames=FOLDER` keeps every control step"
+            " is asked for chunks, and `sinew run --frames` keeps every control step"
         )
     for session in found:
         if len(session) > 1:

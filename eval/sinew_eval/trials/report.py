@@ -73,7 +73,7 @@ def write_page(sitting: TrialSession, record: dict[str, Any], frames: Path | Non
     Args:
         sitting: The session.
         record: The report.
-        frames: Folder in which ``sinew run --set frames=...`` stored the steps. None for no films.
+        frames: Folder in which ``sinew run --frames`` stored the steps. None for no films.
 
     Returns:
         Path of the page.
