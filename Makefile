@@ -37,7 +37,7 @@ CLIENTS := .venv-clients
 LEROBOT ?= 0.6.1
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval soak faults fuzz mutate test test-kernels test-isa elsewhere test-all test-tools lint format bench gpu gpu-carry env clients \
+.PHONY: help demo eval soak faults fuzz mutate test test-kernels test-isa elsewhere test-all test-tools lint format bench gpu gpu-carry env clients \
 	ros lerobot journeys roles installs core fresh release lock graphs docs clean
 
 help: ## show this list
@@ -45,9 +45,6 @@ help: ## show this list
 
 demo: $(LIGHT) ## the trained demo policy in closed loop, through server and client
 	$(BIN)/sinew demo --out build/demo
-
-demo-full: $(READY) ## a random full-size policy: convert, serve, drive over a socket
-	$(BIN)/sinew demo --full-size --out build/full-size
 
 eval: $(READY) ## 200 episodes of the demo policy, with intervals
 	$(BIN)/sinew eval sinew/assets/blocks.gguf --episodes 200 --out build/eval
@@ -85,8 +82,7 @@ format: $(READY) ## rewrite the code the way `make lint` wants it
 	$(BIN)/ruff format .
 
 bench: $(READY) ## time the demo's policy, stage by stage
-	$(BIN)/sinew demo --full-size --out build/full-size --prepare
-	$(BIN)/sinew bench build/full-size/policy.gguf
+	$(BIN)/sinew bench blocks
 
 soak: $(READY) ## ten robots and two streams beside attackers for ten minutes; then the long fault injections
 	$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)

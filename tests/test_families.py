@@ -151,7 +151,7 @@ def test_what_a_folder_says_is_there(name: str) -> None:
     family = FOLDERS[name]
     assert family.models
     assert family.published()
-    for place in (*family.models.values(), *family.converters, *family.guesses, family.demo, family.golden):
+    for place in (*family.models.values(), *family.converters, *family.guesses, family.golden):
         assert not place or family.load(place)
     for table in (family.units, family.hints):
         assert set(table) <= set(family.models)
@@ -216,7 +216,7 @@ def test_a_new_family_is_its_folder_and_a_line(
     assert registry.action_units("Toy") == ("recorded",)
 
 
-NAMED = re.compile(r"`(?:sinew/)?((?:families|models|convert|vlacpp|presets)/[a-z0-9_/]+(?:\.py|\.json|/))`")
+NAMED = re.compile(r"`(?:sinew/)?((?:families|models|convert|vlacpp)/[a-z0-9_/]+(?:\.py|\.json|/))`")
 
 
 @pytest.mark.parametrize("page", ["adding-a-model", "structure"])

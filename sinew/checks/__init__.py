@@ -47,7 +47,6 @@ PACKAGES = {
 FEATURES = {
     "hub": (("huggingface_hub",), "checkpoint names on the Hugging Face hub in `sinew convert`"),
     "sim": (("mujoco", "gymnasium"), "the embedded simulation tasks"),
-    "photos": (("skimage",), "photographs for `sinew demo --full-size`"),
 }
 
 

@@ -28,7 +28,6 @@ EXTRAS = {
     "rerun": "rerun",
     "safetensors": "torch",
     "sentencepiece": "sentencepiece",
-    "skimage": "photos",
     "tensorstore": "jax",
     "torch": "torch",
     "yaml": "ray",

@@ -61,7 +61,6 @@ class Family:
         units: Architecture -> units of its actions (:class:`sinew.core.VectorSpec`), for bundles that do not state
             them.
         hints: Architecture -> expectations of its own project's clients, in the words of the protocol's codec.
-        demo: Writes a random checkpoint of full size, or a tiny one, with everything that its conversion needs.
         base: The family that this one extends, the only other folder that it may import.
         golden: Compares a small policy in the folder with its reference's stored answers.
         name: Name of the folder. The registry sets it.
@@ -75,7 +74,6 @@ class Family:
     units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hints: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     base: str = ""
-    demo: str = ""
     golden: str = ""
     name: str = ""
     home: str = ""

@@ -520,12 +520,3 @@ def test_the_demo_of_an_act(tmp_path: Path) -> None:
     refused = sinew("demo", "egg", "--out", tmp_path)
     assert refused.returncode == 2
     assert "blocks" in refused.stderr
-
-
-def test_full_size_demo_end_to_end_with_a_tiny_policy(here, tmp_path: Path) -> None:
-    result = sinew("demo", "--full-size", "--tiny", "--out", tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-    for words in ("checkpoint", "ready on tcp://127.0.0.1:", "joint 5", "round trip", "stopped cleanly"):
-        assert words in result.stdout
-    again = here("demo", "--full-size", "--tiny", "--out", tmp_path, "--prepare")
-    assert "from an earlier run" in again.stdout

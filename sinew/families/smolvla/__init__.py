@@ -11,6 +11,5 @@ FAMILY = Family(
     backbones={"smolvla": "SmolVLM2"},
     converters=("convert",),
     units={"smolvla": ("recorded",)},
-    demo="random_checkpoint.write:write_demo",
     golden="golden:check",
 )
