@@ -25,9 +25,9 @@ from cyclopts import run
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.checkpoints.smolvla import write_checkpoint
 from benchmarks.families import FAMILIES
 from benchmarks.inflate import inflate
-from sinew.families.smolvla.random_checkpoint.write import write_checkpoint
 
 NAMES = ("smolvla", *FAMILIES)
 MIB = 1 << 20

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from sinew.presets.noise import write_tensors
-from sinew.presets.plan import TensorPlan
+from benchmarks.checkpoints.noise import write_tensors
+from benchmarks.checkpoints.plan import TensorPlan
 from tests.cases import FILES_GIVEN, golden_cases
 
 SHARD = 4 << 30  # bytes

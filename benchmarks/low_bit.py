@@ -105,9 +105,9 @@ def four_bits(bundle: Path, folder: Path) -> Path:
 
 def make(folder: Path, depth: int) -> tuple[Path, Path, Path]:
     """Write the float bundle and its two low-bit ones to ``folder``, unless they are there; return their paths."""
+    from benchmarks.checkpoints.smolvla import write_checkpoint
+    from benchmarks.checkpoints.smolvla_layout import Widths
     from sinew.cli import main as sinew
-    from sinew.families.smolvla.random_checkpoint.layout import Widths
-    from sinew.families.smolvla.random_checkpoint.write import write_checkpoint
 
     wide, int8, four = (folder / f"{name}.gguf" for name in ("wide", "int8", "q4"))
     if not wide.exists():

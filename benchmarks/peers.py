@@ -549,8 +549,8 @@ def compare_inside(family: str, out: Path, peer: Path, arguments: argparse.Names
 def write_smolvla(out: Path, peer: Path | None, tiny: bool, frame: tuple[int, int], *paths: Path) -> Any:
     """Write a random checkpoint, and ``out / "lerobot"``, the folder of it that LeRobot in ``paths`` loads, unless
     ``peer`` is None; return where the checkpoint is. frame: height and width of the cameras, pixels."""
-    from sinew.families.smolvla.random_checkpoint.layout import TINY
-    from sinew.families.smolvla.random_checkpoint.write import write_checkpoint
+    from benchmarks.checkpoints.smolvla import write_checkpoint
+    from benchmarks.checkpoints.smolvla_layout import TINY
 
     made = write_checkpoint(out / "made", widths=TINY if tiny else None, cameras=len(CAMERAS))
     policy = json.loads((made.policy / "config.json").read_text())

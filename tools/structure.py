@@ -53,7 +53,6 @@ ROOMS = [
     {"capabilities", "warm_up"},
     {"vlacpp"},
     {"families"},
-    {"presets"},
     {"engine", "convert"},
     {"models"},
     {"layers", "processing", "records"},

@@ -35,14 +35,14 @@ from sinew_eval.suites.base import SimulatorFrame, Tasks, drawing  # noqa: E402
 from sinew_eval.suites.mapping import Mapping  # noqa: E402
 
 import sinew  # noqa: E402
+from benchmarks.checkpoints.smolvla import write_checkpoint  # noqa: E402
+from benchmarks.checkpoints.smolvla_layout import TINY  # noqa: E402
 from sinew.bundle import Bundle, write_bundle  # noqa: E402
 from sinew.cli import main  # noqa: E402
 from sinew.cli.run_robot import RobotFlags  # noqa: E402
 from sinew.convert import convert  # noqa: E402
 from sinew.core import ActionChunk, CameraSpec, Observation, PolicySpec, SinewError, VectorSpec  # noqa: E402
 from sinew.core.registry import architectures  # noqa: E402
-from sinew.families.smolvla.random_checkpoint.layout import TINY  # noqa: E402
-from sinew.families.smolvla.random_checkpoint.write import write_checkpoint  # noqa: E402
 from sinew.lowbit.sources import lowbit_sources  # noqa: E402
 from sinew.serve.policies import Deployment  # noqa: E402
 from sinew.serve.process import Process  # noqa: E402

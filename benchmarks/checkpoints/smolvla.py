@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.checkpoints.noise import Progress, write_tensors
+from benchmarks.checkpoints.plan import Init, TensorPlan
+from benchmarks.checkpoints.smolvla_layout import StorageRecipe, Widths, storage
+from benchmarks.checkpoints.tokenizer import tokenizer_config, tokenizer_json
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint
 from sinew.convert.names import upstream_name
 from sinew.convert.options import ConvertOptions
 from sinew.families.smolvla.convert import HEAD, PREFIXES, SCHEMA, TABLE, model_config
-from sinew.families.smolvla.random_checkpoint.layout import TINY, StorageRecipe, Widths, storage
 from sinew.models import build_on_meta
-from sinew.presets.noise import Progress, write_tensors
-from sinew.presets.plan import Init, TensorPlan
-from sinew.presets.tokenizer import tokenizer_config, tokenizer_json
 
 HUB_NAME = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
 CAMERA_HEIGHT, CAMERA_WIDTH = 480, 640
@@ -87,11 +87,6 @@ def write_checkpoint(
     plans = tensors(w, dtype)
     nbytes = write_tensors(policy / "model.safetensors", plans, {}, {"format": "pt"}, progress)
     return RandomCheckpoint(policy, vlm, sum(plan.elements for plan in plans), nbytes)
-
-
-def write_demo(path: Path, tiny: bool, progress: Progress) -> RandomCheckpoint:
-    """Write the checkpoint of ``sinew demo``: at full size, or with about a million parameters if ``tiny`` is True."""
-    return write_checkpoint(path, widths=TINY if tiny else Widths(), progress=progress)
 
 
 def tensors(w: Widths, recipe: StorageRecipe = "float32") -> list[TensorPlan]:

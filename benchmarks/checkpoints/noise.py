@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from sinew.presets.plan import TensorPlan
+from benchmarks.checkpoints.plan import TensorPlan
 
 # One block of noise serves every tensor, and each tensor starts at another offset. A prime length has no common factor
 # with the width of a matrix, so two rows of a tensor are never the same slice.

@@ -10,6 +10,8 @@ import pytest
 from sinew_perf.program import PublishedProgram, preset
 from sinew_perf.request import TracedRequest
 
+from benchmarks.checkpoints import smolvla
+from benchmarks.checkpoints.smolvla_layout import Widths
 from benchmarks.families import FAMILIES
 from benchmarks.inflate import inflate
 from sinew.convert import read
@@ -18,8 +20,6 @@ from sinew.core.registry import presets
 from sinew.families.published import published
 from sinew.families.smolvla.convert import model_config as smolvla_config
 from sinew.families.smolvla.convert import open_checkpoint
-from sinew.families.smolvla.random_checkpoint import write as smolvla
-from sinew.families.smolvla.random_checkpoint.layout import Widths
 from sinew.models import build_on_meta, mismatch
 from tests.covering import some
 

@@ -12,12 +12,12 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 import sinew
+from benchmarks.checkpoints.noise import write_tensors
+from benchmarks.checkpoints.plan import TensorPlan
+from benchmarks.checkpoints.smolvla import tensors, write_checkpoint
+from benchmarks.checkpoints.smolvla_layout import TINY, Widths
+from benchmarks.checkpoints.tokenizer import tokenizer_json
 from sinew.convert import convert
-from sinew.families.smolvla.random_checkpoint.layout import TINY, Widths
-from sinew.families.smolvla.random_checkpoint.write import tensors, write_checkpoint
-from sinew.presets.noise import write_tensors
-from sinew.presets.plan import TensorPlan
-from sinew.presets.tokenizer import tokenizer_json
 
 
 def header(path: Path) -> dict[str, dict]:
@@ -108,7 +108,7 @@ def test_tensors_longer_than_the_noise_block(tmp_path: Path) -> None:
 def test_bfloat16_rounds_to_nearest_even() -> None:
     import torch
 
-    from sinew.presets.noise import _to_bfloat16
+    from benchmarks.checkpoints.noise import _to_bfloat16
 
     values = np.random.default_rng(0).standard_normal(10_000, dtype=np.float32)
     values[:3] = [1 + 2**-8, 1 + 3 * 2**-8, -0.0]  # ties, both ways

@@ -1,0 +1,1 @@
+"""Random checkpoints in the original layouts, of published or tiny sizes."""
