@@ -143,7 +143,7 @@ def read_surface(path: Path) -> tuple[str, list[Way]]:
         report = read_json(path)
         if report["schema"] != SCHEMA:
             raise ValueError(f"schema: expected {SCHEMA}, got {shown(report['schema'])}")
-        hz = _number(report["control_hz"], "control_hz", 1e-3, 1e5)
+        hz = checked_number(report["control_hz"], "control_hz", 1e-3, 1e5)
         curves: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
         if len(report["variants"]) > MOST_VARIANTS:
             raise ValueError(f"variants: expected at most {MOST_VARIANTS}, got {len(report['variants'])}")
@@ -155,7 +155,7 @@ def read_surface(path: Path) -> tuple[str, list[Way]]:
                 continue
             given = float(constant[1])
             steps = math.ceil(given * hz / 1e3 - 1e-9) if constant[2] else int(given)
-            wins, episodes = (int(_number(entry[name], name, 0, 1e9)) for name in ("wins", "episodes"))
+            wins, episodes = (int(checked_number(entry[name], name, 0, 1e9)) for name in ("wins", "episodes"))
             if not wins <= episodes or not episodes:
                 raise ValueError(f"wins: expected 0 to {episodes} of at least one episode, got {wins}")
             key = str(variant["handover"])[:200], str(variant["replan"])[:200]
@@ -211,7 +211,8 @@ def _parts(rate: Rate) -> tuple[float, float, float]:
     return rate.success, rate.low, rate.high
 
 
-def _number(value: Any, name: str, least: float, most: float) -> float:
+def checked_number(value: Any, name: str, least: float, most: float) -> float:
+    """Return a number of a report. Raises ValueError if it is not a number in this range."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         raise ValueError(f"{name}: expected {least:g} to {most:g}, got {shown(value)}")
     return float(value)

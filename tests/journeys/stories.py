@@ -997,6 +997,17 @@ def perf(walk: Walk) -> None:
     ).result
     assert any(row["enough"] for row in kept["found"]), kept
     assert (walk.folder / "pen.png").stat().st_size > 10_000
+    for name, latency in (("robot", "50ms"), ("edge", "100ms"), ("cloud", "normal:125,20ms")):
+        walk.type(
+            f"sinew eval pen --replan 2 --handover aligned --latency {latency} --episodes 200 --out runs/{name}",
+            instead=("--episodes 200", "--episodes 12"),
+        )
+    chosen = walk.type(
+        "sinew perf choose --mode robot=runs/robot --mode edge=runs/edge --mode cloud=runs/cloud --cost robot=1"
+        " --cost edge=0.3 --cost cloud=0.1 --available edge=0.99 --available cloud=0.97 --failure-cost 5",
+        instead=("--failure-cost 5", "--failure-cost 0.01"),
+    ).result
+    assert chosen["chosen"] == "cloud", chosen  # failures cost next to nothing
     line = "sinew perf scenario pi0 --device agx-orin --server h200 --network wifi7 --codec jpeg"
     scenario = walk.type(line).result
     assert {"robot", "server", "split"} <= {row["where"] for row in scenario["rows"]}, scenario

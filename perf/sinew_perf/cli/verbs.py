@@ -27,6 +27,11 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "perf gains policy.gguf --hardware agx-orin",
         "sinew_perf.cli.gains:gains",
     ),
+    "perf choose": (
+        "Which mode costs least, including its failures?",
+        "perf choose --mode robot=runs/robot --mode cloud=runs/cloud --cost cloud=0.02 --failure-cost 5",
+        "sinew_perf.cli.choose:choose",
+    ),
     "perf scenario": (
         "Where to run it: on the robot, on a server, split.",
         "perf scenario policy.gguf --server h200 --device agx-orin --network wifi7",
