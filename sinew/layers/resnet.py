@@ -42,7 +42,7 @@ class ResNetConfig:
         if len(self.blocks) != 4 or not all(1 <= count <= MAX_BLOCKS for count in self.blocks):
             raise ValueError(f"blocks: expected four numbers from 1 to {MAX_BLOCKS}, got {list(self.blocks)}")
         if self.group and self.width % self.group:
-            raise ValueError(f"width {self.width}: expected a multiple of group {self.group}")
+            raise ValueError(f"width: expected a multiple of group {self.group}, got {self.width}")
 
     @property
     def out_channels(self) -> int:

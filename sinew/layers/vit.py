@@ -80,7 +80,9 @@ class BlockConfig:
     def __post_init__(self) -> None:
         check_sizes(self)
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size {self.hidden_size}: expected a multiple of {self.num_heads} heads")
+            raise ValueError(
+                f"hidden_size: expected a multiple of num_heads {self.num_heads}, got {self.hidden_size}"
+            )
 
     def block(self, norm_eps: float, activation: Literal["gelu", "gelu_tanh"]) -> ViTConfig:
         """Return the sizes of one block as a vision transformer's configuration, which has the same attention and

@@ -59,7 +59,8 @@ class Qwen25VLConfig:
         check_sizes(self)
         if sum(self.position_sections) != self.language.head_dim // 2 or min(self.position_sections) < 0:
             raise ValueError(
-                f"position_sections: expected a sum of {self.language.head_dim // 2}, got {self.position_sections}"
+                f"position_sections: expected three numbers with the sum {self.language.head_dim // 2}, half the"
+                f" width of a head, got {self.position_sections}"
             )
         if self.vision.output_size != self.language.hidden_size:
             raise ValueError(
@@ -68,7 +69,7 @@ class Qwen25VLConfig:
             )
         unit = self.vision.unit
         if not self.frames or any(side < 1 or side % unit for frame in self.frames for side in frame):
-            raise ValueError(f"frames: expected multiples of {unit} pixels, got {self.frames}")
+            raise ValueError(f"frames: expected sides that are multiples of {unit} pixels, got {self.frames}")
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:

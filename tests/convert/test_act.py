@@ -58,7 +58,7 @@ def run(checkpoint: Path, **changes: object) -> Bundle:
         ({"n_decoder_layers": 2}, r"n_decoder_layers|decoder\.1\.\S+ is missing|decoder.layers.1"),
         ({"n_encoder_layers": 2}, r"model.encoder.layers.2.\S+ is not a part of the model"),
         ({"chunk_size": 21}, r"decoder_pos_embed.weight has shape \[20, 48\], expected \[21, 48\]"),
-        ({"n_heads": 7}, "hidden_size 48: expected a multiple of 4 and of 7 heads"),
+        ({"n_heads": 7}, "hidden_size: expected a multiple of 4 and of num_heads 7, got 48"),
         ({"pre_norm": True}, "encoder_norm|encoder.norm"),
         ({"state_noise": 0.1}, "state_noise=0.1 is not understood"),
     ],
@@ -201,7 +201,9 @@ def test_sizes_that_contradict_each_other_are_not_written(
 
 def test_a_grid_is_the_largest_of_all_views(golden: Path) -> None:
     config = read(golden / "act-sizes" / "checkpoint", ConvertOptions()).config
-    with pytest.raises(ValueError, match="rows, cols: expected 2 x 4, the largest of frames, got 3 x 4"):
+    with pytest.raises(
+        ValueError, match="rows, cols: expected 2 x 4, the largest grid of all views, got 3 x 4"
+    ):
         replace(config, frames=((64, 128), (45, 45)))
 
 

@@ -228,7 +228,9 @@ def test_bad_checkpoints_say_what_is_wrong(checkpoint):
         "input_features names no camera": {
             "input_features": {"observation.state": {"type": "STATE", "shape": [6]}}
         },
-        "expected a number of language layers that is a multiple of": {"num_expert_layers": 3},
+        "language.num_layers: expected a multiple of 3, the number of expert layers": {
+            "num_expert_layers": 3
+        },
         "does not fit its config": {"max_state_dim": 16},
         "input_features is not a feature table": {"input_features": [1, 2]},
         "expected multiples of the patch size 16": {"resize_imgs_with_padding": [100, 100]},
@@ -236,7 +238,7 @@ def test_bad_checkpoints_say_what_is_wrong(checkpoint):
         r"input_features.*camera1: expected sizes up to": {
             "input_features": {"observation.images.camera1": {"type": "VISUAL", "shape": [3, 1 << 31, 640]}}
         },
-        "periods": {"min_period": 5.0},
+        "min_period, max_period: expected 0 < min_period": {"min_period": 5.0},
     }
     for message, change in cases.items():
         edit(config, **change)

@@ -178,7 +178,7 @@ WRONG = [
     ("evo1", config(max_views=1), {}, "max_views: expected at least 2"),
     ("evo1", config(num_layers=4), {}, "head.layers.3.* is missing"),
     ("evo1", config(vlm_num_layers=4), {}, "language.layers.3.* is missing"),
-    ("evo1", config(embed_dim=50), {}, "head_size 50: expected the language model's width 60"),
+    ("evo1", config(embed_dim=50), {}, "head_size: expected 60, the width of the language model"),
     ("evo1", config(new_field=1), {}, "new_field=1 is not understood"),
     (
         "evo1",

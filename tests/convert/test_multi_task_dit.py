@@ -58,7 +58,7 @@ def run(checkpoint: Path, **changes: Any) -> Bundle:
         ({"image_crop_shape": [24, 32]}, "expected frames of 32 x 32, which clip reads, got 24 x 32"),
         ({"tokenizer_max_length": 41}, "tokenizer_max_length: expected a whole number from 1 to 40, got 41"),
         ({"n_action_steps": 16}, "n_action_steps: expected a whole number from 1 to 15, got 16"),
-        ({"num_heads": 5}, "hidden_size 48: expected a multiple of 5 heads"),
+        ({"num_heads": 5}, "hidden_size: expected a multiple of num_heads 5, got 48"),
         ({"timestep_embed_dim": 21}, "time_size: expected an even number of at least 4, got 21"),
         ({"timestep_embed_dim": 22}, "adaLN_modulation.1.weight: shape .* does not split"),
         ({"num_layers": 4}, "transformer_blocks.3.adaLN_modulation.1.weight is missing"),

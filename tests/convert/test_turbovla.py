@@ -89,7 +89,7 @@ def changed(home: Path, **changes: Any) -> Path:
             "interaction.sparse=2 is not understood.*--set ignore=interaction.sparse$",
         ),
         ({"interaction__num_layers": 1}, r"fusion_layers.1.\S+ is not a part of the model"),
-        ({"interaction__nheads": 48}, "expected multiples of their 48 and 24 heads"),
+        ({"interaction__nheads": 48}, "expected multiples of 48 and 24, their numbers of heads"),
         ({"action__horizon": 4}, r"action_queries.weight has shape \[5, 64\], expected \[4, 64\]"),
         ({"vision__num_views": 2}, r"view_embedding has shape \[3, 64\], expected \[2, 64\]"),
         ({"vision__image_size": 0}, "image_size"),

@@ -95,7 +95,7 @@ def same(one: Policy, other: Policy, given: Any) -> bool:
         ({"mlp_ratio": 4.0}, r"blocks.0.mlp.fc1.weight has shape"),
         ({"depth": 3}, r"layers.2\.\S+ is missing"),
         ({"depth": 1}, r"blocks.1\.\S+ is not a part of the model"),
-        ({"num_heads": 5}, "hidden_size 48: expected a multiple of 5 heads"),
+        ({"num_heads": 5}, "hidden_size: expected a multiple of num_heads 5, got 48"),
         ({"len_soft_prompts": 7}, r"soft_prompt_hub.weight"),
         ({"len_soft_prompts": 0}, r"soft_prompt_hub.weight is not a part of the model"),
         ({"use_hetero_proj": True, "scale": 1}, "scale=1 is not understood"),

@@ -76,7 +76,7 @@ class ActConfig:
         check_sizes(self)
         if self.hidden_size % self.num_heads or self.hidden_size % 4:
             raise ValueError(
-                f"hidden_size {self.hidden_size}: expected a multiple of 4 and of {self.num_heads} heads"
+                f"hidden_size: expected a multiple of 4 and of num_heads {self.num_heads}, got {self.hidden_size}"
             )
         if not 0 <= self.environment_dim < self.max_state_dim:
             raise ValueError(
@@ -86,7 +86,8 @@ class ActConfig:
             rows, cols = (max(sides) for sides in zip(*self.grids, strict=True))
             if (rows, cols) != (self.rows, self.cols):
                 raise ValueError(
-                    f"rows, cols: expected {rows} x {cols}, the largest of frames, got {self.rows} x {self.cols}"
+                    f"rows, cols: expected {rows} x {cols}, the largest grid of all views, got {self.rows} x"
+                    f" {self.cols}"
                 )
 
     @property

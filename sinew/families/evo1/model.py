@@ -94,13 +94,17 @@ class Evo1Config:
         check_sizes(self)
         if self.head_size % self.head_heads or self.head_size != self.language.hidden_size:
             raise ValueError(
-                f"head_size {self.head_size}: expected the language model's width {self.language.hidden_size}, a"
-                f" multiple of {self.head_heads} heads"
+                f"head_size: expected {self.language.hidden_size}, the width of the language model, as a multiple of"
+                f" head_heads {self.head_heads}, got {self.head_size}"
             )
         if not self.action_dim <= self.max_action_dim:
-            raise ValueError(f"action_dim {self.action_dim}: expected at most {self.max_action_dim}")
+            raise ValueError(
+                f"action_dim: expected at most max_action_dim {self.max_action_dim}, got {self.action_dim}"
+            )
         if len(self.blank) not in (0, 3) or bool(self.blank) != bool(self.rows):
-            raise ValueError("blank: expected three numbers if rows is above 0, and no numbers if rows is 0")
+            raise ValueError(
+                f"blank: expected three numbers if rows is above 0, and no numbers if rows is 0, got {self.blank}"
+            )
 
 
 class Evo1Context(NamedTuple):

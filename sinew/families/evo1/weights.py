@@ -59,7 +59,9 @@ def _first_token(remaining: dict[str, TensorSource], tower: str, lerobot: bool) 
         )
     token, table = (remaining.pop(key) for key in keys)
     if len(table.shape) != 3 or token.shape[-1] != table.shape[-1]:
-        raise ConvertError(f"{table.name}: expected [1, patches + 1, width], got {list(table.shape)}")
+        raise ConvertError(
+            f"{table.name}: expected the shape [1, patches + 1, width], got {list(table.shape)}"
+        )
     table = reshape(table, *table.shape[1:])
     first = rows(table, 0, 1)
     remaining["vision.prefix"] = computed(

@@ -73,7 +73,8 @@ class MultiTaskDiTConfig:
             )
         if self.max_state_dim % self.history:
             raise ValueError(
-                f"max_state_dim: expected a multiple of {self.history} observation steps, got {self.max_state_dim}"
+                f"max_state_dim: expected a multiple of {self.history}, the number of observation steps, got"
+                f" {self.max_state_dim}"
             )
         if self.time_size < 4 or self.time_size % 2:
             raise ValueError(f"time_size: expected an even number of at least 4, got {self.time_size}")

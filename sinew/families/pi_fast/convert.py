@@ -131,7 +131,7 @@ def action_tokenizer(checkpoint: LeRobotCheckpoint) -> tuple[TokenizerFiles, Pat
     if fast.config.get("clean_up_tokenization_spaces"):
         raise ConvertError(
             f"{fast.path.with_name('tokenizer_config.json')}: clean_up_tokenization_spaces: expected false, got true,"
-            " which changes the decoded text of tokens"
+            " which changes the decoded text of tokens. Pass FAST's own tokenizer with --action-tokenizer"
         )
     return fast, fast.path.with_name("processor_config.json")
 

@@ -152,7 +152,8 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         pad_id = vlm.get("pad_token_id", vlm.get("text_config", {}).get("pad_token_id"))
     if pad_id is None:
         raise ConvertError(
-            f"{tokenizer.path}: expected a padding token in this file or in the configuration of {vlm_name!r}"
+            f"{tokenizer.path}: expected a padding token in this file or in the configuration of {vlm_name!r}. Pass"
+            " another tokenizer with --tokenizer"
         )
 
     special: dict[str, tuple[int, ...]] = {}

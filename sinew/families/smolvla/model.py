@@ -68,8 +68,8 @@ class SmolVLAConfig(FlowConfig):
             raise ValueError("rolling: requires state_in_head; set both to true")
         if self.language.num_layers % self.expert.num_layers:
             raise ValueError(
-                f"expected a number of language layers that is a multiple of the {self.expert.num_layers} expert"
-                f" layers, got {self.language.num_layers}"
+                f"language.num_layers: expected a multiple of {self.expert.num_layers}, the number of expert layers,"
+                f" got {self.language.num_layers}"
             )
         super().__post_init__()
         for index in range(self.language.num_layers):

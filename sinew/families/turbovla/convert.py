@@ -287,7 +287,8 @@ def opened(path: Path) -> Checkpoint:
     for name, source in sources_by_name.items():
         if (own := name.removeprefix("module.")) in names:
             raise ConvertError(
-                f"{path}: expected each tensor once, got {own} with and without the prefix 'module.'"
+                f"{path}: expected each tensor once, got {own} with and without the prefix 'module.'. Remove one of"
+                " the two from the file"
             )
         names[own] = source
     if plugin := next((name for name in names if name.startswith(PLUGIN)), None):
@@ -296,7 +297,10 @@ def opened(path: Path) -> Checkpoint:
             " is the network of a LeRobot plugin with the same name, which Sinew does not support"
         )
     if TELL_TALE not in names:
-        raise ConvertError(f"{path}: the tensor {TELL_TALE} is missing, so this is not a TurboVLA checkpoint")
+        raise ConvertError(
+            f"{path}: the tensor {TELL_TALE} is missing, so this is not a TurboVLA checkpoint. Use a file that"
+            " TurboVLA's training code saved"
+        )
     return Checkpoint(record, names, sources, notes)
 
 
@@ -538,9 +542,9 @@ def vectors(
     gripper = options.setting("gripper", SIGN if sizes == LIBERO else "")
     if not gripper:
         raise ConvertError(
-            f"--set gripper: expected {SIGN} or {SCALED} for {sizes[1]} actions and a state of {sizes[0]} numbers, got"
-            f" nothing. The checkpoint does not record how the last action is computed. LIBERO's policies ({LIBERO[1]}"
-            f" actions, a state of {LIBERO[0]} numbers) use {SIGN}"
+            f"--set gripper: expected {SIGN} or {SCALED} for {sizes[1]} actions and a state of {sizes[0]} numbers,"
+            " but the option is not set. The checkpoint does not record how the last action is computed. LIBERO's"
+            f" policies ({LIBERO[1]} actions, a state of {LIBERO[0]} numbers) use {SIGN}"
         )
     state = statistics.part("state" if "state" in statistics.content else "proprio")
     action = statistics.part("action")

@@ -77,13 +77,13 @@ class TurboVLAConfig:
         check_sizes(self)
         if self.hidden_size % self.num_heads or self.fusion_size % self.fusion_heads:
             raise ValueError(
-                f"hidden_size {self.hidden_size}, fusion_size {self.fusion_size}: expected multiples of their"
-                f" {self.num_heads} and {self.fusion_heads} heads"
+                f"hidden_size, fusion_size: expected multiples of {self.num_heads} and {self.fusion_heads}, their"
+                f" numbers of heads, got {self.hidden_size} and {self.fusion_size}"
             )
         if self.hidden_size % self.fusion_heads or self.vision.hidden_size % (4 * self.vision.num_heads):
             raise ValueError(
-                f"hidden_size {self.hidden_size}: expected a multiple of {self.fusion_heads} heads, and heads of the"
-                " vision tower whose size is a multiple of 4"
+                f"hidden_size, vision.hidden_size: expected multiples of {self.fusion_heads} and"
+                f" {4 * self.vision.num_heads}, got {self.hidden_size} and {self.vision.hidden_size}"
             )
         if not 1 < self.text_rows <= self.language.positions:
             raise ValueError(f"text_rows: expected 2 to {self.language.positions}, got {self.text_rows}")

@@ -82,7 +82,8 @@ class VQBeTConfig:
         check_sizes(self)
         if self.max_state_dim % self.history:
             raise ValueError(
-                f"max_state_dim: expected a multiple of {self.history} observation steps, got {self.max_state_dim}"
+                f"max_state_dim: expected a multiple of {self.history}, the number of observation steps, got"
+                f" {self.max_state_dim}"
             )
         if not 0 < self.temperature < float("inf"):
             raise ValueError(f"temperature: expected a number above 0, got {self.temperature}")

@@ -29,7 +29,7 @@ _scratch = threading.local()
 
 @dataclass(frozen=True)
 class Half(Plain):
-    """Products in float32 of a weight in half precision."""
+    """A store of half-precision weights, whose products are computed in float32."""
 
     kind = "half"
 

@@ -13,7 +13,7 @@ from sinew.layers.stores.store import Held, Store
 
 @dataclass(frozen=True)
 class Plain(Store):
-    """Products in the precision of the weight, for every precision of x."""
+    """A store of floating-point weights, whose products have the precision of the weight."""
 
     joins = True
     kind = "plain"
