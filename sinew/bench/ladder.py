@@ -59,14 +59,14 @@ class EngineResult:
         """
         if self.reason:
             return {"engine": self.engine, "reason": self.reason}
-        found: dict[str, Any] = {"engine": self.engine, "about": self.about, "p50_ms": round(self.p50_ms, 3)}
-        found |= {"max_ms": round(max(self.totals_ms), 3), "cpu_s": round(self.cpu_s, 4)}
-        found |= {"ready_s": round(self.ready_s, 2), "peak_bytes": self.peak}
+        entry: dict[str, Any] = {"engine": self.engine, "about": self.about, "p50_ms": round(self.p50_ms, 3)}
+        entry |= {"max_ms": round(max(self.totals_ms), 3), "cpu_s": round(self.cpu_s, 4)}
+        entry |= {"ready_s": round(self.ready_s, 2), "peak_bytes": self.peak}
         if reference is None or reference.actions is None or self.actions is None:
-            return found
+            return entry
         apart = float(np.linalg.norm(self.actions - reference.actions))
         size = float(np.linalg.norm(reference.actions)) or 1.0
-        return found | {"of_reference": round(self.p50_ms / reference.p50_ms, 3), "error": apart / size}
+        return entry | {"of_reference": round(self.p50_ms / reference.p50_ms, 3), "error": apart / size}
 
 
 def ladder(
@@ -94,12 +94,14 @@ def ladder(
         try:
             choose(opened, **options | {"engine": name})
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                given = (bundle, runs, options | {"engine": name}, observe, time.time())
-                yield pool.submit(_timed, *given).result()
+                arguments = (bundle, runs, options | {"engine": name}, observe, time.time())
+                yield pool.submit(_timed, *arguments).result()
         except SinewError as error:
             yield EngineResult(name, str(error))
         except BrokenProcessPool:
-            yield EngineResult(name, "its process was ended, for want of memory perhaps")
+            yield EngineResult(
+                name, "the system ended its process, possibly because the memory was too small"
+            )
 
 
 def _timed(bundle: Path, runs: int, options: dict[str, Any], observe: Observe, began: float) -> EngineResult:

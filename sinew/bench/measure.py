@@ -170,12 +170,12 @@ def stages_apart(policy: Policy, observation: dict[str, Any], runs: int) -> list
     """Return the times of separate stages for an engine that runs all stages as one graph, else an empty list."""
     if not policy.facts.one_graph:
         return []
-    found = []
+    timings = []
     for run in range(runs + 1):
         prepared, watch = policy.prepare({**observation, "seed": run}), Watch(apart=True)
         policy.engine.run(prepared.inputs.batched(), prepared.noise[None], prepared.steps, watch=watch)
-        found.append(watch.timing())
-    return found[1:]  # the first run records the stages, so its time does not count
+        timings.append(watch.timing())
+    return timings[1:]  # the first run records the stages, so its time does not count
 
 
 def line_over_steps(
@@ -220,12 +220,12 @@ def line_over_steps(
 
 def hardware() -> dict[str, Any]:
     """Return this machine's hardware as a JSON-ready dict."""
-    found = machine.cores()
+    processors = machine.cores()
     return {
         "cpu": machine.cpu_model(),
-        "cores": found.physical,
-        "logical_processors": found.logical,
-        "cgroup_quota": found.quota,
+        "cores": processors.physical,
+        "logical_processors": processors.logical,
+        "cgroup_quota": processors.quota,
         "memory_bytes": machine.memory()[0],
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -234,8 +234,8 @@ def hardware() -> dict[str, Any]:
 def software() -> dict[str, str]:
     """Return the versions of Python and of the packages that computed in this process."""
     modules = {name: sys.modules.get(name) for name in ("torch", "onnxruntime")}
-    found = {name: str(module.__version__) for name, module in modules.items() if module is not None}
-    return {**found, "python": platform.python_version()}
+    versions = {name: str(module.__version__) for name, module in modules.items() if module is not None}
+    return {**versions, "python": platform.python_version()}
 
 
 def describe(policy: Policy, observation: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from sinew.layers.stores.low_rank import LowRank
 from sinew.models import check_agreement
 from sinew.models.base import Model
 
+OWN_BASE = "use the base policy that the adapter was trained on"
+
 
 def with_adapter(model: Model, adapter: Bundle) -> Model:
     """Return ``model`` with the weights of an adapter.
@@ -38,22 +40,26 @@ def with_adapter(model: Model, adapter: Bundle) -> Model:
     for name, tensor in tensors.items():
         where, part = f"{adapter.path}: {name}", name.rpartition(".")[2]
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise BundleError(f"{where}: expected floats, got {adapter.infos[name].type.name}")
+            raise BundleError(
+                f"{where}: expected float32, float16 or bfloat16 weights, got {adapter.infos[name].type.name}"
+            )
         if not torch.isfinite(tensor).all():
-            raise BundleError(f"{where}: expected finite numbers")
+            raise BundleError(
+                f"{where}: expected finite numbers, got NaN or infinity; convert the adapter again"
+            )
         if name.endswith((LORA_A, LORA_B)):
             factors.setdefault(name.rpartition(".")[0], {})[part] = tensor
         elif name not in state:
-            raise BundleError(f"{where}: no weight of {type(model).__name__}")
+            raise BundleError(f"{where}: {type(model).__name__} has no weight of this name; {OWN_BASE}")
         elif tensor.shape != state[name].shape or not state[name].is_floating_point():
             expected = f"floats {list(state[name].shape)}"
-            raise BundleError(f"{where}: expected {expected}, got {list(tensor.shape)}")
+            raise BundleError(f"{where}: expected {expected}, got {list(tensor.shape)}; {OWN_BASE}")
         else:
             whole[name] = tensor
     for module, pair in factors.items():
         _check_factors(f"{adapter.path}: {module}", modules.get(module), pair)
         if module + WEIGHT in whole:
-            raise BundleError(f"{adapter.path}: {module}: expected factors or a whole weight, got both")
+            raise BundleError(f"{adapter.path}: {module}: expected LoRA factors or a whole weight, got both")
     adapted = clone_model(model, {*factors, *(name.rpartition(".")[0] for name in whole)})
     device = model.device
     for module, pair in factors.items():
@@ -72,15 +78,20 @@ def with_adapter(model: Model, adapter: Bundle) -> Model:
 def _check_factors(where: str, layer: nn.Module | None, pair: Mapping[str, Tensor]) -> None:
     if not isinstance(layer, Linear) or width_of(layer) is None:
         kind = "nothing" if layer is None else type(layer).__name__
-        raise BundleError(f"{where}: expected a linear layer there, got {kind}")
+        raise BundleError(
+            f"{where}: expected a linear layer of this name in the base policy, got {kind}; {OWN_BASE}"
+        )
     if len(pair) != 2:
-        raise BundleError(f"{where}: expected lora_a and lora_b, got {next(iter(pair))} alone")
+        raise BundleError(
+            f"{where}: expected lora_a and lora_b, got {next(iter(pair))} alone; convert the adapter again"
+        )
     down, up = pair["lora_a"], pair["lora_b"]
     rows, width = layer.store.size(layer)
     rank = down.shape[0]
     if down.dim() != 2 or not rank or down.shape[1] != width or up.shape != (rows, rank):
         raise BundleError(
-            f"{where}: expected lora_a [r, {width}] and lora_b [{rows}, r], got {list(down.shape)} and {list(up.shape)}"
+            f"{where}: expected lora_a [r, {width}] and lora_b [{rows}, r], got {list(down.shape)} and"
+            f" {list(up.shape)}; {OWN_BASE}"
         )
 
 

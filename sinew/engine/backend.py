@@ -147,8 +147,9 @@ def choose(
     """
     if bundle.manifest.base is not None:
         raise SinewError(
-            f"{bundle.path}: an adapter of {bundle.manifest.base.name!r} alone; `sinew serve BASE --adapter"
-            f" NAME={bundle.path}` serves it, and sinew.load(base, adapters=...)"
+            f"{bundle.path}: this file is an adapter of {bundle.manifest.base.name!r} and has no base weights;"
+            f" run `sinew serve BASE --adapter NAME={bundle.path}`, or call sinew.load(base,"
+            f" adapters={{name: path}})"
         )
     graphs = exported_graphs(bundle)
     if engine not in (None, AUTO, *BACKENDS):
@@ -170,7 +171,9 @@ def choose(
             raise SinewError(f"stream: {problem}")
         reason = ASKED
         if engine in (None, AUTO):
-            reason = "the folder holds graphs and no weights" if graphs else "providers are ONNX Runtime's"
+            reason = (
+                "the folder contains graphs and no weights" if graphs else "providers belong to ONNX Runtime"
+            )
         return _choice(named_backend, bundle, options, reason, device_reason, dtype_reason)
 
     contenders, passed_over = _contenders(bundle, options, word, prepared, stream)
@@ -186,7 +189,7 @@ def choose(
             best = each
     reason = _reason(bundle, best, contenders, times, where)
     if adapters:
-        reason += f", of those that compute adapters ({', '.join(adapters)})"
+        reason += f", among the engines that compute adapters ({', '.join(adapters)})"
     texts = [] if best.verdict.reason else _told(bundle, best, contenders, passed_over, times)
     reason = "; ".join([reason, *texts])
     return _choice(best.backend, bundle, best.options, reason, device_reason, best.dtype_reason)
@@ -294,14 +297,18 @@ def _reason(
         if not (widened := sorted(kinds - best.backend.follows)):
             reason = "it follows the bundle's recipe"
         elif any(each.follows for each in contenders):
-            reason = f"it widens weights stored as {', '.join(widened)} and is the fastest, as measured here"
+            reason = "it is the fastest by measurements on this machine, although it widens weights stored as"
+            reason += f" {', '.join(widened)}"
         else:
-            reason = f"nothing here computes on weights stored as {', '.join(widened)}, which it widens"
+            reason = (
+                f"it widens weights stored as {', '.join(widened)}, because no engine on this machine computes"
+                " with them"
+            )
     elif best.verdict.reason:
         return best.verdict.reason
     else:
-        reason = f"the fastest that is proved for {bundle.manifest.architecture} on {where}"
-        reason += ", as measured here" if seconds else ""
+        reason = f"the fastest verified engine for {bundle.manifest.architecture} on {where}"
+        reason += ", by measurements on this machine" if seconds else ""
     finding = findings.kept(bundle.path, best.name, best.options.threads)
     if finding is not None and finding.taken:
         return f"{reason}; {finding.why}"
@@ -332,8 +339,10 @@ def _told(
         if each.follows and each.name != best.name and each.verdict.unmade:
             texts.append(each.verdict.unmade)
         elif each.follows and each.name != best.name and times.of(best.name, each.name) is None:
-            how = f"`sinew prepare {bundle.path}` measures it, as `sinew serve` does by itself"
-            texts.append(f"engine {each.name} was not measured beside it: {how}")
+            how = (
+                f"run `sinew prepare {bundle.path}` to measure it; `sinew serve` does that in the background"
+            )
+            texts.append(f"engine {each.name} was not compared with it yet: {how}")
     return texts
 
 
@@ -353,9 +362,9 @@ def choose_device(device: str | None, backend: Backend | None = None) -> tuple[s
     if backend is not None and (own := backend.device()):
         return own
     if not machine.may_have_cuda():
-        return "cpu", "no NVIDIA driver here"
+        return "cpu", "this machine has no NVIDIA driver"
     if not installed("torch"):
-        return "cpu", "an NVIDIA driver is here, but no torch"
+        return "cpu", "this machine has an NVIDIA driver, but torch is not installed"
     import torch
 
     if torch.cuda.is_available():
@@ -461,7 +470,7 @@ class Backend:
         if options.graphs is not None and not self.runs_graphs:
             able = either([name for name, each in BACKENDS.items() if each.runs_graphs])
             return Suitability(
-                f"engine {self.name}: {options.graphs} holds graphs and no weights; engine {able} runs them"
+                f"engine {self.name}: {options.graphs} contains graphs and no weights; use engine {able}"
             )
         if options.providers and not self.runs_graphs:
             able = either([name for name, each in BACKENDS.items() if each.runs_graphs])
@@ -496,7 +505,7 @@ class Backend:
         """Return the reason why ``read`` and ``solve`` of this engine may not run at the same time, as in a stream, or
         None."""
         if options.kind != "cpu":
-            return Refusal("a CPU", f"{options.device}, whose stream they share")
+            return Refusal("a CPU", f"{options.device}, where both share one stream")
         return self.lacking(Capability.STREAM)
 
     def device(self) -> tuple[str, str] | None:
@@ -523,7 +532,7 @@ class Backend:
         engines that have the capability."""
         if capability in self.capabilities:
             return None
-        able = either(engines_that(capability)) or "of another package"
+        able = either(engines_that(capability)) or "from another package"
         return Refusal(f"engine {able}, {capability.clause}", f"engine {self.name}")
 
 
@@ -536,7 +545,7 @@ def rejection(backend: Backend, bundle: Bundle, options: EngineOptions) -> Suita
     name = backend.name
     if options.adapters and Capability.ADAPT not in backend.capabilities:
         able, named = either(engines_that(Capability.ADAPT)), ", ".join(options.adapters)
-        return Suitability(f"engine {name} computes no adapters ({named}); engine {able} does")
+        return Suitability(f"engine {name} cannot compute adapters ({named}); use engine {able}")
     if missing := [package for package in backend.packages if not installed(package)]:
         return Suitability(f"engine {name} needs {missing[0]}: {install(missing[0])}")
     if (verdict := backend.can(bundle, options)).against:
@@ -548,10 +557,10 @@ def rejection(backend: Backend, bundle: Bundle, options: EngineOptions) -> Suita
         for other, each in BACKENDS.items()
         if not (not_computed(each, bundle) or each.can(bundle, EngineOptions()).against)
     ]
-    who = f"engine {either(others)} does" if others else "no engine here does"
+    who = f"engine {either(others)} computes it" if others else "no engine on this machine computes it"
     return Suitability(
         f"{bundle.path}: its recipe has {lacking}, which engine {name} does not compute; {who}"
-        f" ({option('ignore_recipe')} runs it unquantised and says so in every report)"
+        f" ({option('ignore_recipe')} runs the bundle unquantised and notes this in every report)"
     )
 
 
@@ -670,7 +679,7 @@ def half_storage(backend: Backend, bundle: Bundle, dtype: str, kind: str) -> tup
         reason = f"this CPU has no {' or '.join(words)} products"
     return (
         stored,
-        f"{reason}: weights stay {stored} and become fp32 block by block as they are multiplied",
+        f"{reason}: weights stay {stored} and are converted to fp32 block by block",
     )
 
 
@@ -733,7 +742,11 @@ def recipe(bundle: Bundle) -> dict[str, str]:
 def other_precision() -> str:
     """Return a note about bf16, which may be faster than fp32 on this CPU."""
     unit = machine.half_units("bf16")
-    why = f"may be faster here ({unit}): time it" if unit else "has slow linear layers on this CPU"
+    why = (
+        f"may be faster on this CPU ({unit}): measure it with `sinew bench`"
+        if unit
+        else "has slow linear layers on this CPU"
+    )
     return f"{option('dtype', 'bf16')} {why}"
 
 

@@ -50,7 +50,7 @@ def pack(context: Any, form: str) -> bytes:
         if leaf is None:
             heads.append(None)
         elif not isinstance(leaf, Tensor):
-            raise SinewError(f"context: expected tensors, got {type(leaf).__name__}")
+            raise SinewError(f"context: expected only tensors, got an object of type {type(leaf).__name__}")
         elif leaf.is_floating_point():
             heads.append([form, list(leaf.shape)])
             parts += _PACK[form](leaf.detach().float().cpu().contiguous())
@@ -105,7 +105,9 @@ def unpack(data: bytes, template: Any, device: torch.device, longer: Any = None)
         kinds.append((kind, shape))
     size = at + sum(_nbytes(*each) for each in kinds if each is not None)
     if size != len(data):
-        raise SinewError(f"context: expected {size} bytes, got {len(data)}")
+        raise SinewError(
+            f"context: expected {size} bytes, got {len(data)}; use the same bundle on both machines"
+        )
     tensors: list[Any] = []
     for each, leaf in zip(kinds, leaves, strict=True):
         if each is None:
@@ -166,7 +168,7 @@ def _read(kind: str, shape: list[int], data: memoryview) -> Tensor:
         dtype = {"fp32": np.float32, "bool": np.bool_, "int64": np.int64, "int32": np.int32}[kind]
         tensor = torch.from_numpy(np.frombuffer(data, np.uint8).copy().view(dtype).reshape(shape))
     if kind in FORMS and not bool(torch.isfinite(tensor).all()):
-        raise SinewError("context: expected finite numbers")
+        raise SinewError("context: expected finite numbers, got NaN or infinity")
     return tensor
 
 
@@ -180,9 +182,13 @@ def _heads(data: bytes, count: int) -> tuple[list[Any], int]:
     except UntrustedError:
         heads = None
     if not isinstance(heads, list):
-        raise SinewError("context: expected a header of tensors")
+        raise SinewError(
+            "context: the bytes do not begin with a list of tensors; use the same version of Sinew on both machines"
+        )
     if len(heads) != count:
-        raise SinewError(f"context: expected {count} tensors, as this model's, got {len(heads)}")
+        raise SinewError(
+            f"context: expected {count} tensors for this model, got {len(heads)}; use the same bundle on both machines"
+        )
     return heads, end
 
 
@@ -198,7 +204,9 @@ def _checked(number: int, head: Any) -> tuple[str, list[int]]:
             and math.prod(shape) <= LIMIT
         ):
             return kind, shape
-    raise SinewError(f"context: tensor {number}: expected a form and a shape, got {str(head)[:80]}")
+    raise SinewError(
+        f"context: tensor {number}: expected a form (such as fp32) and a shape, got {str(head)[:80]}"
+    )
 
 
 def _told(leaf: Tensor | None) -> str:

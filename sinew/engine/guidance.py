@@ -140,7 +140,7 @@ def guide(
     shape = (len(wanted), *wanted[0].target.shape)
     if noise.shape != shape:
         raise ValueError(
-            f"noise: expected {list(shape)}, one [H, A] for each request, got {list(noise.shape)}"
+            f"noise: expected shape {list(shape)}, which is one [H, A] for each request, got {list(noise.shape)}"
         )
     weights = place(np.stack([each.weights for each in wanted]))
     if kind in ("ramp", "trained"):

@@ -59,7 +59,11 @@ def open_model(
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in bundle.lowbit}
     if widened := {kind for name, kind in bundle.lowbit.items() if not layers[name].store.coded}:
         kinds = ", ".join(sorted(widened))
-        log.warning("engine %s widens weights stored as %s; engine cpu computes on them", engine, kinds)
+        log.warning(
+            "engine %s converts weights stored as %s to floats; engine cpu multiplies them as they are stored",
+            engine,
+            kinds,
+        )
     return model, where
 
 
@@ -81,7 +85,8 @@ def open_device(options: EngineOptions, available: bool = True) -> torch.device:
         torch.backends.cudnn.allow_tf32 = False
     if where.type == "cpu" and torch.get_num_threads() > 1 and not machine.WAITING & os.environ.keys():
         log.warning(
-            "%s; beside busy programs set GOMP_SPINCOUNT=0, or import sinew first", machine.spinning()
+            "%s; if other programs need the CPU, set GOMP_SPINCOUNT=0 or import sinew before torch",
+            machine.spinning(),
         )
     return where
 
@@ -90,7 +95,7 @@ def parse_device(text: str) -> torch.device:
     try:
         return torch.device(text)
     except RuntimeError:
-        raise SinewError(f"device: expected one such as cpu, cuda or cuda:0, got {text!r}") from None
+        raise SinewError(f"device: expected a device such as cpu, cuda or cuda:0, got {text!r}") from None
 
 
 def require_device(device: torch.device) -> None:
@@ -102,16 +107,20 @@ def require_device(device: torch.device) -> None:
             built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
             raise SinewError(
                 f"device {device}: torch {torch.__version__} ({built}) finds no CUDA device;"
-                " `sinew doctor` says more"
+                " run `sinew doctor` to find the cause"
             )
         if device.index is not None and device.index >= torch.cuda.device_count():
-            raise SinewError(f"device {device}: expected one of {torch.cuda.device_count()} CUDA devices")
+            raise SinewError(
+                f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices; choose a smaller number"
+            )
         return
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
-        raise SinewError(f"device {device}: this torch {torch.__version__} cannot use it: {reason}") from None
+        raise SinewError(
+            f"device {device}: the installed torch {torch.__version__} cannot use this device: {reason}"
+        ) from None
 
 
 def load_model(
@@ -163,7 +172,8 @@ def load_model(
             and layer.weight.dtype in half.DTYPES
         ):
             raise BundleError(
-                f"{bundle.path}: dtype: expected fp32, as {name} of {cls.__name__} is torch.nn's, got {dtype}"
+                f"{bundle.path}: dtype: expected fp32, got {dtype}: layer {name} of {cls.__name__} is a plain"
+                " torch.nn.Linear, which cannot use weights in half precision"
             )
     return model
 
@@ -181,11 +191,15 @@ def stored_codes(bundle: Bundle, model: nn.Module, module: str) -> Codes:
     except AttributeError:
         k = None
     if k is None:
-        raise BundleError(f"{where} is stored as {name}: expected a linear layer or a table there")
+        raise BundleError(
+            f"{where}: only linear layers and token tables can be stored as {name}; convert the bundle again"
+        )
     with BundleError.at(where, ValueError):
         expected = FORMATS[name].row_bytes(k)
     if row_bytes != expected:
-        raise BundleError(f"{where}: expected rows of {k} weights in {name}, got {row_bytes} bytes")
+        raise BundleError(
+            f"{where}: expected {expected} bytes for a row of {k} weights in {name}, got {row_bytes}"
+        )
     scale = bundle.infos.get(module + SCALE)
     if scale is not None and tuple(scale.shape) not in ((1,), (rows,)):
         got = list(scale.shape)

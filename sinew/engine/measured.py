@@ -148,7 +148,7 @@ def _read(under: Conditions) -> Times:
 def _seconds(record: Mapping[str, Any]) -> dict[str, float]:
     seconds = {str(name): float(took) for name, took in record.items()}
     if not all(0 < took < math.inf for took in seconds.values()):
-        raise ValueError("times: expected positive numbers")
+        raise ValueError("times: expected positive numbers of seconds")
     return seconds
 
 

@@ -60,10 +60,14 @@ def lacking(bundle: Path, engine: str, device: str) -> str:
         record = read_json(_path(bundle, engine, device), MAX_RECORD)
         outcome = record["passed"], record["sinew"], record["hardware"]
     except (OSError, ValueError, TypeError, KeyError):
-        return f"engine {engine} is not validated for this bundle on {device}: {command}"
+        return f"engine {engine} is not validated for this bundle on {device}: run {command}"
     if outcome[1:] != (__version__, hardware(device)):
-        return f"engine {engine} was validated by sinew {outcome[1]} on {outcome[2]}; again: {command}"
-    return "" if outcome[0] is True else f"engine {engine} failed its validation for this bundle: {command}"
+        return f"engine {engine} was validated by sinew {outcome[1]} on {outcome[2]}: run {command} again"
+    return (
+        ""
+        if outcome[0] is True
+        else f"engine {engine} failed its validation for this bundle: run {command} for the details"
+    )
 
 
 def records(bundle: Path) -> list[dict[str, Any]]:

@@ -72,11 +72,11 @@ class Reuse:
             pixels = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
             whole, why = self._encode(pixels), ""
             if tuple(whole.shape[:2]) != tuple(shape[:2]):
-                why = f"the model encodes {whole.shape[1]} views where {shape[1]} are given"
+                why = f"the model encodes {whole.shape[1]} views of {shape[1]} in the observation"
             for view in range(shape[1] if shape[1] > 1 and not why else 0):
                 at = slice(view, view + 1)
                 if not self._same(self._encode(np.ascontiguousarray(pixels[:, at])), whole[:, at]):
-                    why = "a view's tokens depend on the others, if only by a rounding"
+                    why = "a view's tokens depend on the other views, at least in their rounding"
                     break
             self._tried[key] = why
         return self._tried[key]

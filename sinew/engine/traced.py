@@ -32,7 +32,9 @@ def place(entry: Any) -> str:
     for attribute in ("name", "idx", "key"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
-    raise TypeError(f"context: expected named tuples, tuples, lists and dicts, got a {type(entry).__name__}")
+    raise TypeError(
+        f"context: expected named tuples, tuples, lists and dicts, got an object of type {type(entry).__name__}"
+    )
 
 
 @contextmanager

@@ -38,32 +38,32 @@ def second_moments(
         layers: Name -> layer.
         runs: Each call computes the model for one observation.
     """
-    found: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
 
     def add(name: str, _layer: nn.Module, given: Any) -> None:
         rows = given[0].detach().reshape(-1, given[0].shape[-1]).float()
         product = (rows.T @ rows).double()
-        found[name] = found[name] + product if name in found else product
+        moments[name] = moments[name] + product if name in moments else product
 
     with ExitStack() as stack, torch.no_grad():
         for name, layer in layers.items():
             stack.callback(layer.register_forward_pre_hook(partial(add, name)).remove)
         for run in runs:
             run()
-    return found
+    return moments
 
 
 def portions(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Module]]:
     """Yield parts of ``layers`` in their order. The moments of a part have at most ``MOST_BYTES``."""
     some: dict[str, nn.Module] = {}
-    held = 0
+    nbytes = 0
     for name, layer in layers.items():
         size = 8 * (width_of(layer) or 0) ** 2
-        if some and held + size > MOST_BYTES:
+        if some and nbytes + size > MOST_BYTES:
             yield some
-            some, held = {}, 0
+            some, nbytes = {}, 0
         some[name] = layer
-        held += size
+        nbytes += size
     if some:
         yield some
 
@@ -81,12 +81,12 @@ def gptq(weights: np.ndarray, moments: Tensor) -> np.ndarray:
     Raises:
         ValueError: k does not divide into groups of 32, or a weight or moment is not finite.
     """
-    left = torch.from_numpy(np.ascontiguousarray(weights, np.float32)).clone()
-    channels, k = left.shape
+    remaining = torch.from_numpy(np.ascontiguousarray(weights, np.float32)).clone()
+    channels, k = remaining.shape
     if k % GROUP:
-        raise ValueError(f"rows of {k} weights do not divide into groups of {GROUP}")
-    if not (torch.isfinite(left).all() and torch.isfinite(moments).all()):
-        raise ValueError("a weight or a moment is not finite")
+        raise ValueError(f"expected rows whose length is a multiple of {GROUP}, got {k}")
+    if not (torch.isfinite(remaining).all() and torch.isfinite(moments).all()):
+        raise ValueError("expected finite weights and moments, got NaN or infinity")
     factor = _factor(moments)
     codes = torch.empty(channels, k, dtype=torch.uint8)
     scales = torch.empty(channels, k // GROUP)
@@ -95,15 +95,15 @@ def gptq(weights: np.ndarray, moments: Tensor) -> np.ndarray:
         errors = torch.zeros(channels, end - start)
         for j in range(start, end):
             if j % GROUP == 0:
-                scale = _scale(left[:, j : j + GROUP], factor.diagonal()[j : j + GROUP])
+                scale = _scale(remaining[:, j : j + GROUP], factor.diagonal()[j : j + GROUP])
                 scales[:, j // GROUP] = scale
                 inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
-            code = (left[:, j] * inverse + OFFSET).round().clamp(0, LARGEST)
+            code = (remaining[:, j] * inverse + OFFSET).round().clamp(0, LARGEST)
             codes[:, j] = code.to(torch.uint8)
-            error = (left[:, j] - (code - OFFSET) * scale) / factor[j, j]
-            left[:, j + 1 : end] -= error[:, None] * factor[j, j + 1 : end]
+            error = (remaining[:, j] - (code - OFFSET) * scale) / factor[j, j]
+            remaining[:, j + 1 : end] -= error[:, None] * factor[j, j + 1 : end]
             errors[:, j - start] = error
-        left[:, end:] -= errors @ factor[start:end, end:]
+        remaining[:, end:] -= errors @ factor[start:end, end:]
     return pack_q4_0(codes.numpy(), scales.numpy().astype(np.float16))
 
 
@@ -119,8 +119,8 @@ def pack_q4_0(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     channels, k = codes.shape
     halves = codes.reshape(channels, k // GROUP, 2, GROUP // 2)
     packed = halves[:, :, 0] | halves[:, :, 1] << 4
-    found = np.concatenate([scales[:, :, None].view(np.uint8), packed], axis=2)
-    return found.reshape(channels, -1)
+    rows = np.concatenate([scales[:, :, None].view(np.uint8), packed], axis=2)
+    return rows.reshape(channels, -1)
 
 
 def _factor(moments: Tensor) -> Tensor:

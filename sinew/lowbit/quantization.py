@@ -142,33 +142,39 @@ def quantize(
     opened = open_bundle(bundle)
     if opened.manifest.quantization is not None or not opened.infos:
         got = opened.manifest.quantization
-        why = f"one in {_asked(got.recipe)}: give what it was made of" if got else "one without weights"
+        why = (
+            f"a bundle in {_asked(got.recipe)}; pass the bundle before quantisation"
+            if got
+            else "a bundle without weights"
+        )
         raise SinewError(f"{bundle}: expected a bundle with weights and without a recipe, got {why}")
     if out.resolve() == bundle.resolve():
-        raise SinewError(f"--out {out}: expected another file than the bundle that is read")
+        raise SinewError(f"--out {out}: this is the bundle that is read; choose another file")
     searched = bool(budget or target_ms)
     if searched and recipe != DEFAULT_RECIPE:
         raise SinewError(f"--recipe {recipe}: cannot be combined with --search, which chooses the recipe")
     if not searched and set(chosen.values()) == {"fp32"}:
-        raise SinewError(f"recipe: expected a component in fewer bits, got {recipe}")
+        raise SinewError(f"recipe: expected at least one component with fewer bits, got {recipe}")
     if size >= stored_bytes(opened, {}) and not target_ms:
-        raise SinewError(f"--budget {budget}: the bundle fits as it is; nothing was written")
+        raise SinewError(f"--budget {budget}: the bundle fits without quantisation, so no file was written")
     follows = {*BACKENDS[engine].follows, "fp32"} if engine else set()
     if engine and searched and engine != SEARCHING:
         raise SinewError(
-            f"--engine {engine}: expected none or {SEARCHING} with --search, which measures on that engine"
+            f"--engine {engine}: a search measures with engine {SEARCHING} only; omit --engine, or pass --engine"
+            f" {SEARCHING}"
         )
     if engine and not searched and not set(chosen.values()) <= follows:
-        raise SinewError(f"--engine {engine}: expected {', '.join(sorted(follows))}, got {_asked(chosen)}")
+        raise SinewError(
+            f"--engine {engine}: this engine supports {', '.join(sorted(follows))}, got {_asked(chosen)}"
+        )
     samples = Samples(observations, calibration, None if records is None else Path(records))
     absent = [] if searched else lacking(opened, chosen)
     for part in absent:
         if recipe != DEFAULT_RECIPE:
             able = [each for each in COMPONENTS if not lacking(opened, {each: "int8"})]
             raise SinewError(
-                f"recipe: {part}: expected linear layers or token tables, got none in {opened.manifest.architecture}"
-                f" but torch.nn's or what its reference keeps in float32; of its components {', '.join(able) or 'none'}"
-                " can be named"
+                f"recipe: {part}: no weights of this component can be quantised in {opened.manifest.architecture};"
+                f" name some of: {', '.join(able) or 'no component'}"
             )
         chosen[part] = "fp32"
     with progress.task(f"validating {bundle.name} as it is"):
@@ -184,7 +190,10 @@ def quantize(
         )
         engine = "cpu"
         if set(chosen.values()) == {"fp32"}:
-            raise SinewError(f"--target-ms {target_ms:g}: the bundle fits as it is; nothing was written")
+            raise SinewError(
+                f"--target-ms {target_ms:g}: the bundle is fast enough without quantisation, so no"
+                " file was written"
+            )
     with progress.task(f"measuring {bundle.name} in {_asked(chosen)}"):
         record, stored = quantized(opened, chosen, samples, out, engine)
     record, verdict, passed = gated(replace(record, validated=proof), out, episodes)
@@ -236,15 +245,19 @@ def validated(opened: Bundle, samples: Samples) -> Validated:
     engine = "plan"
     policy = Policy(opened, "cpu", "fp32", engine)
     _, stream = observations_of(reference, samples.records, judges.observations)
-    found = compare(policy, reference, islice(stream, samples.count))
-    if not found.passed:
-        wrong = [f"{stage.name} {stage.error:.1e}" for stage in found.stages.values() if not stage.passed]
-        wrong += [*found.faults, *(f"indices of {name}" for name, same in found.indices.items() if not same)]
+    report = compare(policy, reference, islice(stream, samples.count))
+    if not report.passed:
+        wrong = [f"{stage.name} {stage.error:.1e}" for stage in report.stages.values() if not stage.passed]
+        wrong += [
+            *report.faults,
+            *(f"indices of {name}" for name, same in report.indices.items() if not same),
+        ]
         raise SinewError(
-            f"{opened.path}: expected a bundle whose plan computes what eager fp32 does over {found.observations}"
-            f" observations, got {', '.join(wrong)}; `sinew validate {opened.path} --engine {engine}` says more"
+            f"{opened.path}: expected equal results of the engines {engine} and eager over {report.observations}"
+            f" observations, got {', '.join(wrong)}; run `sinew validate {opened.path} --engine {engine}` for the"
+            " details"
         )
-    return Validated(engine, found.observations, float(f"{found.stages['actions'].error:.4g}"))
+    return Validated(engine, report.observations, float(f"{report.stages['actions'].error:.4g}"))
 
 
 def warnings(record: Quantization) -> list[str]:
@@ -257,9 +270,9 @@ def warnings(record: Quantization) -> list[str]:
     if kind == "fp32":
         return []
     won = record.success
-    seen = "no episodes were played" if won is None else f"{won.episodes} episodes were played"
+    played = "no episodes were played" if won is None else f"{won.episodes} episodes were played"
     return [
-        f"head in {kind}: its errors add up from step to step; {seen}, keep it in fp32 or play 200 and more"
+        f"head in {kind}: its errors add up over the solver's steps, and {played}; keep it in fp32, or run 200 episodes"
     ]
 
 
@@ -282,12 +295,16 @@ def gated(record: Quantization, out: Path, episodes: int) -> tuple[Quantization,
     try:
         choice = choose(Bundle(out))
     except SinewError as error:
-        return record, f"not played: {error}; `sinew validate {out}` plays it where that engine runs", True
-    found = gate.play(out, choice, episodes)
-    counts = {name: found[name] for name in ("env", "episodes", "wins", "recorded_wins")}
+        return (
+            record,
+            f"not played: {error}; run `sinew validate {out}` on a machine that has this engine",
+            True,
+        )
+    outcome = gate.play(out, choice, episodes)
+    counts = {name: outcome[name] for name in ("env", "episodes", "wins", "recorded_wins")}
     record = replace(record, success=Success(**counts))
-    delta = 100 * (found["wins"] - found["recorded_wins"]) / found["episodes"]
-    return record, f"success {delta:+.1f} points: {found['text']}", found["passed"]
+    delta = 100 * (outcome["wins"] - outcome["recorded_wins"]) / outcome["episodes"]
+    return record, f"success {delta:+.1f} points: {outcome['text']}", outcome["passed"]
 
 
 def rewritten(record: Quantization, out: Path) -> None:
@@ -308,7 +325,7 @@ def paired_recipe(opened: Bundle, recipe: str) -> dict[str, Any]:
         raise SinewError(f"--qdq: expected a bundle with weights and without a recipe, got {opened.path}")
     chosen = parse_recipe(recipe)
     if not {"int8"} <= set(chosen.values()) <= {"int8", "fp32"}:
-        raise SinewError(f"--qdq: expected int8 of some components, and fp32 of others, got {recipe}")
+        raise SinewError(f"--qdq: expected int8 for some components and fp32 for the others, got {recipe}")
     return chosen
 
 
@@ -338,37 +355,41 @@ def paired(
 
     wide, (bits, why) = Policy(open_bundle(folder), "cpu", engine="onnx"), weight_bits()
     origin, stream = observations_of(wide, records, judges.observations)
-    seen, held = list(islice(stream, count)), list(islice(stream, count))
-    if not held:
-        raise SinewError(f"{origin}: expected more than the {len(seen)} observations of the calibration")
-    wanted, spread = [wide.infer(each).actions for each in held], spread_of(wide)
-    runs = [(wide.processor.inputs(each), wide.processor.noise(each)[0]) for each in seen]
-    found = write_pairs(folder, chosen, bits, opened.manifest.spec.solver, runs)
+    calibration, test = list(islice(stream, count)), list(islice(stream, count))
+    if not test:
+        raise SinewError(
+            f"{origin}: {len(calibration)} observations are needed for the calibration and none is left to measure"
+            " the error; add recordings"
+        )
+    expected, spread = [wide.infer(each).actions for each in test], spread_of(wide)
+    runs = [(wide.processor.inputs(each), wide.processor.noise(each)[0]) for each in calibration]
+    pairs = write_pairs(folder, chosen, bits, opened.manifest.spec.solver, runs)
 
     def headed(errors: list[float]) -> None:
         record = _record(chosen, bits, errors, origin, f"onnxruntime {runtime().__version__}")
-        record = replace(record, observations=len(held), calibrated=len(seen))
+        record = replace(record, observations=len(test), calibrated=len(calibration))
         write_bundle(folder / EXPORTED, lambda: replace(opened.manifest, quantization=record), ())
 
     headed([0.0])
     narrow = Policy(open_bundle(folder), "cpu", engine="onnx")
-    got, bound = [narrow.infer(each).actions for each in held], bounds_of(narrow)["actions"]
-    errors = [distance(a / spread, b / spread) for a, b in zip(got, wanted, strict=True)]
+    got, bound = [narrow.infer(each).actions for each in test], bounds_of(narrow)["actions"]
+    errors = [distance(a / spread, b / spread) for a, b in zip(got, expected, strict=True)]
     if not max(errors) <= bound:  # the negation also rejects NaN
         raise SinewError(
-            f"--qdq: expected actions within {bound:.0e} of float32 over {len(held)} observations from {origin}, got"
-            f" {max(errors):.1e} off; keep components in fp32, or calibrate on more --observations, or on --records"
+            f"--qdq: expected actions within {bound:.0e} of float32 over {len(test)} observations from {origin}, got"
+            f" an error of {max(errors):.1e}; keep components in fp32, or calibrate with more --observations or"
+            " with --records"
         )
     headed(errors)
-    furthest = max(float(np.abs((a - b) / spread).max()) for a, b in zip(got, wanted, strict=True))
-    parts = ", ".join(f"{part} {number}" for part, number in found.products.items())
-    left = ", ".join(f"{number} {kind}" for kind, number in found.left.most_common())
+    furthest = max(float(np.abs((a - b) / spread).max()) for a, b in zip(got, expected, strict=True))
+    parts = ", ".join(f"{part} {number}" for part, number in pairs.products.items())
+    left = ", ".join(f"{number} {kind}" for kind, number in pairs.left.most_common())
     return [
-        f"int8     {found.products.total()} products between pairs: {parts}; weights of {bits} bits: {why}",
-        f"float    falls back where an NPU has integers alone: {left}; and the solver",
+        f"int8     {pairs.products.total()} products between pairs: {parts}; weights of {bits} bits: {why}",
+        f"float    on an NPU with integers alone, another processor computes: {left}; and the solver",
         f"error    {np.median(errors):.1e} median, {max(errors):.1e} largest: relative L2 of actions over their spread",
-        f"         no action is further off than {furthest:.1%} of its range",
-        f"         {len(held)} observations from {origin}, behind {len(seen)} of the calibration; on the CPU",
+        f"         the largest error of an action is {furthest:.1%} of its range",
+        f"         {len(test)} observations from {origin}, after {len(calibration)} for the calibration; on the CPU",
     ]
 
 
@@ -408,7 +429,7 @@ def _in_lowbit(
     record, rounded = _measured(opened, chosen, samples, out, "cpu", 8, by)
     return (
         record,
-        f"computed on as they are stored ({extension().kernels} kernels: {extension().reason}){rounded}",
+        f"multiplied as they are stored ({extension().kernels} kernels: {extension().reason}){rounded}",
     )
 
 
@@ -437,7 +458,8 @@ def _measured(
         )
         if not errors:
             raise SinewError(
-                f"{origin}: expected more than the {calibrated} observations of the calibration, got none behind them"
+                f"{origin}: {calibrated} observations were used for the calibration and none is left to"
+                " measure the error; add recordings, or lower --calibration"
             )
         record = _record(chosen, bits, errors, origin, by)
         record = replace(record, weight_error=lost, calibrated=calibrated)
@@ -470,7 +492,7 @@ def _calibrated(
         return (
             {},
             0,
-            f"; q4_0: each weight rounded alone, for {RANDOM} are not what it will see; --records calibrates",
+            f"; q4_0: each weight was rounded separately; {RANDOM} cannot calibrate, so pass --records",
         )
     seen, steps = list(islice(stream, samples.calibration)), reference.spec.solver_steps
 
@@ -478,8 +500,8 @@ def _calibrated(
         return (partial(reference.engine.run, inputs.batched(), noise[None], steps) for inputs, noise in seen)
 
     made, alone = calibrated_rows(opened, formats, reference.engine.model, runs, folder)
-    others = f", but for {alone} layers without inputs or of more than {WIDEST}" if alone else ""
-    return made, len(seen), f"; q4_0 rounded by its inputs in {len(seen)} observations{others}"
+    others = f", except {alone} layers without inputs or with more than {WIDEST} inputs" if alone else ""
+    return made, len(seen), f"; q4_0 calibrated with {len(seen)} observations{others}"
 
 
 def _in_fp8(opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path) -> tuple[Quantization, str]:
@@ -500,7 +522,7 @@ def _in_fp8(opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path)
     scales = {name: scale for name, scale in scales.items() if model.component_of(name) in options.fp8}
     if still := set(options.fp8) - {model.component_of(name) for name in scales}:
         raise SinewError(
-            f"fp8: {', '.join(sorted(still))}: expected linear layers that a request runs, got none"
+            f"fp8: {', '.join(sorted(still))}: a request runs no linear layers of this component; keep it in fp32"
         )
     processing, plan = opened.manifest.processing, Plan.of(model, rewrites=ON_CUDA)
     engine = CudaEngine(plan, torch.device("cpu"), processing=processing, options=options, scales=scales)
@@ -510,7 +532,10 @@ def _in_fp8(opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path)
     )
     record = replace(record, scales=scales)
     write(opened, record, out)
-    return record, f"8 bits, e4m3; inputs of {len(scales)} layers have scales of as many observations before"
+    return (
+        record,
+        f"8 bits, e4m3; the inputs of {len(scales)} layers have scales from the same number of earlier observations",
+    )
 
 
 def _record(recipe: dict[str, Any], bits: Any, errors: list[float], origin: str, engine: str) -> Quantization:
@@ -532,15 +557,15 @@ def measure(
     steps, width = reference.spec.solver_steps, reference.spec.action.dim
     errors = []
     for inputs, noise in observations:
-        (wanted,) = reference.engine.run(inputs.batched(), noise[None], steps)
+        (expected,) = reference.engine.run(inputs.batched(), noise[None], steps)
         watch = Watch()
         (got,) = engine.run(inputs.batched(), noise[None], steps, watch=watch)
         if timings is not None:
             timings.append(watch.timing())
-        wanted, got = wanted[:, :width], got[:, :width]
+        expected, got = expected[:, :width], got[:, :width]
         # An invalid token sequence gives a chunk of zeros, so 1.0 prevents a division by zero.
-        size = float(np.linalg.norm(wanted)) or 1.0
-        errors.append(float(np.linalg.norm(got - wanted)) / size)
+        size = float(np.linalg.norm(expected)) or 1.0
+        errors.append(float(np.linalg.norm(got - expected)) / size)
     return errors
 
 

@@ -68,23 +68,23 @@ def search(
                 )
         # The time of a component as it is stored is missing if no other component was rounded.
         for component in COMPONENTS:
-            known = [taken for (each, _), taken in times.items() if each == component]
-            times.setdefault((component, CANDIDATES[0]), max(known, default=0.0))
+            durations = [taken for (each, _), taken in times.items() if each == component]
+            times.setdefault((component, CANDIDATES[0]), max(durations, default=0.0))
         points = all_points(opened, alone, times)
         # Add the chosen point to the front, because pareto() leaves out points of nearly the same size.
-        chosen = best(points, limit, target_ms)
+        choice = best(points, limit, target_ms)
         shown = pareto(points)
-        front = sorted([*shown, *([] if chosen in shown else [chosen])], key=lambda point: -point.nbytes)
+        front = sorted([*shown, *([] if choice in shown else [choice])], key=lambda point: -point.nbytes)
         measured = [(point, _measured(opened, point, measure, trial)) for point in front]
     for point, (error, took) in measured:
-        mark = " <- chosen" if point == chosen else ""
+        mark = " <- chosen" if point == choice else ""
         tell(
             f"point    {_text(point):42} {point.nbytes / 1e6:9.1f} MB  error {error:.2e}, predicted"
             f" {point.predicted:.2e}; {took:.1f} ms, predicted {point.milliseconds:.1f}{mark}"
         )
     limits = [f"{limit / 1e6:.1f} MB"] if limit is not None else []
-    limits += [f"{target_ms:g} ms on this machine, as busy as it was"] if target_ms is not None else []
-    tell(f"within   {', '.join(limits)}; closed-loop success decides: `sinew eval {out} --gate GATE`")
+    limits += [f"{target_ms:g} ms on this machine, with its current load"] if target_ms is not None else []
+    tell(f"within   {', '.join(limits)}; measure the closed-loop success with `sinew eval {out} --gate GATE`")
     record = {
         "budget": limit,
         "target_ms": target_ms,
@@ -102,7 +102,7 @@ def search(
             for p, (error, took) in measured
         ],
     }
-    return dict(chosen.recipe), record
+    return dict(choice.recipe), record
 
 
 def _measured(opened: Bundle, point: Point, measure: Measure, scratch: Path) -> tuple[float, float]:

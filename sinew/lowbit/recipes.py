@@ -57,12 +57,16 @@ def parse_recipe(text: str) -> dict[str, str]:
         if precision not in PRECISIONS:
             raise SinewError(f"recipe: {component}: expected {', '.join(PRECISIONS)}, got {precision!r}")
         if component in named:
-            raise SinewError(f"recipe: {component}: expected once, got {named[component]} and {precision}")
+            raise SinewError(
+                f"recipe: {component}: expected one precision, got {named[component]} and {precision}"
+            )
         named[component] = precision
     kinds = set(named.values()) - {"fp32"}
     if "fp8" in kinds and len(kinds) > 1:
         others = ", ".join(sorted(kinds - {"fp8"}))
-        raise SinewError(f"recipe: expected one engine's precisions, got fp8 (cuda) and {others} (cpu, onnx)")
+        raise SinewError(
+            f"recipe: expected precisions of one engine, got fp8 (cuda) and {others} (cpu, onnx)"
+        )
     return dict.fromkeys(COMPONENTS, "fp32") | named
 
 
@@ -72,10 +76,10 @@ def parse_bytes(text: str) -> int:
     Raises:
         SinewError: The text is not a size.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2].lower() not in UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].lower() not in UNITS:
         raise SinewError(f"budget: expected a size such as 1.4GiB or 900MB, got {text!r}")
-    return int(float(found[1]) * UNITS[found[2].lower()])
+    return int(float(match[1]) * UNITS[match[2].lower()])
 
 
 def stored_bytes(bundle: Bundle, recipe: Recipe) -> int:
@@ -140,13 +144,11 @@ def best(points: list[Point], budget: int | None = None, target_ms: float | None
     small = [point for point in points if budget is None or point.nbytes <= budget]
     if not small:
         least = min(point.nbytes for point in points)
-        raise SinewError(
-            f"budget: expected at least {least} bytes, which the smallest recipe takes, got {budget}"
-        )
+        raise SinewError(f"budget: the smallest recipe needs {least} bytes, got {budget}; raise --budget")
     within = [point for point in small if target_ms is None or point.milliseconds <= target_ms]
     if not within:
         fastest = min(point.milliseconds for point in small)
         raise SinewError(
-            f"target: expected at least {fastest:.1f} ms, which the fastest recipe took here, got {target_ms:g}"
+            f"target: the fastest recipe takes {fastest:.1f} ms on this machine, got {target_ms:g}; raise --target-ms"
         )
     return min(within, key=lambda point: (point.predicted, point.nbytes))

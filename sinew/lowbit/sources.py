@@ -73,7 +73,7 @@ def plan_formats(bundle: Bundle, recipe: Mapping[str, str]) -> dict[str, str]:
     """
     cls = model_class(bundle.manifest.architecture)
     config: Any = from_builtins(bundle.manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
-    made = {}
+    formats = {}
     model = on_meta(cls, config)
     for module, layer in model.named_modules():
         component = model.component_of(module)
@@ -81,8 +81,8 @@ def plan_formats(bundle: Bundle, recipe: Mapping[str, str]) -> dict[str, str]:
         is_positions = isinstance(layer, nn.Embedding) and component != "language"
         if name is None or k is None or is_positions or module.partition(".")[0] in cls.float32_modules:
             continue
-        made[module] = name if not (FORMATS[name].group and k % FORMATS[name].group) else OTHERWISE
-    return made
+        formats[module] = name if not (FORMATS[name].group and k % FORMATS[name].group) else OTHERWISE
+    return formats
 
 
 def calibrated_rows(
@@ -112,16 +112,16 @@ def calibrated_rows(
         if formats.get(name) == "q4_0" and not isinstance(layer, nn.Embedding)
     }
     narrow = {name: layer for name, layer in layers.items() if (width_of(layer) or 0) <= WIDEST}
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for some in portions(narrow):
         for name, moments in second_moments(some, runs()).items():
-            found[name] = folder / f"{len(found)}.npy"
+            files[name] = folder / f"{len(files)}.npy"
             try:
-                np.save(found[name], gptq(bundle.tensor(name + WEIGHT).float().numpy(), moments))
+                np.save(files[name], gptq(bundle.tensor(name + WEIGHT).float().numpy(), moments))
             except ValueError as error:
                 raise BundleError(f"{bundle.path}: {name}: {error}") from None
             bundle.release(())
-    return found, len(layers) - len(found)
+    return files, len(layers) - len(files)
 
 
 def lowbit_sources(
@@ -139,7 +139,8 @@ def lowbit_sources(
     """
     if bundle.lowbit:
         raise SinewError(
-            f"{bundle.path}: expected float weights, got {', '.join(sorted(set(bundle.lowbit.values())))}"
+            f"{bundle.path}: expected float weights, got {', '.join(sorted(set(bundle.lowbit.values())))}; pass the"
+            " bundle before quantisation"
         )
     sources = []
     for info in sorted(bundle.infos.values(), key=lambda info: info.offset):
@@ -173,12 +174,12 @@ def weight_errors(before: Bundle, after: Path) -> dict[str, float]:
     opened = Bundle(after)
     squares: dict[str, tuple[float, float]] = {}
     for module, name in opened.lowbit.items():
-        wanted = before.tensor(module + WEIGHT).float()
+        expected = before.tensor(module + WEIGHT).float()
         scale = opened.tensor(module + SCALE) if module + SCALE in opened.infos else None
-        got = dequantize(opened.tensor(module + WEIGHT), scale, name, wanted.shape[1])
+        got = dequantize(opened.tensor(module + WEIGHT), scale, name, expected.shape[1])
         part = module.partition(".")[0]
         far, size = squares.get(part, (0.0, 0.0))
-        size += float(wanted.square().sum())
-        squares[part] = far + float((got - wanted).square().sum()), size
+        size += float(expected.square().sum())
+        squares[part] = far + float((got - expected).square().sum()), size
         before.release(())
     return {part: math.sqrt(far / size) if size else 0.0 for part, (far, size) in squares.items()}

@@ -63,7 +63,7 @@ def open_tokenizer(
     except BaseException as problem:  # noqa: BLE001 - Rust's panics are no Exception
         raise error(f"{where} cannot be read: {_reason(problem)}") from None
     if len(ids) > MAX_SPECIAL + 4 * len(TRIAL.encode()):
-        raise error(f"{where} makes {len(ids)} tokens of {len(TRIAL)} characters")
+        raise error(f"{where} converts {len(TRIAL)} characters to {len(ids)} tokens, which is too many")
     return tokenizer
 
 
@@ -103,12 +103,12 @@ def _reason(problem: BaseException) -> str:
 def _problems(record: dict[str, Any]) -> Iterator[str]:
     model = record.get("model")
     if isinstance(model, dict) and model.get("dropout"):
-        yield f"model.dropout: expected none, got {model['dropout']!r}: its tokens would be random"
+        yield f"model.dropout: expected none, got {model['dropout']!r}; with dropout the tokens are random"
     growth = 1.0
     for step in _flat(record.get("normalizer"), "normalizers"):
         growth *= _growth(step)
     if growth > MAX_GROWTH:
-        yield f"normalizer: expected at most {MAX_GROWTH} characters out of one, got {growth:.3g}"
+        yield f"normalizer: expected at most {MAX_GROWTH} characters from one character, got {growth:.3g}"
     special, sequences = 0, 1
     for step in _flat(record.get("post_processor"), "processors"):
         if step.get("type") != "TemplateProcessing":
@@ -121,7 +121,10 @@ def _problems(record: dict[str, Any]) -> Iterator[str]:
         special = special * max(copies, 1) + (len(single) - copies) * longest
         sequences *= copies
     if sequences > 1 or special > MAX_SPECIAL:
-        yield f"post_processor: expected one text and at most {MAX_SPECIAL} tokens, got {sequences} and {special}"
+        yield (
+            f"post_processor: expected one text and at most {MAX_SPECIAL} special tokens, got {sequences} and"
+            f" {special}"
+        )
 
 
 def _id_count(token: Any) -> int:
@@ -131,7 +134,7 @@ def _id_count(token: Any) -> int:
 
 def _flat(step: Any, members: str, depth: int = 0) -> Iterator[dict[str, Any]]:
     if depth > MAX_DEPTH:
-        raise ValueError(f"{members} are nested more than {MAX_DEPTH} deep")
+        raise ValueError(f"expected {members} with at most {MAX_DEPTH} levels, got more levels")
     if not isinstance(step, dict):
         return
     if isinstance(step.get(members), list):
@@ -146,7 +149,7 @@ def _growth(step: dict[str, Any]) -> float:
     if step.get("type") != "Replace":
         return 1.0
     content, pattern = str(step.get("content", "")), step.get("pattern")
-    found = pattern.get("String") if isinstance(pattern, dict) else None
-    if isinstance(found, str) and found:
-        return max(1.0, len(content) / len(found))
+    text = pattern.get("String") if isinstance(pattern, dict) else None
+    if isinstance(text, str) and text:
+        return max(1.0, len(content) / len(text))
     return 1.0 + len(content)  # a regular expression may match between any two characters

@@ -90,7 +90,7 @@ class Frame:
     size: tuple[int, int]
     words: str
     refused: Mapping[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
-    on_host: str = "numpy alone"
+    on_host: str = "in numpy only"
 
 
 SIDES = {
@@ -304,8 +304,8 @@ class Vector:
     refused: Mapping[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
 
 
-ONE_LESS = "state_dims: expected 2 values, as of the actions, got 1"
-NO_POSE = "expected the 6 or 9 numbers of a pose, in the state as in the action, got"
+ONE_LESS = "state_dims: expected 2 indices, one for each of dims, got 1"
+NO_POSE = "expected 6 or 9 indices of a pose, the same number for state and action, got"
 VECTORS = {
     "affine": Vector(
         Affine((1, 3), -2.5, 0.25),
@@ -314,13 +314,13 @@ VECTORS = {
         refused={"inf": ({"scale": float("inf")}, "scale: expected a finite number, got inf")},
     ),
     "affine by zero": Vector(
-        Affine((1,), 0.0, 0.25), "", "x * 0 + 0.25 of 1", "a scale of zero leaves nothing of a value"
+        Affine((1,), 0.0, 0.25), "", "x * 0 + 0.25 of 1", "a scale of zero removes the value"
     ),
     "linear_to_angle": Vector(
         LinearToAngle((2,), 0.036, 0.022),
         "01e7f3bec39390b0",
         "opening to angle of 2 (arm 0.036 m, horn 0.022 m)",
-        "two openings have one angle",
+        "two openings have the same angle",
         refused={
             "nan": ({"arm": float("nan")}, "arm: expected a finite number, got nan"),
             "none": ({"horn": 0.0}, "horn: expected a length above 0, got 0"),
@@ -337,7 +337,7 @@ VECTORS = {
         ComposePose(POSE, tuple(range(1, 10))),
         "646381420112d29b",
         "pose 0-8 in the frame of state 1-9",
-        "poses that are relative to another pose are not re-based",
+        "Sinew does not convert poses back to another reference pose",
         False,
         {
             "seven": ({"dims": tuple(range(7)), "state_dims": ()}, f"dims: {NO_POSE} 7"),
@@ -348,14 +348,14 @@ VECTORS = {
         ComposePose(tuple(range(6))),
         "5eff5934f8f01160",
         "pose 0-5 in the frame of state 0-5",
-        "poses that are relative to another pose are not re-based",
+        "Sinew does not convert poses back to another reference pose",
         False,
     ),
     "threshold": Vector(
         Threshold((7,), 0.5, 1.0, -1.0),
         "c363fe3652b22d54",
         "-1 where 7 > 0.5, else 1",
-        "all values of a side become one",
+        "all values on one side of the threshold become one value",
         False,
         {"inf": ({"above": float("inf")}, "above: expected a finite number, got inf")},
     ),
@@ -375,8 +375,8 @@ VECTORS = {
         f"3 one of {', '.join(f'{v:g} {w}' for v, w in zip(sorted({*ROWS[:, 3], -0.5, 0.5}), 'abcdef', strict=True))}",
         monotone=False,
         refused={
-            "none": ({"values": (), "words": ()}, "values: expected one or more, all different"),
-            "words": ({"words": ("a",)}, "words: expected 6, one for each value, got 1"),
+            "none": ({"values": (), "words": ()}, "values: expected one or more different values"),
+            "words": ({"words": ("a",)}, "words: expected 6 meanings, one for each value, got 1"),
         },
     ),
 }
@@ -464,7 +464,7 @@ SAID = PromptText(" Pick up_the\nred, cube ", "Do:", np.array([0.9, -1.5]), "goo
 WORDS = (("good", "\nAdvantage: good"), ("bad", "\nAdvantage: bad"))
 NO_TEXT = {"nothing": ({"text": ""}, "text: expected 1 to 16384 characters, got 0")}
 NONE = {"none": ({"count": 0}, "count: expected 1 to 8192, got 0")}
-UNKNOWN = {"unknown": ({"token": 10**9}, "expected tokens of the vocabulary, 0 to ")}
+UNKNOWN = {"unknown": ({"token": 10**9}, "expected token ids of the vocabulary, 0 to ")}
 PROMPTS = {
     "clean": Said(Clean(), "underscores and line breaks as spaces", "Pick up the red, cube"),
     "strip": Said(Strip(), "stripped", "Pick up_the\nred, cube"),
@@ -483,7 +483,7 @@ PROMPTS = {
                 {"words": tuple((str(i), "x") for i in range(257))},
                 "words: expected 1 to 256 advantages, got 257",
             ),
-            "twice": ({"words": (*WORDS, WORDS[0])}, "words: expected different names"),
+            "twice": ({"words": (*WORDS, WORDS[0])}, "words: expected a different name for each advantage"),
             "a name": (
                 {"words": (("a\nb", "x"),)},
                 "words[0][0]: expected 1 to 64 printable characters, got 'a\\nb'",
@@ -539,7 +539,7 @@ PROMPTS = {
         Drop((7,)),
         "without tokens 7",
         ids=(3, 1),
-        refused={"unknown": ({"ids": (3, -1)}, "expected tokens of the vocabulary, 0 to ")},
+        refused={"unknown": ({"ids": (3, -1)}, "expected token ids of the vocabulary, 0 to ")},
     ),
     "fill": Said(
         Fill(9, 0, 6, (("Do:", 6),)),
@@ -742,7 +742,7 @@ def test_a_new_step_is_its_file_and_a_line(tmp_path: Path, monkeypatch: pytest.M
     assert found == recipe
     assert str(found).startswith("mirrored 3 times, letterbox")
     assert np.array_equal(apply_image_steps(FRAME, found), apply_image_steps(FRAME[:, ::-1], image))
-    assert "mirrored 3 times: its library" in Tables.why_not(replace(recipe, steps=(step,)))
+    assert "mirrored 3 times: Sinew computes its library" in Tables.why_not(replace(recipe, steps=(step,)))
     wrong = replace(recipe, steps=(ImageStep.read({"kind": "mirror", "times": 10}),))
     with pytest.raises(BundleError, match=r"image.steps\[0\]: mirror: times: expected 1 to 9, got 10"):
         replace(manifest, processing=replace(manifest.processing, image=wrong)).check()

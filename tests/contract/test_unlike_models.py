@@ -166,7 +166,9 @@ def test_layers_of_torch_compute_in_float32_alone(monkeypatch):
     monkeypatch.setattr("sinew.families.act.model.Linear", nn.Linear)
     bundle = Bundle(Path(sinew.__file__).parent / "assets" / "act.gguf")
     assert load_model(bundle, CPU, "fp32").state_proj.weight.dtype == torch.float32
-    with pytest.raises(BundleError, match="expected fp32, as connector of ACT is torch.nn's, got bf16"):
+    with pytest.raises(
+        BundleError, match="expected fp32, got bf16: layer connector of ACT is a plain torch.nn.Linear"
+    ):
         load_model(bundle, CPU, "bf16")
 
 
@@ -333,7 +335,7 @@ def test_recipes_that_the_device_does_not_know_stay_on_the_host():
     assert not ResizeTables.why_not(RECIPE)
     assert not ResizeTables.why_not(replace(RECIPE, steps=()))
     for other, why in (
-        (replace(RECIPE, steps=(Jpeg(),)), "JPEG 95: its library's order of sums"),
+        (replace(RECIPE, steps=(Jpeg(),)), "JPEG 95: Sinew computes its library's order of sums"),
         (replace(RECIPE, steps=(Jpeg(), *RECIPE.steps)), "2 steps"),
         (replace(RECIPE, mean=(0.5,) * 6, std=(0.5,) * 6), "2 normalisations"),
         (replace(RECIPE, sizes=((SIDE, SIDE), (8, 8))), "a size of each camera"),
@@ -367,5 +369,8 @@ def test_fp8_of_a_component_that_has_nothing_for_it_is_an_error():
     model.components = {**model.components, "proprio": "vision"}
     plan = Plan.of(model, rewrites=ON_CUDA)
     for component in ("language", "head"):  # the head's two products have sizes that are no multiples of 16
-        with pytest.raises(SinewError, match=f"fp8: {component}: expected linear layers .* got none"):
+        with pytest.raises(
+            SinewError,
+            match=f"fp8: {component}: this model has no linear layers .*; remove {component} from the recipe",
+        ):
             CudaEngine(plan, CPU, processing=processing(model), options=CudaOptions(fp8=(component,)))

@@ -98,14 +98,14 @@ def test_an_engine_that_does_not_follow_the_recipe_is_refused(with_recipe, engin
     for words in (
         "vision int8, language int8",
         f"engine {engine} does not",
-        "engine onnx does",
-        "ignore_recipe=True runs it",
+        "engine onnx computes it",
+        "ignore_recipe=True runs the bundle unquantised",
     ):
         assert words in str(caught.value)
 
 
 def test_a_recipe_that_nothing_here_follows_is_an_error(with_recipe) -> None:
-    with pytest.raises(SinewError, match="no engine can run this bundle on cpu: .*engine cuda does"):
+    with pytest.raises(SinewError, match="no engine can run this bundle on cpu: .*engine cuda computes it"):
         choose(Bundle(with_recipe(FP8)), device="cpu")
 
 
@@ -126,7 +126,7 @@ def test_an_ignored_recipe_is_said_in_every_report(with_recipe, capsys) -> None:
 
 
 def test_a_recipe_cannot_be_ignored_in_graphs_that_follow_it(with_recipe) -> None:
-    with pytest.raises(SinewError, match="engine plan can ignore it"):
+    with pytest.raises(SinewError, match="use engine plan to ignore the recipe"):
         choose(Bundle(with_recipe(INT8)), "onnx", ignore_recipe=True)
 
 
@@ -139,7 +139,7 @@ def test_every_verb_refuses(with_recipe, verb: str, capsys, tmp_path: Path) -> N
     state = ",".join(["0"] * spec.state.dim)
     flags = [*images, "--state", state, "--prompt", "go"] if verb == "infer" else []
     assert main([verb, str(with_recipe(INT8)), "--engine", "plan", *flags]) == 1
-    assert "which engine plan does not compute; engine onnx does" in capsys.readouterr().err.replace(
+    assert "which engine plan does not compute; engine onnx computes it" in capsys.readouterr().err.replace(
         "\n", " "
     )
 
@@ -152,7 +152,7 @@ def test_graphs_decide_between_plan_and_onnx(tmp_path: Path) -> None:
     bundle.write_bytes(PEN.read_bytes())
     before = choose(Bundle(bundle), device="cpu")
     assert before.engine == "plan"
-    assert "of this package, which take no guidance; engine='onnx' plays them" in before.engine_reason
+    assert "that come with Sinew and support no guidance; engine='onnx' runs them" in before.engine_reason
     folder = graphs_folder(Bundle(bundle))
     folder.mkdir()
     (folder / "graphs.json").touch()
@@ -174,7 +174,7 @@ def test_an_architecture_without_a_proof_runs_eager(monkeypatch: pytest.MonkeyPa
     assert "failed its validation" in refused.engine_reason
     path = proofs.keep(PEN, "plan", "cpu", {"passed": True})
     path.write_text(json.dumps(json.loads(path.read_text()) | {"hardware": "another processor"}))
-    assert "on another processor; again" in choose(bundle, device="cpu").engine_reason
+    assert "on another processor: run `sinew validate" in choose(bundle, device="cpu").engine_reason
 
 
 def test_the_references_are_never_chosen(with_recipe) -> None:
@@ -188,7 +188,7 @@ def test_the_references_are_never_chosen(with_recipe) -> None:
 @no_gpu
 @pytest.mark.parametrize("engine", ["auto", "eager", "plan", "cuda"])
 def test_a_gpu_that_is_not_there_is_said_plainly(engine: str) -> None:
-    with pytest.raises(SinewError, match=r"cuda: torch .* finds no CUDA device; `sinew doctor` says more"):
+    with pytest.raises(SinewError, match=r"cuda: torch .* finds no CUDA device; run `sinew doctor`"):
         load(PEN, "cuda", engine=engine)
 
 
@@ -211,7 +211,7 @@ def test_no_traceback_for_a_missing_gpu(command: list[object], capsys) -> None:
 
 
 def test_wrong_devices_and_precisions_name_what_is_expected() -> None:
-    with pytest.raises(SinewError, match="device: expected one such as cpu, cuda or cuda:0, got 'gpu'"):
+    with pytest.raises(SinewError, match="device: expected a device such as cpu, cuda or cuda:0, got 'gpu'"):
         load(PEN, "gpu")
     with pytest.raises(SinewError, match="dtype: expected one of fp32, bf16, fp16, native, got 'int3'"):
         load(PEN, "cpu", "int3")
@@ -290,7 +290,7 @@ def test_of_two_that_follow_a_recipe_the_one_that_was_measured_is_taken(tmp_path
     assert choice.engine_reason.startswith(
         "it follows the bundle's recipe; ms of a small product, measured on"
     )
-    told = f"; engine onnx was not measured beside it: `sinew prepare {bundle.path}` measures it"
+    told = f"; engine onnx was not compared with it yet: run `sinew prepare {bundle.path}` to measure it"
     assert told in choice.engine_reason
     assert unmeasured(bundle, choice) == ["onnx", "plan"]
     times(bundle, onnx=1.0, plan=2.0)
@@ -306,7 +306,7 @@ def test_of_two_that_follow_a_recipe_the_one_that_was_measured_is_taken(tmp_path
     choice = choose(bundle, device="cpu")
     assert choice.engine == "plan"
     assert choice.engine_reason.startswith(
-        "it widens weights stored as int8 and is the fastest, as measured here"
+        "it is the fastest by measurements on this machine, although it widens weights stored as int8"
     )
     prepared.EngineFinding("onnx", "cpu", False, "it differs").keep(bundle.path)
     times(bundle, onnx=1.0, cpu=3.0, plan=4.0)
@@ -319,7 +319,7 @@ def test_a_reason_leaves_out_engines_for_other_weights(smolvla_bundle) -> None:
     bundle = Bundle(smolvla_bundle("smolvla-2cam"))
     assert "few bits" not in choose(bundle, device="cpu").engine_reason
     with pytest.raises(
-        SinewError, match="engine cpu is for weights .* stored in few bits, and this bundle has none$"
+        SinewError, match="engine cpu needs low-bit weights, .*; make them with `sinew quantize`$"
     ):
         choose(bundle, "cpu", device="cpu")
 
@@ -350,7 +350,7 @@ def test_nothing_is_said_where_there_is_nothing_to_choose(tmp_path, monkeypatch)
     widening = choose(bundle, device="cpu")
     assert widening.engine == "plan"
     assert widening.engine_reason.startswith(
-        "nothing here computes on weights stored as int8, which it widens; engine"
+        "it widens weights stored as int8, because no engine on this machine computes with them; engine"
     )
 
 
@@ -364,7 +364,7 @@ def test_without_a_compiler_nobody_waits_for_an_export_that_widens(tmp_path, mon
         (graphs_folder(bundle) / "graphs.json").unlink()
     choice = choose(four, device="cpu")
     assert choice.engine == "plan"
-    assert "engine onnx widens them too, once they are exported" in choice.engine_reason
+    assert "engine onnx also widens these weights, after an export" in choice.engine_reason
     assert choose(eight, device="cpu").engine == "onnx"
 
 
@@ -392,8 +392,9 @@ def test_a_stream_gets_an_engine_that_runs_it(rolling_bundle: Path) -> None:
             choose(bundle, engine, "cpu", stream=guidance)
     assert choose(bundle, "onnx", "cpu", stream="ramp").engine == "onnx"
     with pytest.raises(
-        SinewError, match="engine cpu, plan or eager, which takes a time per row, got engine onnx"
+        SinewError,
+        match="engine cpu, plan or eager, which denoises each action at its own time, got engine onnx",
     ):
         choose(Bundle(rolling_bundle), "onnx", "cpu", stream="none")
     options = EngineOptions("cuda:0", "fp32")
-    assert "whose stream they share" in unstreamed(BACKENDS["plan"], bundle, options, "none")
+    assert "where both share one stream" in unstreamed(BACKENDS["plan"], bundle, options, "none")

@@ -60,18 +60,22 @@ def test_what_is_no_context_is_refused():
     other = context._replace(keys=context.keys[:1])
     strange = msgpack.packb([[["fp32"], [1, 2, 3, 8]], *[None] * 4])
     for bytes_, template, words in (
-        (len(strange).to_bytes(4, "little") + strange, context, "expected a form and a shape"),
+        (
+            len(strange).to_bytes(4, "little") + strange,
+            context,
+            "expected a form \\(such as fp32\\) and a shape",
+        ),
         (data[:-1], context, "bytes"),
         (data + b"x", context, "bytes"),
-        (b"", context, "header"),
-        (data, other, "expected 4 tensors, as this model's, got 5"),
+        (b"", context, "do not begin with a list of tensors"),
+        (data, other, "expected 4 tensors for this model, got 5"),
         (data, context._replace(spare=context.mask), "tensor 3: expected torch.bool"),
         (data, context._replace(last=context.mask), r"expected torch.bool \[1, 2\].*, got int8"),
         (pack(context._replace(last=context.last * float("inf")), "fp32"), context, "finite"),
     ):
         with pytest.raises(SinewError, match=words):
             unpack(bytes_, template, CPU)
-    with pytest.raises(SinewError, match="expected tensors, got str"):
+    with pytest.raises(SinewError, match="expected only tensors, got an object of type str"):
         pack([context.mask, "text"], "fp32")
 
 

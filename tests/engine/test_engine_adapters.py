@@ -248,7 +248,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(
 @pytest.mark.parametrize("engine", ["onnx", "cpu", "cuda"])
 def test_engines_that_compute_none_say_so(adapters: Make, engine: str) -> None:
     with pytest.raises(
-        SinewError, match=f"engine {engine} computes no adapters .arm, kitchen.; engine plan or eager does"
+        SinewError, match=f"engine {engine} cannot compute adapters .arm, kitchen.; use engine plan or eager"
     ):
         opened(adapters(CASE), engine=engine)
 
@@ -256,7 +256,7 @@ def test_engines_that_compute_none_say_so(adapters: Make, engine: str) -> None:
 def test_auto_says_why_it_takes_which(adapters: Make) -> None:
     policy = opened(adapters(CASE))
     assert policy.engine_name == "plan"
-    assert "of those that compute adapters (arm, kitchen)" in policy.choice.engine_reason
+    assert "among the engines that compute adapters (arm, kitchen)" in policy.choice.engine_reason
     described = policy.describe()["adapters"]
     assert {name: each["policy"] for name, each in described.items()} == {"arm": "arm", "kitchen": "kitchen"}
     assert len({each["hash"] for each in described.values()}) == 2
@@ -288,7 +288,10 @@ def test_an_adapter_of_another_base(adapters: Make, case_bundle: Any, tmp_path: 
     for name in ("", "a b", "x" * 65, "-a"):
         with pytest.raises(BundleError, match="adapters: expected names of at most 64 letters"):
             sinew.load(found.base, "cpu", adapters={name: arm})
-    with pytest.raises(SinewError, match="an adapter of 'checkpoint' alone; `sinew serve BASE --adapter"):
+    with pytest.raises(
+        SinewError,
+        match="an adapter of 'checkpoint' and has no base weights; run `sinew serve BASE --adapter",
+    ):
         sinew.load(arm, "cpu")
     said = Bundle(arm).manifest
     assert said.base is not None
@@ -390,22 +393,28 @@ UNFIT: dict[str, tuple[Any, str]] = {
     "no number": (lambda t, m: t[f"{m}.lora_a"].fill_(torch.nan), "expected finite numbers"),
     "whole numbers": (
         lambda t, m: t.update({f"{m}.lora_a": torch.zeros(1, 1, dtype=torch.uint8)}),
-        "expected floats",
+        "expected float32, float16 or bfloat16 weights",
     ),
     "no such layer": (
         lambda t, m: t.update({"x.lora_a": torch.zeros(1, 1)}),
-        "expected a linear layer there, got nothing",
+        "expected a linear layer of this name in the base policy, got nothing",
     ),
     "no linear layer": (
         lambda t, m: t.update({f"expert.norm.lora_{x}": torch.zeros(1, 1) for x in "ab"}),
-        "expected a linear layer there, got RMSNorm",
+        "expected a linear layer of this name in the base policy, got RMSNorm",
     ),
-    "no such weight": (lambda t, m: t.update({"x.weight": torch.zeros(1)}), "no weight of SmolVLA"),
+    "no such weight": (
+        lambda t, m: t.update({"x.weight": torch.zeros(1)}),
+        "SmolVLA has no weight of this name",
+    ),
     "a whole of another form": (
         lambda t, m: t.update({"action_out_proj.bias": torch.zeros(3)}),
         r"expected floats \[32\], got \[3\]",
     ),
-    "both": (lambda t, m: t.update({f"{m}.weight": None}), "expected factors or a whole weight, got both"),
+    "both": (
+        lambda t, m: t.update({f"{m}.weight": None}),
+        "expected LoRA factors or a whole weight, got both",
+    ),
 }
 
 
@@ -447,5 +456,7 @@ def test_factors_belong_to_linear_layers_alone() -> None:
     _check_factors("a", Linear(3, 2), found)
     for layer in (Embedding(2, 3), Own(3, 2), None):
         kind = "nothing" if layer is None else type(layer).__name__
-        with pytest.raises(BundleError, match=f"^a: expected a linear layer there, got {kind}$"):
+        with pytest.raises(
+            BundleError, match=f"^a: expected a linear layer of this name in the base policy, got {kind};"
+        ):
             _check_factors("a", layer, found)

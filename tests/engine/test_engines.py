@@ -82,9 +82,7 @@ def test_wrong_names_are_refused(bundle, folder):
         load(bundle, engine="fast")
     with pytest.raises(SinewError, match="provider cuda: expected engine onnx, got eager"):
         load(bundle, engine="eager", providers=["cuda"])
-    with pytest.raises(
-        SinewError, match="engine plan: .* holds graphs and no weights; engine onnx runs them"
-    ):
+    with pytest.raises(SinewError, match="engine plan: .* contains graphs and no weights; use engine onnx"):
         load(folder, engine="plan")
     with pytest.raises(SinewError, match="runs fp32 on cpu, not fp32 on cuda:0"):
         load(bundle, device="cuda:0", dtype="float32", engine="onnx")
@@ -267,7 +265,7 @@ def test_doctor_without_torch(folder, bundle):
         )  # a folder has no weights to compare with
         if not named:
             assert "against eager fp32 where the folder was exported" in checks["bundle parity"]["detail"]
-        why = "asked for" if named else "the folder holds graphs and no weights"
+        why = "asked for" if named else "the folder contains graphs and no weights"
         assert f"onnx ({why})" in checks["bundle engine"]["detail"]
         assert checks["bundle inference"]["status"] == "ok"
         assert "sleep while they wait" in checks["onnxruntime"]["detail"]
@@ -296,14 +294,14 @@ def test_providers_by_short_and_long_name(folder):
     assert engine.providers == [providers.CPU]
     assert engine.provider_reason == "asked for"
     with pytest.raises(
-        SinewError, match="provider CUDAExecutionProvider: expected some of .*CPUExecutionProvider"
+        SinewError, match="provider CUDAExecutionProvider: this onnxruntime offers .*CPUExecutionProvider"
     ):
         OnnxEngine(folder, ["cuda"], solver=FLOW)
 
 
 def test_a_provider_that_is_not_offered_is_said_before_an_export(bundle, monkeypatch):
     monkeypatch.setattr(opening, "graphs_of", lambda *_, **__: pytest.fail("exported"))
-    with pytest.raises(SinewError, match="provider CUDAExecutionProvider: expected some of"):
+    with pytest.raises(SinewError, match="provider CUDAExecutionProvider: this onnxruntime offers"):
         load(bundle, engine="onnx", providers=["cuda"])
 
 
@@ -319,7 +317,7 @@ def test_a_provider_that_runs_nothing_is_refused_and_one_that_leaves_much_is_war
     azure = ["bench", str(folder), "--provider", "AzureExecutionProvider"]
     assert main(azure) == 1
     said = " ".join(capsys.readouterr().err.split())
-    assert f"took none of their nodes: {engine.facts.assigned}" in said
+    assert f"runs none of the graphs' nodes: {engine.facts.assigned}" in said
     for left, warned in ((Counter(Erf=2), False), (Counter(MatMul=3, Erf=2), True)):
         providers.check_assigned(
             {providers.OPENVINO: Counter(Conv=20), providers.CPU: left}, [providers.OPENVINO]
@@ -350,5 +348,7 @@ def test_a_provider_that_does_not_load_is_an_error():
         def get_providers(self):
             return [providers.CPU]
 
-    with pytest.raises(SinewError, match="provider CUDAExecutionProvider: offered, but it does not load"):
+    with pytest.raises(
+        SinewError, match="provider CUDAExecutionProvider: ONNX Runtime could not load this provider"
+    ):
         providers.loaded(Session(), ["CUDAExecutionProvider", providers.CPU])

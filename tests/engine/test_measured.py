@@ -102,7 +102,10 @@ def test_the_choice_follows_the_measurement(act: Path, planted: None, monkeypatc
     # The slow one comes first, is verified now, and its product was timed at once.
     choice = choose(opened, device="cpu")
     assert choice.engine == "plan"
-    words = "the fastest that is proved for act on cpu, as measured here; ms of a small product, measured on"
+    words = (
+        "the fastest verified engine for act on cpu, by measurements on this machine; ms of a small product,"
+        " measured on"
+    )
     assert choice.engine_reason.startswith(words)
     validated(act, "fast")
     for threads in (None, 1, 2):

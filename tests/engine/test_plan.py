@@ -305,7 +305,7 @@ def test_the_loaded_model_is_left_as_it_is(open_case, name):
 
 def test_unknown_names_are_refused(open_case):
     policy, _ = open_case("pi0-2cam")
-    with pytest.raises(SinewError, match="expected names of last-layer-kv, .*, got pack-everything"):
+    with pytest.raises(SinewError, match="expected names from last-layer-kv, .*, got pack-everything"):
         Plan.of(policy.engine.model, rewrites=["pack-everything"])
     with pytest.raises(SinewError, match="expected one of auto, cuda, cpu, onnx, plan, eager"):
         load(policy.bundle.path, engine="fast")

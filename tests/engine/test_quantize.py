@@ -234,8 +234,8 @@ def test_bits_follow_the_instruction_set(monkeypatch):
         ("vision=int4", "vision: expected int8, int8-rows, q8_0, q4_0, fp8, fp32, got 'int4'"),
         ("vision", "vision: expected int8, int8-rows, q8_0, q4_0, fp8, fp32, got ''"),
         ("head=int8_rows", "head: expected int8, int8-rows, q8_0, q4_0, fp8, fp32, got 'int8_rows'"),
-        ("vision=fp8,head=int8", "expected one engine's precisions, got fp8 .cuda. and int8 .cpu, onnx."),
-        ("head=int8,head=int8-rows", "head: expected once, got int8 and int8-rows"),
+        ("vision=fp8,head=int8", "expected precisions of one engine, got fp8 .cuda. and int8 .cpu, onnx."),
+        ("head=int8,head=int8-rows", "head: expected one precision, got int8 and int8-rows"),
     ],
 )
 def test_wrong_recipes(text, message):
@@ -368,8 +368,8 @@ def test_rows_from_recipe_to_engine(exported, golden, tmp_path, capsys):
 def test_what_quantize_refuses(quantised, tmp_path, capsys):
     source, out = quantised
     for arguments, words in (
-        ([out, "--out", tmp_path / "x.gguf"], "without a recipe, got one in "),
-        ([source, "--out", source], "expected another file"),
+        ([out, "--out", tmp_path / "x.gguf"], "without a recipe, got a bundle in "),
+        ([source, "--out", source], "this is the bundle that is read"),
         (
             [source, "--out", tmp_path / "x.gguf", "--recipe", "head=int2"],
             "expected int8, int8-rows, q8_0, q4_0, fp8, fp32",
@@ -377,11 +377,17 @@ def test_what_quantize_refuses(quantised, tmp_path, capsys):
         *(
             ([source, "--out", tmp_path / "x.gguf", *line.split()], words)
             for line, words in (
-                ("--recipe head=fp32", "recipe: expected a component in fewer bits, got head=fp32"),
-                ("--recipe vision=q4_0 --engine onnx", "expected fp32, int8, int8-rows, got vision=q4_0"),
-                ("--search --budget 1MB --engine onnx", "expected none or cpu with --search"),
+                (
+                    "--recipe head=fp32",
+                    "recipe: expected at least one component with fewer bits, got head=fp32",
+                ),
+                (
+                    "--recipe vision=q4_0 --engine onnx",
+                    "this engine supports fp32, int8, int8-rows, got vision=q4_0",
+                ),
+                ("--search --budget 1MB --engine onnx", "a search measures with engine cpu only"),
                 ("--search --budget 1MB --recipe vision=int8", "cannot be combined with --search"),
-                ("--search --budget 9GB", "--budget 9GB: the bundle fits as it is"),
+                ("--search --budget 9GB", "--budget 9GB: the bundle fits without quantisation"),
                 ("--search --budget lots", "budget: expected a size such as"),
             )
         ),
@@ -399,8 +405,8 @@ def test_a_component_with_nothing_to_store_is_named(quantised, monkeypatch, tmp_
     source, out = quantised[0], tmp_path / "x.gguf"
     assert main(["quantize", str(source), "--out", str(out), "--recipe", "language=int8"]) == 1
     said = " ".join(capsys.readouterr().err.split())
-    assert "recipe: language: expected linear layers or token tables, got none in smolvla" in said
-    assert said.endswith("of its components vision, head can be named")
+    assert "recipe: language: no weights of this component can be quantised in smolvla" in said
+    assert said.endswith("name some of: vision, head")
     assert lacking(Bundle(source), parse_recipe(DEFAULT_RECIPE)) == ["language"]
     assert lacking(Bundle(source), parse_recipe("vision=int8,head=q4_0")) == []
 
@@ -468,9 +474,7 @@ def test_a_bundle_that_fails_its_validation_is_not_quantised(tmp_path, capsys, m
         command = ["quantize", str(tmp_path / "pen.gguf"), "--out", str(out), "--observations", "1", *recipe]
         assert main([*command, "--episodes", "0"]) == 1
         said = " ".join(capsys.readouterr().err.split())
-        assert (
-            "expected a bundle whose plan computes what eager fp32 does over 1 observations, got head" in said
-        )
+        assert "expected equal results of the engines plan and eager over 1 observations, got head" in said
         assert not out.exists()
 
 
@@ -484,7 +488,10 @@ def test_a_head_in_few_bits_is_discouraged(recipe, warned, tmp_path, capsys):
     warnings = json.loads(record.read_text())["warnings"]
     assert bool(warnings) == warned
     if warned:
-        assert "head in int8: its errors add up from step to step; no episodes were played" in warnings[0]
+        assert (
+            "head in int8: its errors add up over the solver's steps, and no episodes were played"
+            in warnings[0]
+        )
         assert warnings[0] in " ".join(text.split())
 
 

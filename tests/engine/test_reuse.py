@@ -55,7 +55,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Policy, Policy]]:
 
 def single_views(reuse: str) -> bool:
     """Whether views are kept one by one: not where products round by shape, and the policy says so."""
-    alone = "the prefix, but no single view: a view's tokens depend on the others, if only by a rounding"
+    alone = "the prefix, but no single view: a view's tokens depend on the other views, at least in their rounding"
     assert reuse in ("views and the prefix", alone)
     return reuse != alone
 
@@ -117,7 +117,10 @@ def test_other_weights_forget_what_the_old_ones_gave() -> None:
 def test_an_engine_that_cannot_is_refused_by_name() -> None:
     with pytest.raises(
         SinewError,
-        match="reuse: expected engine cpu, onnx, plan or eager, which keeps what observations repeat, got engine cuda",
+        match=(
+            "reuse: expected engine cpu, onnx, plan or eager, which reuses results of repeated observations, got"
+            " engine cuda"
+        ),
     ):
         sinew.load("pen", device="cpu", engine="cuda", reuse=True)
 
@@ -187,17 +190,17 @@ def test_views_that_a_trial_finds_to_depend_on_each_other_are_computed_together(
         return p.reshape(*p.shape[:2], 12, -1)
 
     for encode, why in (
-        (lambda p: apart(p) - p.mean(), "a view's tokens depend on the others"),
+        (lambda p: apart(p) - p.mean(), "a view's tokens depend on the other views"),
         (
             lambda p: apart(np.cumsum(p, 1)),
-            "a view's tokens depend on the others",
+            "a view's tokens depend on the other views",
         ),  # of the others those before
         (
             lambda p: apart(np.cumsum(p[:, ::-1], 1)[:, ::-1]),
-            "a view's tokens depend on the others",
+            "a view's tokens depend on the other views",
         ),  # those behind
-        (lambda p: apart(p) * np.float32(1 + 2**-23 * (p.shape[1] > 1)), "if only by a rounding"),
-        (lambda p: np.concatenate([apart(p)[:, :1], apart(p)], 1), "encodes 3 views where 2 are given"),
+        (lambda p: apart(p) * np.float32(1 + 2**-23 * (p.shape[1] > 1)), "at least in their rounding"),
+        (lambda p: np.concatenate([apart(p)[:, :1], apart(p)], 1), "encodes 3 views of 2 in the observation"),
     ):
         reuse = of(encode)
         assert why in reuse.try_views(pixels.shape)

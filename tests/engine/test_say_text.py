@@ -476,7 +476,10 @@ def test_the_prompts_are_data_of_the_bundle(
     assert '"Task: {prompt}. Subtask: "' in " ".join(out.split())
     for asked, why in (
         ({"subtask_prompt": "{prompt}"}, "--set subtask_prompt needs --set lm_head=true"),
-        ({"lm_head": "true", "question_prompt": "why"}, "text.question: expected a place for the question"),
+        (
+            {"lm_head": "true", "question_prompt": "why"},
+            "text.question: expected a placeholder for the question",
+        ),
     ):
         with pytest.raises((ConvertError, BundleError), match=why):
             convert(home / "checkpoint", tmp_path / "no.gguf", arch=home / "arch.json", settings=asked)
@@ -501,14 +504,14 @@ def test_the_prompts_of_pi05_are_the_fields(policy: Policy) -> None:
     ("text", "why"),
     [
         (TextRecipe(most=0), "most: expected 1 to 256, got 0"),
-        (TextRecipe(subtask=(Text("go"),)), "subtask: expected a place for the instruction"),
+        (TextRecipe(subtask=(Text("go"),)), "subtask: expected a placeholder for the instruction"),
         (
             TextRecipe(question=(Instruction(), *[Instruction()] * 4)),
             "question: expected {prompt} at most 4 times",
         ),
         (
             TextRecipe(question=(Instruction(), Image("<image>", 5, 3))),
-            "question: expected no tokens of views",
+            "question: a prompt of the language head cannot contain tokens of views",
         ),
     ],
 )

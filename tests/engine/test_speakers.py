@@ -162,10 +162,10 @@ def test_an_export_is_one_token(graphs, speaks):
 @pytest.mark.parametrize(
     ("field", "value", "why"),
     [
-        ("said", (), "said of graphs that speak"),
-        ("said", ("context.spoken.before",), "context.spoken.token among them"),
-        ("said", ("context.spoken.token", "nothing"), "names of reads"),
-        ("speaks", (), "said of graphs that speak"),
+        ("said", (), "said and speaks must both be present"),
+        ("said", ("context.spoken.before",), "including context.spoken.token"),
+        ("said", ("context.spoken.token", "nothing"), "names from reads"),
+        ("speaks", (), "said and speaks must both be present"),
     ],
 )
 def test_records_that_do_not_fit_are_refused(graphs, tmp_path, field, value, why):

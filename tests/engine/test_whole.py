@@ -81,8 +81,12 @@ def test_a_graph_that_computes_something_else_is_refused(folder: tuple[Path, Pat
 @pytest.mark.parametrize(
     ("case", "prompt", "message"),
     [
-        ("diffusion-ddim", "", "expected a policy that reads one moment, got one of 2"),
-        ("pi05-2cam", "go", "--prompt: expected a prompt that is the instruction, got one with the state"),
+        ("diffusion-ddim", "", "expected a policy that reads one observation step, got a history of 2"),
+        (
+            "pi05-2cam",
+            "go",
+            "--prompt: this policy writes the state into its prompt, so the prompt cannot be constant",
+        ),
     ],
 )
 def test_what_is_no_fixed_graph_is_refused_by_name(

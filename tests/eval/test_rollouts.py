@@ -157,7 +157,7 @@ def test_no_request_is_dropped_while_weights_are_exchanged(policy: RolloutPolicy
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"norm": 1.0}, "weights: expected names of the bundle, got 'norm'"),
+        ({"norm": 1.0}, "weights: expected names of weights in the bundle, got 'norm'"),
         (
             {"action_in_proj.bias": np.zeros(3, np.float32)},
             "action_in_proj.bias: expected .* of torch.float32, got",
@@ -169,7 +169,7 @@ def test_no_request_is_dropped_while_weights_are_exchanged(policy: RolloutPolicy
         ),
         (
             {"action_in_proj.bias": np.full(48, 1e300)},
-            "action_in_proj.bias: expected finite numbers of torch.float32",
+            "action_in_proj.bias: expected finite numbers in torch.float32",
         ),
     ],
 )
@@ -192,7 +192,7 @@ def test_what_cannot_explore_says_so(policy: RolloutPolicy) -> None:
         policy.sample([{**asked(0), "previous": np.zeros((24, 1), np.float32), "elapsed": 2}])
     planned = sinew.load(PEN, engine="plan")
     with pytest.raises(
-        SinewError, match="^expected engine eager, which takes new weights while it runs, got engine plan"
+        SinewError, match="^expected engine eager, which accepts new weights while it runs, got engine plan"
     ):
         planned.exchange({})
 

@@ -128,7 +128,10 @@ def test_tokenizers_of_actions():
     [
         ("{}", "FAST's tokenizer cannot be read"),
         ("[]", "expected a JSON object, got list"),
-        ('{"model": {"type": "BPE", "dropout": 0.5, "vocab": {}, "merges": []}}', "would be random"),
+        (
+            '{"model": {"type": "BPE", "dropout": 0.5, "vocab": {}, "merges": []}}',
+            "with dropout the tokens are random",
+        ),
         ("x" * (1 + (8 << 20)), "tokenizer: expected at most 8388608 characters"),
     ],
     ids=["nothing", "a list", "random", "long"],
@@ -162,7 +165,7 @@ def test_folders_of_graphs(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     for content in (b"", b"\x08\x07garbage", b"\0" * 100):
         (tmp_path / "step.onnx").write_bytes(content)
-        with pytest.raises(BundleError, match="step.onnx: ONNX Runtime cannot open it"):
+        with pytest.raises(BundleError, match="step.onnx: ONNX Runtime cannot open this file"):
             open_session(onnxruntime, tmp_path / "step.onnx", None, ["CPUExecutionProvider"])
 
 
@@ -445,7 +448,7 @@ TEXT = {"Sequence": {"id": "A", "type_id": 0}}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 34}}, "characters out of one, got 1.72e"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 34}}, "from one character, got 1.72e"),
         ({"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "b" * 99}}, "got 100"),
         ({"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "aa"}}, "cannot be read"),
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "cannot be read"),
@@ -453,7 +456,7 @@ TEXT = {"Sequence": {"id": "A", "type_id": 0}}
         ({"pre_tokenizer": split("(")}, "cannot be read"),
         (
             {"post_processor": TEMPLATE | {"single": [TEXT] * 20}},
-            "expected one text and at most 256 tokens, got 20",
+            "expected one text and at most 256 special tokens, got 20",
         ),
         ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "dropout": 0.1}}, "random"),
         ({"model": []}, "cannot be read"),

@@ -89,7 +89,7 @@ def test_steps_take_any_size(frame):
 
 @pytest.mark.parametrize("count", range(2, 16))
 def test_a_recipe_has_three_numbers_for_each_of_one_to_four_groups(count):
-    said = "mean, std: expected three numbers per group, of 1 to 4, got"
+    said = "mean, std: expected three numbers for each of 1 to 4 groups, got"
     whole = list(ImageRecipe(4, 6, (), (0.5,) * count, (0.5,) * count).problems())
     assert whole == ([] if count in (3, 6, 9, 12) else [f"{said} {count}, {count}"])
     assert list(ImageRecipe(4, 6, (), (0.5,) * 3, (0.5,) * count).problems()) == (
@@ -105,8 +105,11 @@ def test_a_recipe_has_three_numbers_for_each_of_one_to_four_groups(count):
         ((Resize(4, 6), Jpeg()), []),
         ((Resize(8, 8), ShortSide(4)), []),  # whose end follows from the frame
         ((Letterbox(4, 6), Resize(4, 6, "area_float")), []),
-        ((Resize(4, 8), Jpeg()), ["steps: expected an end of 4x6, got 4x8"]),
-        ((Jpeg(), Resize(4, 6, "area_float")), ["steps: expected all of uint8 or all of floats, got both"]),
+        ((Resize(4, 8), Jpeg()), ["steps: expected steps that end in 4x6, got 4x8"]),
+        (
+            (Jpeg(), Resize(4, 6, "area_float")),
+            ["steps: expected steps for uint8 frames or steps for float frames, got both"],
+        ),
     ],
 )
 def test_steps_of_a_recipe_go_together(steps, problems):

@@ -82,8 +82,13 @@ BERT = {"type": "BertProcessing", "sep": ["[CLS]", 1], "cls": ["[CLS]", 1]}
             several({"type": "Lowercase"}, replaced({"String": "aaaa"}, 1), replaced({"String": "q"}, 65)),
             "got 65",
         ),
-        ("normalizer", nested(32), nested(33), "normalizers are nested more than 32 deep"),
-        ("post_processor", template(256), template(257), "one text and at most 256 tokens, got 1 and 257"),
+        ("normalizer", nested(32), nested(33), "expected normalizers with at most 32 levels"),
+        (
+            "post_processor",
+            template(256),
+            template(257),
+            "one text and at most 256 special tokens, got 1 and 257",
+        ),
         ("post_processor", template(2, 128), template(2, 129), "got 1 and 258"),
         (
             "post_processor",
@@ -168,7 +173,7 @@ def test_who_interrupts_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_text_may_stand_once() -> None:
     twice = template(1)
     twice["single"] = twice["single"] + [twice["single"][-1]]
-    with pytest.raises(BundleError, match="expected one text and at most 256 tokens, got 2 and 1"):
+    with pytest.raises(BundleError, match="expected one text and at most 256 special tokens, got 2 and 1"):
         open_tokenizer(written(post_processor=twice))
 
 
@@ -177,7 +182,9 @@ def test_a_trial_counts_tokens() -> None:
     for count in (1, 4):
         grown = written(pre_tokenizer=EACH, normalizer=replaced({"Regex": "."}, count))
         assert open_tokenizer(grown).encode("ab").ids == [0] * (2 * count)
-    with pytest.raises(BundleError, match=rf"^it makes 4\d\d\d tokens of {len(TRIAL)} characters$"):
+    with pytest.raises(
+        BundleError, match=rf"^it converts {len(TRIAL)} characters to 4\d\d\d tokens, which is too many$"
+    ):
         open_tokenizer(written(pre_tokenizer=EACH, normalizer=replaced({"Regex": "."}, 5)), where="it")
 
 

@@ -473,7 +473,7 @@ def test_what_a_finding_holds_for(act: Path, monkeypatch) -> None:
     path = found.keep(act)
     assert prepared.kept(act, "onnx") == found
     assert choose(Bundle(act), device="cpu", prepared=True).engine_reason.startswith(
-        "the fastest that is proved for act on cpu; it is faster"
+        "the fastest verified engine for act on cpu; it is faster"
     )
     kept = json.loads(path.read_text())
     for other in (

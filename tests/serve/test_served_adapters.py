@@ -192,7 +192,7 @@ def test_what_a_server_says_of_its_adapters(server: Running) -> None:
     }
     scales = [tuple(each["action"]["scale"]) for each in about["adapters"].values()]
     assert scales[0] != scales[1]  # each has limits of its own statistics
-    assert "of those that compute adapters (arm, kitchen)" in about["engine_reason"]
+    assert "among the engines that compute adapters (arm, kitchen)" in about["engine_reason"]
     assert health["adapters"] == ["arm", "kitchen"]
     with urllib.request.urlopen(f"{server.http}/v1/metadata") as reply:
         assert json.load(reply)["health"]["adapters"] == ["arm", "kitchen"]
@@ -294,8 +294,8 @@ def test_flags(adapters: Make, tmp_path: Path) -> None:
     assert "--adapter arm: expected NAME=FILE" in refusal(found.base, "--adapter", "arm")
     twice = ("--adapter", f"a={arm}", "--adapter", f"a={arm}")
     assert "--adapter a=" in refusal(found.base, *twice)
-    assert "engine onnx computes no adapters" in refusal(found.base, *twice[:2], "--engine", "onnx")
-    assert "an adapter of 'checkpoint' alone" in refusal(arm)
+    assert "engine onnx cannot compute adapters" in refusal(found.base, *twice[:2], "--engine", "onnx")
+    assert "an adapter of 'checkpoint' and has no base weights" in refusal(arm)
     other = adapters("pi0-2cam").files["arm"]
     assert "an adapter of pi0" in refusal(found.base, "--adapter", f"a={other}")
 

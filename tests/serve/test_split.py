@@ -256,7 +256,7 @@ def test_an_engine_in_one_piece_is_refused_by_name(policy, monkeypatch):
     with desk(policy=policy) as at:
         monkeypatch.setattr(policy.engine, "read", lambda _inputs: [object()])
         host = PolicyHost()
-        with pytest.raises(SinewError, match="--context bf16: context: expected tensors, got object"):
+        with pytest.raises(SinewError, match="--context bf16: context: expected only tensors, got an object"):
             contexts.add(at.service, ("bf16",), host)
         assert at.service.policies.names == ("default",)
         assert all(scheduler.join(WAIT_S) for scheduler in host.begun)

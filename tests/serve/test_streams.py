@@ -255,7 +255,11 @@ def answer(address: str, *requests: schema.PredictRequest) -> bytes:
         ("bad_observation", "previous: expected", {"previous": [1.0]}),
         ("bad_observation", "rtc: expected", {"rtc": "trained"}),
         ("bad_observation", "interpolation: expected", {"interpolation": "cubic"}),
-        ("bad_observation", "text_tokens: expected 0, or a bundle that keeps", {"text_tokens": 1}),
+        (
+            "bad_observation",
+            "text_tokens: expected 0, or a bundle with its language head",
+            {"text_tokens": 1},
+        ),
         ("bad_observation", "text_tokens: expected 0 to 256", {"text_tokens": 257}),
         ("bad_request", "session: expected", {"session": "x" * 200}),
     ],

@@ -310,7 +310,9 @@ def test_a_bundle_without_a_head_is_refused(
 ) -> None:
     policy = load(smolvla_bundle("smolvla-2cam"), engine="eager", threads=1)
     object.__setattr__(policy.spec, "control_hz", 30.0)
-    with pytest.raises(ObservationError, match="^text_tokens: expected 0, or a bundle that keeps"):
+    with pytest.raises(
+        ObservationError, match="^text_tokens: expected 0, or a bundle with its language head"
+    ):
         streaming(policy)
     with pytest.raises(ObservationError, match="^text_tokens: expected 0 to 256 tokens, got 257"):
         streaming(policy, 257)

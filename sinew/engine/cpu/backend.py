@@ -31,13 +31,15 @@ class Cpu(Backend):
         half = options.dtype == "bf16" and not bundle.lowbit
         if options.kind != "cpu" or not (half or options.dtype == "fp32"):
             return Suitability(
-                f"engine cpu computes in fp32 around low-bit weights on cpu, not {options.dtype} on {options.device}"
+                f"engine cpu computes fp32 with low-bit weights on cpu, not {options.dtype} on {options.device}"
             )
         if half and "avx512_bf16" not in machine.cpu_flags():
-            return Suitability("engine cpu multiplies bf16 on CPUs with AVX512_BF16, which this one lacks")
+            return Suitability(
+                "engine cpu multiplies bf16 with AVX512_BF16 only, which this CPU does not have"
+            )
         if not (half or bundle.lowbit):
             return Suitability(
-                "engine cpu is for weights that `sinew quantize` stored in few bits, and this bundle has none",
+                "engine cpu needs low-bit weights, which this bundle does not have; make them with `sinew quantize`",
                 elsewhere=True,
             )
         return YES
@@ -48,7 +50,7 @@ class Cpu(Backend):
 
         if not extension().compiled:
             reason = extension().reason
-            return Suitability(f"engine cpu has no compiled kernels ({reason}), and is slow without them")
+            return Suitability(f"engine cpu is slow, because its kernels are not compiled ({reason})")
         return super().should(bundle, options, prepared)
 
     def product(self, bundle: Bundle, options: EngineOptions) -> Callable[[], object] | None:

@@ -121,20 +121,20 @@ def compile_floats(plan: Plan) -> Plan:
     # Make a list of the modules first, because the loop changes their classes.
     outcomes, modules = [*plan.outcomes], list(plan.model.named_modules())
     for what, kind, mismatch, into in COMPILED:
-        done, left = [], {}
+        changed, skipped = [], {}
         for name, module in modules:
             if not isinstance(module, kind):
                 continue
             if why := foreign(module, kind) or mismatch(module):
-                left[name] = why
+                skipped[name] = why
                 continue
             become(module, into)
             if isinstance(module, (FusedDecoderLayer, FusedViTLayer)):
                 module.fuse()
-            done.append(name)
-        reason = "compiled for this CPU" if done or left else "the model has none"
-        status: Status = "applied" if done else "not applicable"
+            changed.append(name)
+        reason = "compiled for this CPU" if changed or skipped else "the model has none"
+        status: Status = "applied" if changed else "not applicable"
         outcomes.append(
-            RewriteOutcome(f"{what} {kind.__name__}", status, reason + left_out(left), spans(done))
+            RewriteOutcome(f"{what} {kind.__name__}", status, reason + left_out(skipped), spans(changed))
         )
     return Plan(plan.model, tuple(outcomes), plan._tables)  # noqa: SLF001 - the same plan

@@ -94,7 +94,7 @@ def _alone(norms: tuple[nn.Module, ...], products: tuple[tuple[nn.Module, ...], 
     """Return the reason why a compiled call cannot compute these norms and products, or None."""
     for norm in norms:
         if type(norm) not in (LayerNorm, RMSNorm, GemmaRMSNorm):
-            return f"{type(norm).__name__} is not a norm of fixed weights"
+            return f"{type(norm).__name__} is not a norm with constant weights"
         if norm.weight.dtype != torch.float32:
             return f"a norm in {norm.weight.dtype}"
     return next((why for layers in products if (why := apart(layers))), None)

@@ -31,8 +31,11 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     kernels, half = extension(), options.dtype == "bf16"
     order = kernels.halves if half else PANELS
     if order is None:
-        found = f"{kernels.kernels} kernels ({kernels.reason})"
-        raise SinewError(f"engine cpu: expected compiled products of bf16 (AVX512_BF16), got {found}")
+        kernels_text = f"{kernels.kernels} kernels ({kernels.reason})"
+        raise SinewError(
+            f"engine cpu: expected compiled products of bf16 (AVX512_BF16), got {kernels_text}; use"
+            " engine plan"
+        )
     # Weights whose sizes do not divide into panels are multiplied in float32.
     if half:
         options = replace(options, storage="bf16")
@@ -44,7 +47,7 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     recipe = stored_recipe(bundle, model)
     engine = PlannedEngine(compile_floats(plan) if kernels.compiled else plan, where, recipe)
     bundle.release(engine.model.parameters())
-    log.info("products by %s kernels (%s)", kernels.kernels, kernels.reason)
+    log.info("products are computed by %s kernels (%s)", kernels.kernels, kernels.reason)
     return engine
 
 
@@ -69,19 +72,19 @@ def lay_out_codes(
     Returns:
         The bytes of the copied weights.
     """
-    done = 0
+    nbytes = 0
     for layer in model.modules():
         if not isinstance(layer, Linear) or not lies_in_panels(*layer.weight.shape):
             continue
         store, weight = layer.store, layer.weight
         if type(store) is Codes and store.name == "int8" and order == PANELS:
-            laid, store = torch.empty_like(weight), Panels(store.name, store.width, store.scales)
-            lay_out(weight, laid)
+            panels, store = torch.empty_like(weight), Panels(store.name, store.width, store.scales)
+            lay_out(weight, panels)
         elif isinstance(store, Half) and weight.dtype == torch.bfloat16 and order in HALVES:
-            laid, store = lowbit.lay_out(weight), Bf16Panels("bf16", weight.shape[1], sums=order)
+            panels, store = lowbit.lay_out(weight), Bf16Panels("bf16", weight.shape[1], sums=order)
         else:
             continue
-        layer.weight, layer.store = nn.Parameter(laid, requires_grad=False), store
+        layer.weight, layer.store = nn.Parameter(panels, requires_grad=False), store
         copied(weight)
-        done += weight.nbytes
-    return done
+        nbytes += weight.nbytes
+    return nbytes

@@ -158,22 +158,22 @@ def without_memory(program: Program) -> Program:
     still on the host, and the audit finds it.
     """
     model = program.model
-    held = [*model.parameters(), *model.buffers()]
+    tensors = [*model.parameters(), *model.buffers()]
     for module in model.modules():  # tensors that vision towers store as plain attributes
-        held += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
-        held += getattr(module, "grids", {}).values()
-    held += [*program.time_embeddings, program.x, program.time_embedding, *program.staging.device.values()]
+        tensors += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+        tensors += getattr(module, "grids", {}).values()
+    tensors += [*program.time_embeddings, program.x, program.time_embedding, *program.staging.device.values()]
     if program.patches is not None:
-        held.append(program.patches.rows)
+        tensors.append(program.patches.rows)
         for table in program.patches.tables:
-            held += [table.rows.first, table.rows.weights, table.columns.first, table.columns.weights]
-            held.append(table.affine)
+            tensors += [table.rows.first, table.rows.weights, table.columns.first, table.columns.weights]
+            tensors.append(table.affine)
     if program.units is not None:
-        held += [
+        tensors += [
             program.actions,
             *(value for value in vars(program.units).values() if isinstance(value, torch.Tensor)),
         ]
-    memo = {id(t): t.detach().to("meta") for t in held}
+    memo = {id(t): t.detach().to("meta") for t in tensors}
     for parameter in model.parameters():  # a module accepts only a Parameter in place of a Parameter
         memo[id(parameter)] = torch.nn.Parameter(memo[id(parameter)], requires_grad=False)
     return copy.deepcopy(program, memo)

@@ -22,7 +22,7 @@ class Cuda(Backend):
 
     def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
         if options.kind == "cpu":
-            against = "engine cuda runs its kernels' references on a CPU, which is for tests of them"
+            against = "on a CPU, engine cuda runs the references of its kernels, which are for tests only"
             return Suitability(against, elsewhere=True)
         finding = findings.kept(bundle.path, self.name, options.threads)
         against = unproved(self, bundle, options) or (finding.why if finding and not finding.taken else "")
@@ -35,13 +35,13 @@ class Cuda(Backend):
     def device(self) -> tuple[str, str]:
         return (
             "cuda",
-            f"engine cuda is for GPUs; {option('device', 'cpu')} runs its kernels' references, to test them",
+            f"engine cuda is for GPUs; {option('device', 'cpu')} runs the references of its kernels, for tests",
         )
 
     def dtype(self, kind: str) -> tuple[str, str]:
         if kind == "cpu":
             return super().dtype(kind)
-        return "bf16", "what the kernels' tensor cores multiply; projections of the head stay fp32"
+        return "bf16", "the kernels multiply bf16 on tensor cores; the head's projections stay fp32"
 
 
 BACKEND = Cuda()

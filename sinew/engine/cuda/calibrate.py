@@ -62,6 +62,9 @@ def scales(bundle: Bundle) -> dict[str, float]:
         return recipe.scales
     made = fp8_calibration.load(fingerprint(bundle.path))
     if made is None:
-        log.warning("%s: not calibrated for FP8; each row of an input is scaled by itself", bundle.path)
+        log.warning(
+            "%s: not calibrated for FP8; each row of an input gets its own scale",
+            bundle.path,
+        )
         return {}
     return made.scales

@@ -21,25 +21,26 @@ def require(device: torch.device, options: CudaOptions) -> None:
     if device.type == "cpu":
         return
     if device.type != "cuda":
-        raise SinewError(f"engine cuda: expected device cuda:N (or cpu, for its references), got {device}")
+        raise SinewError(f"engine cuda: expected device cuda:N (or cpu, for tests), got {device}")
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
         raise SinewError(
             f"engine cuda on {device}: torch {torch.__version__} ({built}) finds no CUDA device;"
-            " `sinew doctor` says more, and device cpu runs the kernels' references"
+            " run `sinew doctor` to find the cause, or choose another engine"
         )
     if device.index is not None and device.index >= torch.cuda.device_count():
-        raise SinewError(f"engine cuda on {device}: expected one of {torch.cuda.device_count()} devices")
+        raise SinewError(
+            f"engine cuda on {device}: this machine has {torch.cuda.device_count()} CUDA devices;"
+            " choose a smaller number"
+        )
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
         raise SinewError(
             f"engine cuda on {device}: expected compute capability {_dotted(OLDEST)} or newer,"
-            f" got {_dotted(capability)}; the plan and eager engines run there"
+            f" got {_dotted(capability)}; use engine plan or eager"
         )
     if options.kernels and triton is None:
-        raise SinewError(
-            "engine cuda: its kernels need triton, which is not installed: pip install 'triton>=3.6'"
-        )
+        raise SinewError("engine cuda needs triton, which is not installed; run pip install 'triton>=3.6'")
     if options.fp8:
         from sinew.engine.cuda.fp8 import linear as fp8
 
@@ -48,7 +49,7 @@ def require(device: torch.device, options: CudaOptions) -> None:
             raise SinewError(f"fp8 on {device}: {reason}")
     if options.fp8 and capability < NARROW:
         raise SinewError(
-            f"fp8: expected compute capability {_dotted(NARROW)} or newer, got {_dotted(capability)}"
+            f"fp8: expected compute capability {_dotted(NARROW)} or newer, got {_dotted(capability)}; use bf16"
         )
 
 

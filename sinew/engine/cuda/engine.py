@@ -90,13 +90,13 @@ class CudaEngine(Engine):
         self._chunk = torch.empty(shape, dtype=dtype, pin_memory=on_gpu)
         if on_gpu:
             torch.cuda.current_stream(device).synchronize()  # wait until the weights are on the device
-        held = [*self.model.parameters(), *self.model.buffers()]
+        tensors = [*self.model.parameters(), *self.model.buffers()]
         self.facts = Facts(
             device=str(device),
             # The FP8 layers store floats, so the recipe states their precision.
             precision=precision_of(self.model) | recipe,
             recipe=recipe,
-            weights_nbytes=sum(tensor.nbytes for tensor in held),
+            weights_nbytes=sum(tensor.nbytes for tensor in tensors),
             guides=BACKEND.guides,
             takes_frames=fits(processing.image, self.model),
             world_units=self.units is not None,
@@ -134,7 +134,7 @@ class CudaEngine(Engine):
         """
         if guidance is not None and getattr(guidance, "jacobian", True):
             expected = f"engine {either(engines_that(guides=('guided',)))}, which has a Jacobian"
-            raise SinewError(f"guidance: expected {expected}, got cuda")
+            raise SinewError(f"guidance: expected {expected}, got engine cuda")
         watch, inputs = watch or Watch(), context.alone()
         with self._on_stream(), self._rows(watch, self.recorder.calls):
             key = Key.of(inputs, self.options.bucket(len(inputs.tokens)), steps)

@@ -37,12 +37,12 @@ class FrameGroup(NamedTuple):
 
 def runs(sizes: Sequence[Size]) -> list[FrameGroup]:
     """Group views in their order, so that neighbouring views of one size are one group."""
-    found, first = [], 0
+    groups, first = [], 0
     for size, members in groupby(sizes):
         views = len(list(members))
-        found.append(FrameGroup(first, views, size))
+        groups.append(FrameGroup(first, views, size))
         first += views
-    return found
+    return groups
 
 
 def fits(recipe: ImageRecipe, model: Any) -> bool:

@@ -51,7 +51,7 @@ def cuda_engine(
     options = options or cuda_options(bundle)
     require(device, options)  # check the device before gigabytes are read
     plan = plan or cuda_plan(bundle, device, dtype, kernels)
-    found = scales(bundle) if options.fp8 else None
+    input_scales = scales(bundle) if options.fp8 else None
     manifest = bundle.manifest
     recipe = manifest.processing
     whole = not recipe.action_parts and manifest.spec.noise_rows == 0
@@ -59,7 +59,7 @@ def cuda_engine(
     if actions is not None and not actions.is_affine:
         actions = None  # the processor un-normalises the actions on the host
     return CudaEngine(
-        plan, device, processing=manifest.processing, actions=actions, options=options, scales=found
+        plan, device, processing=manifest.processing, actions=actions, options=options, scales=input_scales
     )
 
 

@@ -36,10 +36,12 @@ class CudaOptions:
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.fp8 if name not in COMPONENTS]:
-            raise SinewError(f"fp8: expected some of {', '.join(COMPONENTS)}, got {', '.join(unknown)}")
+            raise SinewError(
+                f"fp8: expected components from {', '.join(COMPONENTS)}, got {', '.join(unknown)}"
+            )
         buckets = self.prompt_buckets
         if not buckets or buckets[0] < 1 or any(a >= b for a, b in pairwise(buckets)):
-            raise SinewError(f"prompt_buckets: expected lengths that grow, from 1 up, got {list(buckets)}")
+            raise SinewError(f"prompt_buckets: expected rising lengths of 1 or more, got {list(buckets)}")
         if self.max_graphs < 1:
             raise SinewError(f"max_graphs: expected 1 or more, got {self.max_graphs}")
 

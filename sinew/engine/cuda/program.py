@@ -163,9 +163,9 @@ class Program:
                 stages, and each stage reads the result of the previous stage.
         """
         if name not in self._recorded:
-            made = self.recorder.record(getattr(self, name), apart=name != "chunk")
-            made.replay = StageRange.around(SHOWN.get(name, name), made.replay)
-            self._recorded[name] = made
+            recording = self.recorder.record(getattr(self, name), apart=name != "chunk")
+            recording.replay = StageRange.around(SHOWN.get(name, name), recording.replay)
+            self._recorded[name] = recording
         return self._recorded[name]
 
     def record(self) -> None:
@@ -177,10 +177,10 @@ class Program:
 
     def vision(self) -> Tensor:
         """Return image tokens, [1, V, tokens, C], of the frames or pixels."""
-        held = self.staging.device
+        tensors = self.staging.device
         if self.patches is None:
-            return self.model.embed_images(held["pixels"][None])
-        frames = [held[f"frames.{i}"] for i in range(len(self.patches.runs))]
+            return self.model.embed_images(tensors["pixels"][None])
+        frames = [tensors[f"frames.{i}"] for i in range(len(self.patches.runs))]
         rows, grid = self.patches.write(frames, self.ops), self.patches.grid
         return self.model.connect(self.model.vision.encode_patches(rows, *grid), *grid)[None]
 
@@ -197,8 +197,8 @@ class Program:
     def next(self) -> None:
         """Generate one more token."""
         context, spoken = self.recorded("read").result
-        said = self.model.next(spoken, context)
-        for old, new in zip(tree_leaves(spoken), tree_leaves(said), strict=True):
+        following = self.model.next(spoken, context)
+        for old, new in zip(tree_leaves(spoken), tree_leaves(following), strict=True):
             old.copy_(new)
 
     def step(self) -> Tensor:
@@ -244,5 +244,5 @@ class Program:
             self.units.write(self.x[0], self.actions)
 
     def _read(self, image_tokens: Tensor) -> Context:
-        held = {name: tensor[None] for name, tensor in self.staging.device.items()}
-        return self.model.read(image_tokens, *(held[name] for name in Inputs._fields[1:]))
+        tensors = {name: tensor[None] for name, tensor in self.staging.device.items()}
+        return self.model.read(image_tokens, *(tensors[name] for name in Inputs._fields[1:]))

@@ -108,13 +108,15 @@ def as_done(jobs: Sequence[Callable[[], None]], threads: int) -> Iterator[int]:
             yield index
         return
     pool = _copiers()
-    own: int | None = 0
+    next_job: int | None = 0
     others = {pool.submit(job): index for index, job in enumerate(jobs) if index}
     try:
-        while own is not None:
-            jobs[own]()
-            yield own
-            own = next((others.pop(future) for future in reversed(list(others)) if future.cancel()), None)
+        while next_job is not None:
+            jobs[next_job]()
+            yield next_job
+            next_job = next(
+                (others.pop(future) for future in reversed(list(others)) if future.cancel()), None
+            )
         for future in as_completed(others):
             future.result()
             yield others[future]
@@ -126,8 +128,8 @@ def as_done(jobs: Sequence[Callable[[], None]], threads: int) -> Iterator[int]:
 def _cores() -> int:
     """Return the number of processors that copies may use. ``OMP_NUM_THREADS`` does not limit copies, because it
     concerns arithmetic."""
-    found = cores()
-    return found.logical if found.quota is None else min(found.logical, int(found.quota))
+    processors = cores()
+    return processors.logical if processors.quota is None else min(processors.logical, int(processors.quota))
 
 
 @cache

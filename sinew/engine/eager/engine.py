@@ -120,8 +120,8 @@ class EagerEngine(Engine):
         watch = watch or Watch()
         # A trace needs computed values, so no result is reused for it.
         reuse = self.reuse if watch.trace is None else None
-        if reuse is not None and (known := reuse.context(inputs, watch)) is not None:
-            return known
+        if reuse is not None and (stored := reuse.context(inputs, watch)) is not None:
+            return stored
         with self._rows(watch):
             batch = Inputs.of(inputs, self.device)
             # [B, V, N, C]
@@ -208,14 +208,14 @@ class EagerEngine(Engine):
         batch = Inputs.of(inputs.alone().batched(), self.device)
         image_tokens = model.embed_images(batch.pixels)
         self._lap(watch, "vision")
-        said = model.begin_text(image_tokens, *batch[1:])
+        text_state = model.begin_text(image_tokens, *batch[1:])
         self._lap(watch, "prefix")
         text: list[int] = []
         unread: list[int] = []  # tokens whose keys and values are not computed yet
         while len(text) < most:
             if unread:
-                said, unread = self._continued(said, unread), []
-            token = int(model.logits(said.last)[0].argmax())
+                text_state, unread = self._continued(text_state, unread), []
+            token = int(model.logits(text_state.last)[0].argmax())
             if token != end:
                 text.append(token)
                 unread.append(token)
@@ -225,8 +225,8 @@ class EagerEngine(Engine):
         if behind is None:
             return None, text
         if unread := [*unread, *behind]:
-            said = self._continued(said, unread)
-        context = model.context_of(said)
+            text_state = self._continued(text_state, unread)
+        context = model.context_of(text_state)
         self._lap(watch, "text")
         return context, text
 
@@ -238,23 +238,28 @@ class EagerEngine(Engine):
     def exchange(self, weights: Mapping[str, Any]) -> None:
         self.check(Capability.EXCHANGE)
         if self.adapters:
-            raise SinewError("weights: expected a policy without adapters, which lie over the old ones")
+            raise SinewError(
+                "weights: a policy with adapters cannot accept new weights, because its adapters use the old"
+                " weights; load the policy without adapters"
+            )
         own = self.model.state_dict()
-        found: dict[str, Tensor] = {}
-        for name, given in weights.items():
+        tensors: dict[str, Tensor] = {}
+        for name, weight in weights.items():
             if name not in own:
                 raise SinewError(
-                    f"weights: expected names of the bundle, got {name!r}{did_you_mean(name, own)}"
+                    f"weights: expected names of weights in the bundle, got {name!r}{did_you_mean(name, own)}"
                 )
-            value, old = torch.as_tensor(given).detach(), own[name]
+            value, old = torch.as_tensor(weight).detach(), own[name]
             if value.shape != old.shape or not (value.is_floating_point() and old.is_floating_point()):
-                wanted, got = (f"{list(each.shape)} of {each.dtype}" for each in (old, value))
-                raise SinewError(f"weights: {name}: expected {wanted}, got {got}")
+                expected, got = (f"{list(each.shape)} of {each.dtype}" for each in (old, value))
+                raise SinewError(f"weights: {name}: expected {expected}, got {got}")
             # Copy the tensor, because the caller may continue to train it.
-            found[name] = value.to(old.device, old.dtype, copy=True)
-            if not found[name].isfinite().all():
-                raise SinewError(f"weights: {name}: expected finite numbers of {old.dtype}")
-        self.model.load_state_dict(own | found, strict=True, assign=True)
+            tensors[name] = value.to(old.device, old.dtype, copy=True)
+            if not tensors[name].isfinite().all():
+                raise SinewError(
+                    f"weights: {name}: expected finite numbers in {old.dtype}, got NaN or infinity"
+                )
+        self.model.load_state_dict(own | tensors, strict=True, assign=True)
         self.model.requires_grad_(False)
         if self.reuse is not None:
             self.reuse.forget()
@@ -297,7 +302,7 @@ def _refusals(model: Model, device: torch.device) -> dict[Capability, Refusal]:
     if device.type != "cpu":
         refusals[Capability.REUSE] = Refusal("a CPU", str(device))
     if not model.has_lm_head:
-        expected = "a bundle that keeps its language head (sinew convert --set lm_head=true)"
+        expected = "a bundle with its language head (sinew convert --set lm_head=true)"
         refusals[Capability.SPEAK] = Refusal(expected, "one without")
     return refusals
 
@@ -324,7 +329,7 @@ def tune_threads(
         many: The larger number of threads.
     """
     if many == 1:
-        return 1, "this process may use one"
+        return 1, "this process may use one thread"
     set_threads(many)
     first = _seconds(infer)
     if first > TOO_LONG_S:
@@ -332,11 +337,11 @@ def tune_threads(
     shared = min(first, *(_seconds(infer) for _ in range(TRIES - 1)))
     set_threads(1)
     alone = min(_seconds(infer) for _ in range(TRIES))
-    found = f"measured: {1e3 * alone:.1f} ms with 1, {1e3 * shared:.1f} ms with {many}"
+    reason = f"measured: {1e3 * alone:.1f} ms with 1, {1e3 * shared:.1f} ms with {many}"
     if alone <= shared:
-        return 1, found
+        return 1, reason
     set_threads(many)
-    return many, found
+    return many, reason
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -357,9 +362,9 @@ def precision_of(model: Model) -> dict[str, str]:
         long = str(parameter.dtype).removeprefix("torch.")
         if word := stores[module].precision(part, WORDS.get(long, long)):
             counts[model.component_of(name)][word] += parameter.numel()
-    for found in counts.values():
-        if any(word.startswith("fp32 (") for word in found):
-            del found["fp32"]  # float32 norms and biases between such layers compute in the same precision
+    for sizes in counts.values():
+        if any(word.startswith("fp32 (") for word in sizes):
+            del sizes["fp32"]  # float32 norms and biases between such layers compute in the same precision
     return {
-        part: "+".join(word for word, _ in found.most_common()) for part, found in counts.items() if found
+        part: "+".join(word for word, _ in sizes.most_common()) for part, sizes in counts.items() if sizes
     }

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sinew.bundle import Bundle
 
 MAKERS = ("torch", "onnx", "onnxscript")  # packages that an export needs
-WORTH = "it was 1.1 to 4.6 times as fast as plan where both were measured (docs/engines.md)"
+WORTH = "in measurements it was 1.1 to 4.6 times as fast as engine plan (docs/engines.md)"
 
 
 class Onnx(Backend):
@@ -49,16 +49,15 @@ class Onnx(Backend):
     def can(self, bundle: Bundle, options: EngineOptions) -> Suitability:
         if options.kind != "cpu" or options.dtype != "fp32":
             return Suitability(
-                f"engine onnx runs fp32 on cpu, not {options.dtype} on {options.device};"
-                f" other hardware is chosen as {option('providers', ['openvino'])},"
-                " less precision with `sinew quantize`"
+                f"engine onnx runs fp32 on cpu, not {options.dtype} on {options.device}; choose other hardware"
+                f" with {option('providers', ['openvino'])}, and a lower precision with `sinew quantize`"
             )
         if not options.recipe and recipe(bundle):
             able = either(
                 [name for name, each in BACKENDS.items() if not each.follows and not each.reference]
             )
             return Suitability(
-                f"engine onnx runs the bundle's graphs, which follow its recipe; engine {able} can ignore it"
+                f"engine onnx runs the bundle's graphs, which follow its recipe; use engine {able} to ignore the recipe"
             )
         return YES
 
@@ -66,13 +65,13 @@ class Onnx(Backend):
         return self.lacking(Capability.ROLL) if bundle.manifest.config.get("rolling") else None
 
     def device(self) -> tuple[str, str]:
-        return "cpu", f"other hardware of ONNX Runtime's is chosen as {option('providers', ['openvino'])}"
+        return "cpu", f"choose other hardware of ONNX Runtime with {option('providers', ['openvino'])}"
 
     def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
         unmade = lacks_graphs(bundle)
         against = unproved(self, bundle, options) or self._slow_start(bundle, options, unmade, prepared)
         reason = (
-            "its graphs of this policy come with Sinew, and torch, which the others need, is not installed"
+            "Sinew contains graphs of this policy, and the other engines need torch, which is not installed"
         )
         return Suitability(
             against,
@@ -89,19 +88,18 @@ class Onnx(Backend):
             # A recipe is followed even if its graphs must be exported first.
             return ""
         if kinds and unmade:
-            return (
-                f"engine onnx widens them too, once they are exported, which {option('engine', 'onnx')} does"
-            )
+            return f"engine onnx also widens these weights, after an export, which {option('engine', 'onnx')} starts"
         if bundle.manifest.config.get("lm_head"):
-            return f"engine onnx says no words, for which this bundle keeps a head; {option('engine', 'onnx')} plays it"
-        found = findings.kept(bundle.path, self.name, options.threads)
-        if found is not None and not found.taken:
-            return found.why
+            run = option("engine", "onnx")
+            return f"engine onnx cannot generate text with this bundle's language head; {run} runs it without text"
+        finding = findings.kept(bundle.path, self.name, options.threads)
+        if finding is not None and not finding.taken:
+            return finding.why
         if unmade and shipped(bundle.path) is not None:
-            if prepared and found is not None:
+            if prepared and finding is not None:
                 return ""
-            asked = option("engine", "onnx")
-            return f"engine onnx has graphs of this package, which take no guidance; {asked} plays them"
+            request = option("engine", "onnx")
+            return f"engine onnx has graphs that come with Sinew and support no guidance; {request} runs them"
         return unmade and f"{unmade}; {WORTH}"
 
     def _preparable(self, bundle: Bundle) -> bool:
@@ -129,15 +127,17 @@ def lacks_graphs(bundle: Bundle) -> str:
     """Return a message if the bundle must be exported before this engine can run it, or ""."""
     if (graphs_folder(bundle) / "graphs.json").exists():
         return ""
-    asked = "`sinew prepare` exports, proves and measures them, as `sinew serve` does by itself;"
-    asked = once_made(f"{asked} {option('engine', 'onnx')} exports them alone")
-    return f"engine onnx has no graphs of this bundle yet: {asked}"
+    how = (
+        "run `sinew prepare` to export, verify and measure them (`sinew serve` does that in the background);"
+    )
+    how = once_made(f"{how} {option('engine', 'onnx')} only exports them")
+    return f"engine onnx has no graphs of this bundle yet: {how}"
 
 
-def once_made(asked: str) -> str:
+def once_made(how: str) -> str:
     """Return the instruction for the user, or the package to install before the graphs can be exported."""
     missing = next((module for module in MAKERS if not installed(module)), "")
-    return f"an export needs {missing}: {install(missing)}" if missing else asked
+    return f"an export needs {missing}: {install(missing)}" if missing else how
 
 
 BACKEND = Onnx()

@@ -44,7 +44,7 @@ def shipped_folder(bundle: Path) -> Path:
 
 def floats(bundle: Bundle) -> dict[str, np.ndarray]:
     """Return name -> float32 array for the bundle's tensors: a view of the memory map, or a copy for bfloat16."""
-    found = {}
+    arrays = {}
     for name, info in bundle.infos.items():
         if info.type is GGMLQuantizationType.F32:
             array = np.frombuffer(bundle.file.map, "<f4", info.nbytes // 4, info.offset)
@@ -53,8 +53,8 @@ def floats(bundle: Bundle) -> dict[str, np.ndarray]:
             array = (halves.astype(np.uint32) << 16).view(np.float32)
         else:
             continue
-        found[name] = array.reshape(info.shape)
-    return found
+        arrays[name] = array.reshape(info.shape)
+    return arrays
 
 
 def weights(bundle: Bundle, graphs: GraphSet, directory: Path) -> dict[str, dict[str, np.ndarray]]:
@@ -66,8 +66,8 @@ def weights(bundle: Bundle, graphs: GraphSet, directory: Path) -> dict[str, dict
     tensors = floats(bundle)
     if lacking := [name for names in graphs.borrows.values() for name in names if name not in tensors]:
         raise BundleError(
-            f"{directory}: borrows {lacking[0]!r} and {len(lacking) - 1} more tensors that {bundle.path} has not in"
-            " float32 or bfloat16"
+            f"{directory}: expected a bundle with the tensor {lacking[0]!r} and {len(lacking) - 1} others in float32 or"
+            f" bfloat16, which {bundle.path} lacks; use the bundle that the graphs were exported from"
         )
     return {stage: {name: tensors[name] for name in names} for stage, names in graphs.borrows.items()}
 
@@ -93,19 +93,19 @@ def borrow(directory: Path, bundle: Bundle) -> GraphSet:
     except ImportError:
         raise MissingPackageError("graphs without weights", "onnx") from None
     tensors = floats(bundle)
-    known = {(array.shape, array.tobytes()): (name, False) for name, array in tensors.items()}
+    tensor_of = {(array.shape, array.tobytes()): (name, False) for name, array in tensors.items()}
     for name, array in tensors.items():
         if array.ndim == 2:
-            known.setdefault((array.T.shape, array.T.tobytes()), (name, True))
+            tensor_of.setdefault((array.T.shape, array.T.tobytes()), (name, True))
     borrows = {}
     for stage in STAGES:
         path = directory / f"{stage}.onnx"
         model = onnx.load(str(path))
-        borrows[stage] = _borrow(model, known, tensors)
-        kept = sum(len(constant.raw_data) for constant in model.graph.initializer)
-        if kept > INLINE:
+        borrows[stage] = _borrow(model, tensor_of, tensors)
+        nbytes = sum(len(constant.raw_data) for constant in model.graph.initializer)
+        if nbytes > INLINE:
             raise BundleError(
-                f"{path}: expected at most {INLINE} bytes of constants besides the bundle's, got {kept}"
+                f"{path}: expected at most {INLINE} bytes of constants besides the bundle's weights, got {nbytes}"
             )
         onnx.save_model(model, str(path))
         path.with_suffix(".onnx.data").unlink()
@@ -131,14 +131,14 @@ def _borrow(
 
     graph = model.graph
     users = {name: node for node in graph.node for name in node.input}
-    renamed, turned, kept, names = {}, [], [], dict[str, None]()
+    renamed, transposes, initializers, names = {}, [], [], dict[str, None]()
     for constant in graph.initializer:
         array = numpy_helper.to_array(constant)
-        found = known.get((array.shape, array.tobytes())) if array.size >= SMALLEST else None
-        if found is None or array.dtype != np.float32:
-            kept.append(numpy_helper.from_array(array, constant.name))
+        match = known.get((array.shape, array.tobytes())) if array.size >= SMALLEST else None
+        if match is None or array.dtype != np.float32:
+            initializers.append(numpy_helper.from_array(array, constant.name))
             continue
-        name, transposed = found
+        name, transposed = match
         names[name] = None
         if not transposed:
             renamed[constant.name] = name
@@ -147,17 +147,17 @@ def _borrow(
         turn.metadata_props.extend(
             each for each in users[constant.name].metadata_props if each.key == COMPONENT
         )
-        turned.append(turn)
-    nodes = [*turned, *graph.node]
+        transposes.append(turn)
+    nodes = [*transposes, *graph.node]
     for node in nodes:
         node.name = ""
         node.input[:] = [renamed.get(name, name) for name in node.input]
     for name in names:
-        lent = TensorProto(name=name, dims=tensors[name].shape, data_type=TensorProto.FLOAT)
-        lent.data_location = TensorProto.EXTERNAL
-        lent.external_data.add(key="location", value="the bundle")
-        kept.append(lent)
-    for field, values in (("node", nodes), ("initializer", kept), ("value_info", [])):
+        proto = TensorProto(name=name, dims=tensors[name].shape, data_type=TensorProto.FLOAT)
+        proto.data_location = TensorProto.EXTERNAL
+        proto.external_data.add(key="location", value="the bundle")
+        initializers.append(proto)
+    for field, values in (("node", nodes), ("initializer", initializers), ("value_info", [])):
         values = [type(value).FromString(value.SerializeToString()) for value in values]
         graph.ClearField(field)
         getattr(graph, field).extend(values)

@@ -69,28 +69,30 @@ class OnnxEngine(Engine):
         bundle: Bundle | None = None,
     ):
         ort = runtime()
-        wanted, self.provider_reason = choose(providers)
-        self._wanted = wanted
+        requested, self.provider_reason = choose(providers)
+        self._wanted = requested
         self.directory, self.solver = Path(directory), solver
         self.graphs = GraphSet.load(self.directory)
         self.graphs.check(self.directory)
         self._threads = machine.recommended_threads()[0] if threads is None else threads
         if self.graphs.borrows and bundle is None:
             raise BundleError(
-                f"{self.directory}: expected the bundle whose weights these graphs borrow, got none"
+                f"{self.directory}: these graphs have no weights; pass the bundle that they were exported from"
             )
         self._borrowed = (
             weights(bundle, self.graphs, self.directory) if bundle and self.graphs.borrows else {}
         )
-        options = [session_options(self._threads, self._borrowed.get(stage, {}), wanted) for stage in STAGES]
+        options = [
+            session_options(self._threads, self._borrowed.get(stage, {}), requested) for stage in STAGES
+        ]
         # Each session prepares the layout of its weights when it opens, so the sessions open in parallel.
         with ThreadPoolExecutor(min(self._threads, len(STAGES))) as pool:
             files = [self.directory / f"{stage}.onnx" for stage in STAGES]
-            opened = pool.map(lambda file, given: open_session(ort, file, given, wanted), files, options)
+            opened = pool.map(lambda file, given: open_session(ort, file, given, requested), files, options)
             self.sessions = dict(zip(STAGES, opened, strict=True))
-        self.providers = loaded(self.sessions["step"], wanted)
+        self.providers = loaded(self.sessions["step"], requested)
         self.assigned = assigned(self.sessions)
-        check_assigned(self.assigned, wanted)
+        check_assigned(self.assigned, requested)
         self.tables = {steps: _table(table_path(self.directory, steps), steps) for steps in self.graphs.steps}
         self._check_names()
         # In such graphs all members of a batch share one scale. Observations that are computed together would then
@@ -121,14 +123,14 @@ class OnnxEngine(Engine):
             lacking = gives - {node.name for node in session.get_outputs()}
             if unknown or lacking or not session.get_outputs():
                 raise BundleError(
-                    f"{self.directory / stage}.onnx: expected inputs among {', '.join(sorted(takes))} and outputs"
-                    f" {', '.join(sorted(gives)) or 'of any name'}; unknown are {sorted(unknown)}, missing"
-                    f" {sorted(lacking)}"[:1000]
+                    f"{self.directory / stage}.onnx: expected inputs among {', '.join(sorted(takes))} and"
+                    f" outputs {', '.join(sorted(gives)) or 'of any name'}; unknown inputs are"
+                    f" {sorted(unknown)}, missing outputs {sorted(lacking)}; export again"[:1000]
                 )
         shapes = {node.name: node.shape for node in (*session.get_inputs(), *session.get_outputs())}
         if "x" in shapes and shapes["x"][1:] != shapes["output"][1:]:
             raise BundleError(
-                f"{self.directory / 'step'}.onnx: expected an output like x, {shapes['x']}, got {shapes['output']}"
+                f"{self.directory / 'step'}.onnx: expected an output of x's shape {shapes['x']}, got {shapes['output']}"
             )
 
     def _unbatched(self) -> Refusal | None:
@@ -139,7 +141,7 @@ class OnnxEngine(Engine):
                 if node.name in names and not open_axis(node):
                     return Refusal(
                         "graphs with a batch axis",
-                        f"{self.directory / stage}.onnx of an export that fixed {node.name} to {node.shape}:"
+                        f"{self.directory / stage}.onnx, whose input {node.name} has the fixed shape {node.shape}:"
                         " remove the folder and export the bundle again",
                     )
         if "step" in self.by_member:
@@ -177,10 +179,10 @@ class OnnxEngine(Engine):
     def _facts(self) -> Facts:
         recipe = {name: kind for name, kind in self.graphs.recipe.items() if kind != "fp32"}
         if self._borrowed:
-            held = sum({n: a.nbytes for lent in self._borrowed.values() for n, a in lent.items()}.values())
+            nbytes = sum({n: a.nbytes for lent in self._borrowed.values() for n, a in lent.items()}.values())
         else:
             files = [self.directory / f"{stage}.onnx.data" for stage in STAGES]
-            held = sum(file.stat().st_size for file in files if file.exists())
+            nbytes = sum(file.stat().st_size for file in files if file.exists())
         return Facts(
             device="cpu"
             if self._wanted[0] == CPU
@@ -188,7 +190,7 @@ class OnnxEngine(Engine):
             precision=dict.fromkeys(COMPONENTS, "fp32") | recipe,
             recipe=recipe,
             # ONNX Runtime also has copies in the layouts of its kernels, which this number leaves out.
-            weights_nbytes=held,
+            weights_nbytes=nbytes,
             guides=BACKEND.guides,
             refusals=self._refusals(),
             # With one scale for all tokens of the prefix, padding tokens would change the rounding.
@@ -199,7 +201,7 @@ class OnnxEngine(Engine):
             notes=(
                 f"{', '.join(self.providers)} ({self.provider_reason})",
                 assigned_text(self.assigned),
-                f"graphs in {self.directory}",
+                f"graphs from {self.directory}",
                 *([self.graphs.method] if recipe else []),
             ),
         )
@@ -224,14 +226,14 @@ class OnnxEngine(Engine):
         watch, count = watch or Watch(), len(inputs.tokens)
         # A trace needs computed values, so no result is reused for it.
         reuse = self.reuse if watch.trace is None else None
-        if reuse is not None and (known := reuse.context(inputs, watch)) is not None:
-            return list(known)
+        if reuse is not None and (stored := reuse.context(inputs, watch)) is not None:
+            return list(stored)
         image_tokens = self._encode(inputs.pixels) if reuse is None else reuse.tokens(inputs.pixels, watch)
         if (prompts := count // len(inputs.pixels)) > 1:  # several prompts read the same views
             image_tokens = np.concatenate([image_tokens] * prompts)
         watch.lap("vision")
         image_tokens, camera_mask = self._all_views(image_tokens, inputs.camera_mask)
-        given = dict(
+        arrays = dict(
             zip(
                 READ_INPUTS,
                 (image_tokens, camera_mask, inputs.tokens, inputs.token_mask, inputs.state),
@@ -239,7 +241,7 @@ class OnnxEngine(Engine):
             )
         )
         reads = [
-            self._read({name: array[rows] for name, array in given.items()})
+            self._read({name: array[rows] for name, array in arrays.items()})
             for rows in self._calls("read", count)
         ]
         context = self._joined(reads)
@@ -306,8 +308,8 @@ class OnnxEngine(Engine):
             watch.lap("step")
 
         first = {name: values[name] for name in self.graphs.said}
-        said = words.speak(first, more, lambda spoken: spoken[NEWEST].numpy().copy(), after_token)
-        chunks = words.chunks(said)
+        tokens = words.speak(first, more, lambda spoken: spoken[NEWEST].numpy().copy(), after_token)
+        chunks = words.chunks(tokens)
         if watch.trace is not None:
             watch.trace.head.append(chunks[0])
         return chunks
@@ -328,7 +330,9 @@ class OnnxEngine(Engine):
         table = self.tables.get(steps)
         if table is None:
             ready = ", ".join(map(str, self.graphs.steps))
-            raise ObservationError("solver_steps", f"one of the exported {ready}", str(steps))
+            raise ObservationError(
+                "solver_steps", f"one of the exported numbers of steps {ready}", str(steps)
+            )
         return table
 
     def _calls(self, stage: str, count: int) -> list[slice]:
@@ -361,8 +365,8 @@ class OnnxEngine(Engine):
     def _fixed_views(self) -> int:
         """Return the number of views in the read stage's input. 0 if the number may vary."""
         shapes = {node.name: node.shape for node in self.sessions["read"].get_inputs()}
-        found = shapes.get("image_tokens", ())[1:2]
-        return found[0] if found and isinstance(found[0], int) else 0
+        sizes = shapes.get("image_tokens", ())[1:2]
+        return sizes[0] if sizes and isinstance(sizes[0], int) else 0
 
     def _all_views(self, image_tokens: np.ndarray, camera_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Add views of zeros, masked, up to the graph's number of views.
@@ -419,9 +423,14 @@ def _table(path: Path, steps: int) -> np.ndarray:
     try:
         table = read_npy(path)
     except (OSError, UntrustedError) as error:
-        raise BundleError(f"{path}: expected the table of an export, got {error!r:.300}") from None
+        raise BundleError(
+            f"{path}: expected the table of an export, got {error!r:.300}; export again"
+        ) from None
     if table.dtype != np.float32 or table.shape[:1] != (steps,):
-        raise BundleError(f"{path}: expected float32 of shape [{steps}, ...]")
+        raise BundleError(
+            f"{path}: expected float32 of shape [{steps}, ...], got {table.dtype} {list(table.shape)}; export"
+            " again"
+        )
     return table
 
 

@@ -73,17 +73,18 @@ def export_graphs(
         import onnxscript  # noqa: F401
     except ImportError:
         raise MissingPackageError("the export", "onnxscript") from None
-    if kept := [name for name, module in plan.model.named_modules() if codes_of(module)]:
+    if ternary := [name for name, module in plan.model.named_modules() if codes_of(module)]:
         raise SinewError(
-            f"engine onnx: expected plain weights, got ternary ones in {kept[0]} and {len(kept) - 1} more layers, for"
-            " which there is no ONNX operator; engines eager, plan, cpu and cuda compute them"
+            f"engine onnx: no ONNX operator computes ternary weights, as in {ternary[0]} and"
+            f" {len(ternary) - 1} more layers; use engine eager, plan, cpu or cuda"
         )
     directory.mkdir(parents=True, exist_ok=True)
     model, shapes = plan.model, Shapes(views, height, width, PROMPT, next(iter(steps)))
     vision, read, step, reads, said, grows, batch_axes, unbatched = stages(plan, shapes)
     if unbatched:
         log.info(
-            "the graphs take one observation at a time: in %s the batch is no axis of its own", unbatched
+            "the graphs compute one observation at a time, because tensor %s has no separate batch axis",
+            unbatched,
         )
     # Use two observations, because torch.export treats a dynamic axis of length 1 as a constant.
     count = 1 if unbatched else 2
@@ -100,9 +101,9 @@ def export_graphs(
     names = ["pixels"], ["image_tokens"]
     _write(Vision(recorded), example[:1], any_views, *names, directory / "vision.onnx", component)
     length = several | {1: Dim("length", min=model.min_tokens, max=1 << 14)}
-    given = ["image_tokens", *Inputs._fields[1:]]
-    axes: dict[str, Any] = dict(zip(given, (several, several, length, length, several), strict=True))
-    _write(read, inputs, axes, given, list(reads), directory / "read.onnx", component)
+    input_names = ["image_tokens", *Inputs._fields[1:]]
+    axes: dict[str, Any] = dict(zip(input_names, (several, several, length, length, several), strict=True))
+    _write(read, inputs, axes, input_names, list(reads), directory / "read.onnx", component)
     prefix = Dim("prefix", min=2, max=1 << 15)
     context = read(*inputs)
     growing = [{g[0]: prefix + g[1] if g[1] else prefix} if g else {} for g in grows]
@@ -191,8 +192,8 @@ def _write(
         # RuntimeError also covers the errors of torch's tracer.
         why = " ".join(str(error).split())[:400]
         raise SinewError(
-            f"engine onnx: stage {path.stem}: expected shapes that follow from shapes, for any batch, prompt and number"
-            f" of views (docs/adding-a-model.md), got {why}"
+            f"engine onnx: stage {path.stem}: expected shapes that depend on the sizes of batch, prompt and views only"
+            f" (docs/adding-a-model.md), got {why}"
         ) from error
     finally:
         if collecting:
@@ -258,15 +259,15 @@ class OneOperatorAttention(ViTAttention):
 
 def join_attention(model: nn.Module) -> RewriteOutcome:
     """Replace every plain vision attention of ``model`` by the operator, in place."""
-    names, left = [], {}
+    names, skipped = [], {}
     for name, module in model.named_modules():
         if unknown := foreign(module, ViTAttention):
-            left[name] = unknown
+            skipped[name] = unknown
         elif isinstance(module, ViTAttention):
             become(module, OneOperatorAttention)
             names.append(name)
     status, reason = ("applied" if names else "not applicable"), "scores stay in the cache"
-    return RewriteOutcome("one-operator-attention", status, reason + left_out(left), spans(names))  # type: ignore[arg-type]
+    return RewriteOutcome("one-operator-attention", status, reason + left_out(skipped), spans(names))  # type: ignore[arg-type]
 
 
 def constant_target(
@@ -279,15 +280,15 @@ def constant_target(
             expressions have equal sizes.
         target: Sizes of the output, in the same form.
     """
-    found = []
+    constants = []
     for place, size in enumerate(target):
         if isinstance(size, int):
-            found.append(size)
+            constants.append(size)
         elif size is not None and place < len(source) and source[place] == size:
-            found.append(0)
+            constants.append(0)
         else:
-            found.append(-1)
-    return None if found.count(-1) > 1 or 0 in (*source, *target) else found
+            constants.append(-1)
+    return None if constants.count(-1) > 1 or 0 in (*source, *target) else constants
 
 
 def constant_targets(model: Any) -> int:
@@ -308,7 +309,7 @@ def constant_targets(model: Any) -> int:
     from onnxscript import ir
     from onnxscript.optimizer import remove_unused_nodes
 
-    graph, made = model.graph, {}
+    graph, values = model.graph, {}
     count = 0
     for node in graph:
         if node.op_type != "Reshape" or node.inputs[1].is_initializer():
@@ -320,12 +321,12 @@ def constant_targets(model: Any) -> int:
         if target is None:
             continue
         key = tuple(target)
-        if key not in made:
+        if key not in values:
             name = "reshape." + ".".join(map(str, key))
             value = ir.Value(name=name, const_value=ir.tensor(np.array(key, np.int64), name=name))
             graph.register_initializer(value)
-            made[key] = value
-        node.replace_input_with(1, made[key])
+            values[key] = value
+        node.replace_input_with(1, values[key])
         node.attributes["allowzero"] = ir.AttrInt64("allowzero", 0)
         count += 1
     remove_unused_nodes(model)

@@ -95,13 +95,15 @@ class GraphSet:
         Raises:
             BundleError: A file is altered, missing, or not part of the export.
         """
-        found = _hashes(directory)
-        for name in sorted(found.keys() | self.sha256.keys()):
-            if found.get(name) != self.sha256.get(name):
-                what = "is not as it was written" if name in found and name in self.sha256 else "is missing"
+        hashes = _hashes(directory)
+        for name in sorted(hashes.keys() | self.sha256.keys()):
+            if hashes.get(name) != self.sha256.get(name):
+                what = (
+                    "was changed after the export" if name in hashes and name in self.sha256 else "is missing"
+                )
                 if name not in self.sha256:
-                    what = "is not of this export"
-                raise BundleError(f"{directory / name}: {what} (its SHA-256 in graphs.json); export again")
+                    what = "does not belong to this export"
+                raise BundleError(f"{directory / name}: {what} (graphs.json has its SHA-256); export again")
         for stage in STAGES:
             check_operators(directory / f"{stage}.onnx")
 
@@ -114,23 +116,28 @@ class GraphSet:
         """
         path = directory / "graphs.json"
         try:
-            written = read_json(path, MAX_RECORD)
+            content = read_json(path, MAX_RECORD)
         except (OSError, UntrustedError) as error:
-            raise BundleError(f"{path}: expected the record of an export, got {error!r}") from None
-        if not isinstance(written, dict) or written.get("format") != FORMAT:
-            found = written.get("format") if isinstance(written, dict) else type(written).__name__
-            raise BundleError(f"{path}: format {found!r}, expected {FORMAT}: export again")
-        graphs: GraphSet = from_builtins(written, cls, f"{path}: record")
+            raise BundleError(
+                f"{path}: expected the record of an export, got {error!r}; export again"
+            ) from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            version = content.get("format") if isinstance(content, dict) else type(content).__name__
+            raise BundleError(f"{path}: expected format {FORMAT}, got {version!r}; export again")
+        graphs: GraphSet = from_builtins(content, cls, f"{path}: record")
         if unknown := set(graphs.borrows) - set(STAGES):
             raise BundleError(
-                f"{path}: borrows: expected {', '.join(STAGES)}, got {', '.join(sorted(unknown))}"
+                f"{path}: borrows: expected stages from {', '.join(STAGES)}, got {', '.join(sorted(unknown))}"
             )
         if len(set(graphs.reads)) != len(graphs.reads):
-            raise BundleError(f"{path}: reads: expected each name once")
+            raise BundleError(f"{path}: reads: expected different names, got a name twice; export again")
         if len(graphs.speaks) > 1 or bool(graphs.speaks) != bool(graphs.said):
-            raise BundleError(f"{path}: expected said of graphs that speak, and these once")
+            raise BundleError(
+                f"{path}: said and speaks must both be present (one entry in speaks), or both be"
+                " empty; export again"
+            )
         if not set(graphs.said) <= set(graphs.reads) or (graphs.said and NEWEST not in graphs.said):
-            raise BundleError(f"{path}: said: expected names of reads, {NEWEST} among them")
+            raise BundleError(f"{path}: said: expected names from reads, including {NEWEST}; export again")
         return graphs
 
 
@@ -148,9 +155,9 @@ def _hashes(directory: Path) -> dict[str, str]:
             return memo.digest(directory / name)
 
     with ThreadPoolExecutor(4) as threads:
-        found = dict(zip(names, threads.map(digest, names), strict=True))
+        hashes = dict(zip(names, threads.map(digest, names), strict=True))
     memo.keep()
-    return found
+    return hashes
 
 
 def check_operators(path: Path) -> None:
@@ -165,7 +172,10 @@ def check_operators(path: Path) -> None:
         # An operator of this name is field 4 (op_type) in the file. A file without these bytes has no such operator, so
         # it needs no parsing.
         if bytes([0x22, len(name)]) + name.encode() in data and name in set(operators(path, data)):
-            raise BundleError(f"{path}: expected the operators of an export, got {name}")
+            raise BundleError(
+                f"{path}: Sinew does not run graphs with the operator {name}, which may never end;"
+                " export again"
+            )
 
 
 def operators(path: Path, data: bytes) -> list[str]:
@@ -177,7 +187,7 @@ def operators(path: Path, data: bytes) -> list[str]:
     try:
         nodes = kinds["ModelProto"].FromString(data).graph.node
     except DecodeError:
-        raise BundleError(f"{path}: expected an ONNX graph") from None
+        raise BundleError(f"{path}: this file is not a valid ONNX graph; export again") from None
     return [node.op_type.decode("utf-8", "replace") for node in nodes]
 
 

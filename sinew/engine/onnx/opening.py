@@ -42,13 +42,13 @@ def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
     if engine.graphs.architecture != bundle.manifest.architecture:
         raise BundleError(
             f"{engine.directory}: expected graphs of {bundle.manifest.architecture},"
-            f" got {engine.graphs.architecture}"
+            f" got {engine.graphs.architecture}; remove the folder, or export it again"
         )
     # Other low-bit formats were widened to float32 before the export.
-    wanted = {part: kind for part, kind in recipe(bundle).items() if kind in ("int8", "int8-rows")}
-    if engine.facts.recipe != wanted:
+    expected = {part: kind for part, kind in recipe(bundle).items() if kind in ("int8", "int8-rows")}
+    if engine.facts.recipe != expected:
         raise BundleError(
-            f"{engine.directory}: expected graphs with the bundle's recipe {wanted or 'of none'},"
+            f"{engine.directory}: expected graphs with the recipe {expected or 'none'} of the bundle,"
             f" got {dict(engine.facts.recipe) or 'none'}; remove the folder, or export it again"
         )
     return engine
@@ -67,12 +67,12 @@ def graphs_of(bundle: Bundle, borrowed: bool = True) -> Path:
         return folder
     if borrowed and (ours := shipped(bundle.path)):
         return ours
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            partial = held.enter_context(scratch.beside(folder))
+            partial = stack.enter_context(scratch.beside(folder))
         except OSError as error:
             raise SinewError(
-                f"{folder}: expected to write the exported graphs beside the bundle, got {error}"
+                f"{folder}: cannot write the exported graphs next to the bundle: {error}"
             ) from None
         write_graphs(bundle, partial, folder)
         # Remove the rest of an interrupted export.
@@ -90,10 +90,10 @@ def check_bits(folder: Path) -> None:
     from sinew.engine.onnx.quantize import weight_bits
 
     bits, why = weight_bits()
-    found = GraphSet.load(folder).bits
-    if found > bits:
+    stored_bits = GraphSet.load(folder).bits
+    if stored_bits > bits:
         raise SinewError(
-            f"{folder}: expected int8 weights of at most {bits} bits on this processor ({why}), got {found};"
+            f"{folder}: expected int8 weights of at most {bits} bits on this processor ({why}), got {stored_bits};"
             " export the bundle again on this machine"
         )
 
@@ -157,9 +157,9 @@ def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None, *, fol
         from sinew.engine.plan.plan import Plan
     except ImportError as error:
         raise SinewError(
-            f"{bundle.path}: the graphs are not exported yet, which needs {error.name}"
-            f" ({install(error.name or 'torch')});"
-            " run `sinew export BUNDLE --onnx DIR` where it is installed, and load DIR"
+            f"{bundle.path}: the graphs are not exported yet, and an export needs {error.name}"
+            f" ({install(error.name or 'torch')}); run `sinew export BUNDLE --onnx DIR` on a machine that has"
+            " it, and load DIR"
         ) from None
     manifest = bundle.manifest
     image, steps = manifest.processing.image, manifest.spec.solver_steps
@@ -169,10 +169,14 @@ def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None, *, fol
     if not folded:
         rewrites = unfolded
     elif ROOM * wide > machine.memory()[1]:
-        log.info("memory is short: norms are not folded, which copies most weights and gains a step 1 %%")
+        log.info(
+            "norms are not folded, because copies of the weights do not fit the memory (a step is 1 % slower)"
+        )
         rewrites = unfolded
     elif "int8" in bundle.lowbit.values() and usable_bits(bundle) == 8:
-        log.info("norms are not folded: int8 weights are computed on as they are stored, not rounded again")
+        log.info(
+            "norms are not folded, so that int8 weights are used as they are stored and not rounded again"
+        )
         rewrites = unfolded
     with progress.task(f"exporting {bundle.path.name} for ONNX Runtime to {where}, once"):
         export_graphs(

@@ -62,16 +62,20 @@ def choose(names: Sequence[str] = ()) -> tuple[tuple[str, ...], str]:
     offered = runtime().get_available_providers()
     if not names:
         others = ", ".join(name for name in offered if name != CPU)
-        reason = f"the reference; by name there are {others}" if others else "the only one on offer"
+        reason = (
+            f"the default; on request there are {others}"
+            if others
+            else "the only provider of this onnxruntime"
+        )
         return (CPU,), reason
-    wanted = [SHORT.get(name.lower(), name) for name in names]
-    if missing := [name for name in wanted if name not in offered]:
-        raise SinewError(f"provider {', '.join(missing)}: expected some of {', '.join(offered)}")
+    requested = [SHORT.get(name.lower(), name) for name in names]
+    if missing := [name for name in requested if name not in offered]:
+        raise SinewError(f"provider {', '.join(missing)}: this onnxruntime offers {', '.join(offered)} only")
     reason = "asked for"
-    if CPU not in wanted:
-        wanted.append(CPU)
+    if CPU not in requested:
+        requested.append(CPU)
         reason += f"; {CPU} for operators that it lacks"
-    return tuple(dict.fromkeys(wanted)), reason
+    return tuple(dict.fromkeys(requested)), reason
 
 
 def loaded(session: Any, wanted: Sequence[str]) -> list[str]:
@@ -82,42 +86,45 @@ def loaded(session: Any, wanted: Sequence[str]) -> list[str]:
     Raises:
         SinewError: A requested provider did not load.
     """
-    found = session.get_providers()
-    if lost := [name for name in wanted if name not in found]:
+    names = session.get_providers()
+    if missing := [name for name in wanted if name not in names]:
         raise SinewError(
-            f"provider {', '.join(lost)}: offered, but it does not load (are its libraries there?)"
+            f"provider {', '.join(missing)}: ONNX Runtime could not load this provider; check that its libraries are"
+            " installed"
         )
-    return found
+    return names
 
 
 def assigned(sessions: Mapping[str, Any]) -> dict[str, Counter[str]]:
     """Return provider -> number of nodes by operator, over all graphs. {} if this version of ONNX Runtime does not
     report it."""
-    found: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = {}
     for session in sessions.values():
         # ONNX Runtime reports the assignment since version 1.24.
         if not hasattr(session, "get_provider_graph_assignment_info"):
             return {}
         for part in session.get_provider_graph_assignment_info():
-            found.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
-    return found
+            counts.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
+    return counts
 
 
 def assigned_text(found: Mapping[str, Counter[str]]) -> str:
     """Return the share of the nodes and the number of products for each provider, as text. Minor providers are
     listed with their operators."""
     if not found:
-        return f"onnxruntime {runtime().__version__} does not say which provider took what; 1.24 does"
+        return (
+            f"onnxruntime {runtime().__version__} does not report which provider runs which nodes (1.24 does)"
+        )
     nodes, products = sum(map(Counter.total, found.values())), sum(map(_products, found.values()))
     ordered = sorted(found.items(), key=lambda item: -item[1].total())
-    said = []
+    texts = []
     for index, (name, kinds) in enumerate(ordered):
         text = (
             f"{name} {kinds.total() / nodes:.1%} of {nodes} nodes, {_products(kinds)} of {products} products"
         )
         least = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(6))
-        said.append(f"{text} ({least}{', ...' if len(kinds) > 6 else ''})" if index else text)
-    return "; ".join(said)
+        texts.append(f"{text} ({least}{', ...' if len(kinds) > 6 else ''})" if index else text)
+    return "; ".join(texts)
 
 
 def check_assigned(found: Mapping[str, Counter[str]], wanted: Sequence[str]) -> None:
@@ -134,11 +141,16 @@ def check_assigned(found: Mapping[str, Counter[str]], wanted: Sequence[str]) -> 
     mine = found.get(wanted[0], Counter())
     if not mine:
         raise SinewError(
-            f"provider {wanted[0]}: expected to run these graphs, it took none of their nodes: {assigned_text(found)}"
+            f"provider {wanted[0]}: this provider runs none of the graphs' nodes: {assigned_text(found)}; choose"
+            " another one"
         )
     products = sum(map(_products, found.values()))
     if _products(mine) < (1 - LEFT) * products:
-        log.warning("provider %s leaves a part to others: %s", wanted[0], assigned_text(found))
+        log.warning(
+            "provider %s leaves many products to other providers: %s",
+            wanted[0],
+            assigned_text(found),
+        )
 
 
 def _products(kinds: Counter[str]) -> int:
@@ -161,7 +173,9 @@ def open_session(ort: Any, path: Path, options: Any, providers: Sequence[str]) -
         return ort.InferenceSession(str(path), options, providers=list(providers))
     except Exception as error:  # noqa: BLE001 - it has a class for each status, and none above them
         what = (str(error).splitlines() or [""])[0][:300]
-        raise BundleError(f"{path}: ONNX Runtime cannot open it ({type(error).__name__}: {what})") from None
+        raise BundleError(
+            f"{path}: ONNX Runtime cannot open this file ({type(error).__name__}: {what})"
+        ) from None
 
 
 def session_options(

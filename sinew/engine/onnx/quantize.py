@@ -46,10 +46,10 @@ def weight_bits() -> tuple[int, str]:
     """Return the number of bits for int8 weights on this machine, and the reason."""
     flags = machine.cpu_flags()
     if any("vnni" in flag for flag in flags):
-        return 8, "VNNI adds products in 32 bits"
+        return 8, "VNNI adds products in 32 bits, so 8 bits are exact"
     if "avx2" in flags:
-        return 7, "without VNNI, 16-bit sums of 8-bit products saturate"
-    return 8, "no instruction here saturates"
+        return 7, "without VNNI, 16-bit sums of 8-bit products can saturate"
+    return 8, "this CPU has no instruction that saturates"
 
 
 def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits: int) -> GraphSet:
@@ -70,11 +70,13 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
         raise MissingPackageError("quantisation", "onnx") from None
     graphs = GraphSet.load(source)
     if graphs.recipe:
-        raise SinewError(f"{source}: expected graphs in float32, got {graphs.recipe}")
+        raise SinewError(f"{source}: expected graphs in float32, got the recipe {graphs.recipe}")
     target.mkdir(parents=True, exist_ok=True)
     chosen = {component: precision for component, precision in recipe.items() if precision in OURS}
     if "fp8" in recipe.values():
-        raise SinewError("recipe: ONNX Runtime has no fp8 here; engine cuda follows such a recipe")
+        raise SinewError(
+            "recipe: the ONNX engine does not support fp8; use engine cuda, or another precision"
+        )
     for stage in STAGES:
         model = onnx.load(str(source / f"{stage}.onnx"))
         names = [f"{stage}.onnx", f"{stage}.onnx.data"]
@@ -265,7 +267,7 @@ def round_weights(
         values, int8 [K, N], and scales, float32 [N].
     """
     limit = (1 << (bits - 1)) - 1
-    wanted = np.maximum(np.abs(weights).max(axis=0, initial=0.0) / limit, least)
-    scales = np.where(wanted > 0, wanted, 1.0).astype(np.float32)
+    least_scales = np.maximum(np.abs(weights).max(axis=0, initial=0.0) / limit, least)
+    scales = np.where(least_scales > 0, least_scales, 1.0).astype(np.float32)
     values = np.clip(np.rint(weights / scales), -limit, limit).astype(np.int8)
     return values, scales

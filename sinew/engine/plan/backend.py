@@ -25,8 +25,8 @@ class Planned(Backend):
     def can(self, bundle: Bundle, options: EngineOptions) -> Suitability:
         if options.adapters and options.kind != "cpu":
             return Suitability(
-                f"engine plan computes adapters on cpu, not on {options.device}, where norms that it folds would give"
-                " each adapter a copy of most weights; engine eager computes them there"
+                f"engine plan computes adapters on cpu only: on {options.device} it folds norms, and each"
+                " adapter would need a copy of most weights; use engine eager"
             )
         if why := lowered(options, bundle):
             return Suitability(f"engine plan {why}")

@@ -50,13 +50,13 @@ class SigmoidMLP(ViTMLP):
 
 
 def _sigmoid_gelu(model: Any) -> tuple[Status, str, tuple[str, ...]]:
-    names, left = [], {}
+    names, skipped = [], {}
     for name, module in list(model.named_modules()):
         if unknown := foreign(module, ViTMLP) or foreign(module, GatedMLP):
-            left[name] = unknown
+            skipped[name] = unknown
             continue
         if isinstance(module, ViTMLP) and module.approximate != "tanh":
-            left[name] = "GELU in its exact form"
+            skipped[name] = "GELU in its exact form"
             continue
         if isinstance(module, ViTMLP):
             become(module, SigmoidMLP)
@@ -66,9 +66,9 @@ def _sigmoid_gelu(model: Any) -> tuple[Status, str, tuple[str, ...]]:
             continue
         names.append(name)
     if not names:
-        return "not applicable", "no layer computes a GELU" + left_out(left), ()
+        return "not applicable", "no layer computes a GELU" + left_out(skipped), ()
     reason = "the same function, for float32 on a CPU; small tensors and recorded programs keep one operator"
-    return "applied", reason + left_out(left), spans(names)
+    return "applied", reason + left_out(skipped), spans(names)
 
 
 SIGMOID_GELU = Rewrite("sigmoid-gelu", "GELU by a sigmoid, in the memory of its input", _sigmoid_gelu)

@@ -44,20 +44,20 @@ def sites(model: nn.Module) -> Iterator[tuple[str, FoldSite]]:
 def linears(site: FoldSite) -> list[Linear] | str:
     """Return the linear layers that read the norm of ``site``, or the reason why the norm cannot be folded into
     them."""
-    norm, found = getattr(site.owner, site.norm), []
+    norm, layers = getattr(site.owner, site.norm), []
     if type(norm) not in (RMSNorm, GemmaRMSNorm, LayerNorm):
-        return f"{type(norm).__name__} is not a norm of fixed weights"
+        return f"{type(norm).__name__} is not a norm with constant weights"
     for reader in site.readers:
         if "inputs" in vars(loaded_class(reader)):
-            found += reader.inputs()  # type: ignore[operator]
+            layers += reader.inputs()  # type: ignore[operator]
         elif isinstance(reader, nn.Linear):
-            found.append(reader)
+            layers.append(reader)
         else:
             return f"{loaded_class(reader).__name__} does not say what reads its input"
-    for layer in found:
+    for layer in layers:
         if why := not_linear(layer):
             return why
-    return found
+    return layers
 
 
 def fold(norm: RMSNorm | LayerNorm, readers: list[Linear]) -> nn.Module:
@@ -84,18 +84,18 @@ def fold(norm: RMSNorm | LayerNorm, readers: list[Linear]) -> nn.Module:
 
 
 def _fold_norms(model: Model) -> tuple[Status, str, tuple[str, ...]]:
-    names, left = [], {}
+    names, skipped = [], {}
     for name, site in list(sites(model)):
         readers = linears(site)
         if isinstance(readers, str):
-            left[name] = readers
+            skipped[name] = readers
             continue
         setattr(site.owner, site.norm, fold(getattr(site.owner, site.norm), readers))
         names.append(name)
     reason = "each norm has linear layers as its only readers"
     if any(isinstance(module, AdaRMSNorm) for module in model.modules()):
         reason += "; the adaptive norms stay, their scale changes with the solver's time"
-    return verdict(names, left, reason, "no block says which linear layers read its norm")
+    return verdict(names, skipped, reason, "no block says which linear layers read its norm")
 
 
 FOLD_NORMS = Rewrite("fold-norms", "a norm's affine part goes into the next linear layer", _fold_norms)

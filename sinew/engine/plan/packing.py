@@ -132,16 +132,16 @@ def _pack_attention(module: Any, only_kv: bool) -> str | None:
 
 
 def _pack_qkv(model: Any) -> tuple[Status, str, tuple[str, ...]]:
-    names, left, cross = [], {}, 0
+    names, skipped, cross = [], {}, 0
     last = {id(module.attn) for module in model.modules() if isinstance(module, KeyValueLayer)}
     for name, module in list(model.named_modules()):
         if unknown := foreign(module, DecoderAttention) or foreign(module, ViTAttention):
-            left[name] = unknown
+            skipped[name] = unknown
         elif isinstance(module, DecoderAttention) and module.is_cross:
             cross += 1
         elif isinstance(module, (DecoderAttention, ViTAttention)):
             if why := _pack_attention(module, only_kv=id(module) in last):
-                left[name] = why
+                skipped[name] = why
             else:
                 names.append(name)
     reason, absent = (
@@ -151,23 +151,23 @@ def _pack_qkv(model: Any) -> tuple[Status, str, tuple[str, ...]]:
     if cross:
         others = f"; not in {cross} cross-attentions, whose queries, keys and values read three tensors"
         reason, absent = reason + others, absent + others
-    return verdict(names, left, reason, absent)
+    return verdict(names, skipped, reason, absent)
 
 
 def _pack_gate_up(model: Any) -> tuple[Status, str, tuple[str, ...]]:
-    names, left = [], {}
+    names, skipped = [], {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, GatedMLP):
             continue
         packed = foreign(module, GatedMLP) or pack([module.gate_proj, module.up_proj])
         if isinstance(packed, str):
-            left[name] = packed
+            skipped[name] = packed
             continue
         module.gate_up_proj = packed
         become(module, PackedMLP)
         del module.gate_proj, module.up_proj
         names.append(name)
-    return verdict(names, left, "gate and up read the same input", "no gated MLP")
+    return verdict(names, skipped, "gate and up read the same input", "no gated MLP")
 
 
 PACK_QKV = Rewrite("pack-qkv", "queries, keys and values are one matrix product", _pack_qkv)

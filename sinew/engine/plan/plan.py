@@ -75,8 +75,8 @@ class Plan:
         """
         chosen = set(REWRITES) if rewrites is None else set(rewrites)
         if unknown := chosen.difference(REWRITES):
-            known = ", ".join(REWRITES)
-            raise SinewError(f"rewrites: expected names of {known}, got {', '.join(sorted(unknown))}")
+            names = ", ".join(REWRITES)
+            raise SinewError(f"rewrites: expected names from {names}, got {', '.join(sorted(unknown))}")
         rewritten = model if in_place else clone_model(model)
         outcomes = [
             rewrite(rewritten) if name in chosen else RewriteOutcome(name, "off", "switched off")

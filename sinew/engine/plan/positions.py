@@ -61,15 +61,15 @@ def _fix(tower: Any, grid: tuple[int, int]) -> None:
 
 
 def _hoist(model: Any) -> tuple[Status, str, tuple[str, ...]]:
-    names, left = [], {}
+    names, skipped = [], {}
     for name, module in list(model.named_modules()):
         if exactly(module, ResizedPositions, QwenViT):
             if model.grid is None:
-                left[name] = "views of any size"
+                skipped[name] = "views of any size"
                 continue
             _fix(module, model.grid)
         elif unknown := foreign(module, VisionTransformer) or foreign(module, QwenViT):
-            left[name] = unknown
+            skipped[name] = unknown
             continue
         elif isinstance(module, VisionTransformer):
             become(module, FullGridPositions)
@@ -79,7 +79,7 @@ def _hoist(model: Any) -> tuple[Status, str, tuple[str, ...]]:
     reason = (
         "patches that fill the table's grid read it as it is; a grid that the bundle fixes has its own table"
     )
-    status, reason, _ = verdict(names, left, reason, "no vision transformer with a table of positions")
+    status, reason, _ = verdict(names, skipped, reason, "no vision transformer with a table of positions")
     return status, reason, tuple(names)
 
 

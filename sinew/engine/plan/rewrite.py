@@ -66,12 +66,12 @@ def share(model: Model, other: Model) -> None:
     """Let ``model`` use the tensors of ``other`` if tensors of the same name are equal in every bit."""
     theirs: dict[str, Tensor] = {**dict(other.named_parameters()), **dict(other.named_buffers())}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        found = theirs.get(name)
-        if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+        same = theirs.get(name)
+        if same is None or (same.shape, same.dtype) != (tensor.shape, tensor.dtype):
             continue
-        if found.data_ptr() != tensor.data_ptr() and torch.equal(found, tensor):
+        if same.data_ptr() != tensor.data_ptr() and torch.equal(same, tensor):
             module, _, part = name.rpartition(".")
-            setattr(model.get_submodule(module), part, found)
+            setattr(model.get_submodule(module), part, same)
 
 
 def loaded_class(module: nn.Module) -> type[nn.Module]:
@@ -125,12 +125,12 @@ def become(module: nn.Module, kind: type[nn.Module]) -> None:
 def linear(weight: Tensor, bias: Tensor | None = None, store: Store = PLAIN) -> Linear:
     """Return a linear layer with existing tensors of floats. The function allocates no memory."""
     out_size, in_size = weight.shape
-    made = Linear(in_size, out_size, bias=bias is not None, device="meta")
-    made.store = store
-    made.weight = nn.Parameter(weight, requires_grad=False)
+    layer = Linear(in_size, out_size, bias=bias is not None, device="meta")
+    layer.store = store
+    layer.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
-        made.bias = nn.Parameter(bias, requires_grad=False)
-    return made
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return layer
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

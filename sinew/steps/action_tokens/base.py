@@ -52,15 +52,15 @@ class ActionTokens(Tagged):
         Raises:
             SinewError: The only sequence of the batch is invalid.
         """
-        found = np.full((len(said), self.rows, self.dims), np.nan, np.float32)
-        for chunk, sentence in zip(found, said, strict=True):
+        result = np.full((len(said), self.rows, self.dims), np.nan, np.float32)
+        for chunk, sentence in zip(result, said, strict=True):
             ends = np.flatnonzero(sentence == self.end)
             try:
                 chunk[:] = self.chunk(sentence[: ends[0]] if len(ends) else sentence)
             except SinewError:
                 if len(said) == 1:
                     raise
-        return found
+        return result
 
     def speak(
         self,
@@ -79,12 +79,12 @@ class ActionTokens(Tagged):
             token: Returns the newest token, int64 [B].
             after_token: Called with each token, for timing and cancellation.
         """
-        said = [token(state)]
-        ended = said[0] == self.end
-        after_token(said[0])
-        while len(said) < self.most and not ended.all():
+        tokens = [token(state)]
+        ended = tokens[0] == self.end
+        after_token(tokens[0])
+        while len(tokens) < self.most and not ended.all():
             state = more(state)
-            said.append(token(state))
-            ended = ended | (said[-1] == self.end)
-            after_token(said[-1])
-        return np.stack(said, axis=1)
+            tokens.append(token(state))
+            ended = ended | (tokens[-1] == self.end)
+            after_token(tokens[-1])
+        return np.stack(tokens, axis=1)

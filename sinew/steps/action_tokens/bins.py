@@ -58,8 +58,8 @@ class BinTokens(ActionTokens):
 
 def bin_centres(ids: Array, points: int, below: int) -> Array:
     """Return values in [-1, 1] for token ids, int64. An id outside the bins counts as the nearest bin."""
-    found: Any = ids
+    tokens: Any = ids
     intervals = points - 1
-    bins = (below - 1 - found).clip(0, intervals - 1)
+    bins = (below - 1 - tokens).clip(0, intervals - 1)
     centres: Array = (2 * bins + 1 - intervals) / intervals
     return centres

@@ -71,10 +71,12 @@ class FastTokens(ActionTokens):
     def chunk(self, said: np.ndarray) -> np.ndarray:
         if tuple(said[: len(self.begins)].tolist()) != self.begins:
             begins, got = list(self.begins), said[: len(self.begins)].tolist()
-            raise SinewError(f"tokens: expected a chunk that begins with {begins}, as in training, got {got}")
-        count, found = self.rows * self.dims, self.characters(said)
+            raise SinewError(
+                f"tokens: expected a chunk that begins with the tokens {begins}, as in training, got {got}"
+            )
+        count, values = self.rows * self.dims, self.characters(said)
         coefficients = np.zeros(count, np.float64)
-        coefficients[: len(found)] = found[:count]
+        coefficients[: len(values)] = values[:count]
         return inverse_dct(coefficients.reshape(self.rows, self.dims) / self.scale).astype(np.float32)
 
     def characters(self, said: np.ndarray) -> list[float]:
@@ -100,13 +102,13 @@ def without(ids: list[int], run: tuple[int, ...]) -> list[int]:
 
     If the removal of a run makes a new run, that run is removed too.
     """
-    found, at = list(ids), 0
-    while run and at <= len(found) - len(run):
-        if tuple(found[at : at + len(run)]) == run:
-            del found[at : at + len(run)]
+    remaining, at = list(ids), 0
+    while run and at <= len(remaining) - len(run):
+        if tuple(remaining[at : at + len(run)]) == run:
+            del remaining[at : at + len(run)]
         else:
             at += 1
-    return found
+    return remaining
 
 
 def inverse_dct(x: np.ndarray) -> np.ndarray:

@@ -34,7 +34,7 @@ class ImageStep(Tagged):
     def on_host(self) -> str:
         """Return the reason why engines compute a recipe with this step by numpy on the host, or "" if a device can
         compute it."""
-        return "its library's order of sums and roundings is written in numpy alone"
+        return "Sinew computes its library's order of sums and roundings in numpy only"
 
     @property
     def fixed(self) -> tuple[int, int] | None:
@@ -167,18 +167,18 @@ class ImageRecipe:
     def problems(self) -> Iterator[str]:
         """Yield the contradictions between the recipe's fields."""
         if len(self.mean) not in (3, 6, 9, 12) or len(self.mean) != len(self.std):
-            yield f"mean, std: expected three numbers per group, of 1 to 4, got {len(self.mean)}, {len(self.std)}"
+            yield f"mean, std: expected three numbers for each of 1 to 4 groups, got {len(self.mean)}, {len(self.std)}"
         taken, end = set(), None
         for step in self.steps:
             taken.add(step.takes)
             end = end if step.keeps_size else step.fixed
         if {"bytes", "floats"} <= taken:
-            yield "steps: expected all of uint8 or all of floats, got both"
+            yield "steps: expected steps for uint8 frames or steps for float frames, got both"
         for height, width in self.sizes:
             if height > self.height or width > self.width:
                 yield f"sizes: expected at most {self.height}x{self.width}, got {height}x{width}"
         if end not in (None, (self.height, self.width)):
-            yield f"steps: expected an end of {self.height}x{self.width}, got {end[0]}x{end[1]}"
+            yield f"steps: expected steps that end in {self.height}x{self.width}, got {end[0]}x{end[1]}"
 
     def __str__(self) -> str:
         steps = [f"{step}{' (other sizes)' if step.other_sizes else ''}" for step in self.steps]

@@ -40,9 +40,9 @@ def resize_bilinear(frame: np.ndarray, height: int, width: int, out: np.ndarray 
     columns, left_weight, column_weight = column_taps(size[1], width, channels)
     lines, wide = frame.reshape(size[0], -1), channels * width
     if len(rows) < len(lines):
-        kept = scratch("lines", (len(rows), lines.shape[1]), frame.dtype)
+        buffer = scratch("lines", (len(rows), lines.shape[1]), frame.dtype)
         # All indices are valid, and "clip" is faster than "raise", which needs a buffer.
-        lines = lines.take(rows, axis=0, out=kept, mode="clip")
+        lines = lines.take(rows, axis=0, out=buffer, mode="clip")
     taken = scratch("taken", (len(lines), 2 * wide), frame.dtype)  # left neighbours, then right neighbours
     pairs = lines.take(columns, axis=1, out=taken, mode="clip")
     if frame.dtype == np.uint8:

@@ -46,15 +46,15 @@ class Mixing(NamedTuple):
         """
         line, wide = 3 * size, 3 * len(columns[0])
         pixel, colour = np.divmod(np.minimum(np.arange(-(-wide // 8) * 8), wide - 1), 3)
-        wanted = 3 * np.stack(columns)[:, pixel] + colour  # the byte of a line that each value reads
-        starts = np.minimum(wanted[0].reshape(-1, 4)[:, [0, 3]] // 3 * 3, max(line - 8, 0))
+        sources = 3 * np.stack(columns)[:, pixel] + colour  # the byte of a line that each value reads
+        starts = np.minimum(sources[0].reshape(-1, 4)[:, [0, 3]] // 3 * 3, max(line - 8, 0))
         reach = 8 if line >= 8 else 0
-        if line >= 16 and (wanted[1, 3::4] - starts[:, 0]).max() < 16:
+        if line >= 16 and (sources[1, 3::4] - starts[:, 0]).max() < 16:
             reach, starts = 16, np.minimum(starts[:, :1], line - 16) + np.array([0, 8])
         first, second = np.repeat(starts, 4, axis=0).T
-        picks = np.full((*wanted.shape, 4), 128, np.uint8)
-        behind = wanted - first >= 8
-        picks[..., :3] = (wanted - np.where(behind, second - 8, first))[..., None]
+        picks = np.full((*sources.shape, 4), 128, np.uint8)
+        behind = sources - first >= 8
+        picks[..., :3] = (sources - np.where(behind, second - 8, first))[..., None]
         both, starts = np.stack(rows).astype(np.int32), np.ascontiguousarray(starts, np.int32)
         arrays = both, row_weights, starts, picks, np.ascontiguousarray(weights[..., pixel])
         return cls(arrays, tuple(array.ctypes.data for array in arrays), reach, mixed)
@@ -90,12 +90,12 @@ class ResizeWeights(NamedTuple):
             spans: For each target pixel, its first source pixel and the weights from there on.
             bits: Binary places of int32 weights, or 0 for float32 weights.
         """
-        given = list(spans)
-        taps = max(len(weights) for _, weights in given)
+        entries = list(spans)
+        taps = max(len(weights) for _, weights in entries)
         # Every tap is inside the image.
-        first = np.array([min(low, size - taps) for low, _ in given], np.int32)
-        table = np.zeros((len(given), taps), np.int32 if bits else np.float32)
-        for row, begin, (low, weights) in zip(table, first, given, strict=True):
+        first = np.array([min(low, size - taps) for low, _ in entries], np.int32)
+        table = np.zeros((len(entries), taps), np.int32 if bits else np.float32)
+        for row, begin, (low, weights) in zip(table, first, entries, strict=True):
             row[low - begin :][: len(weights)] = weights
         return cls(size, first, table, bits, (first.ctypes.data, table.ctypes.data))
 
@@ -147,8 +147,8 @@ def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size > MOST_KEPT:
         return np.empty(shape, dtype)
-    kept: np.ndarray | None = getattr(_kept, name, None)
-    if kept is None or len(kept) < size:
-        kept = np.empty(size, np.uint8)
-        setattr(_kept, name, kept)
-    return kept[:size].view(dtype).reshape(shape)
+    buffer: np.ndarray | None = getattr(_kept, name, None)
+    if buffer is None or len(buffer) < size:
+        buffer = np.empty(size, np.uint8)
+        setattr(_kept, name, buffer)
+    return buffer[:size].view(dtype).reshape(shape)

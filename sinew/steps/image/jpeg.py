@@ -147,11 +147,15 @@ def steps(quality: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             steps of the dequantiser with the factors that the fast inverse leaves out of its butterflies.
     """
     scale = 200 - 2 * quality if quality >= 50 else 5000 // quality
-    found = np.clip((np.stack([LUMA, CHROMA]) * scale + 50) // 100, 1, 255)
+    quantiser = np.clip((np.stack([LUMA, CHROMA]) * scale + 50) // 100, 1, 255)
     gain = np.sqrt(2) * np.cos(np.arange(8) * np.pi / 16)
     gain[0] = 1.0
     factors = np.rint(np.outer(gain, gain) * (1 << 14)).astype(np.int64)
-    return found, (1 / (8 * found)).astype(np.float32), ((found * factors + (1 << 11)) >> 12).astype(np.int32)
+    return (
+        quantiser,
+        (1 / (8 * quantiser)).astype(np.float32),
+        ((quantiser * factors + (1 << 11)) >> 12).astype(np.int32),
+    )
 
 
 @lru_cache

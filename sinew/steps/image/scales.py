@@ -33,12 +33,12 @@ class Scales(MethodStep):
         return max(self.sides), max(self.sides)
 
     def forward(self, frame: np.ndarray) -> np.ndarray:
-        made = np.zeros((*self.fixed, 3), frame.dtype)
+        result = np.zeros((*self.fixed, 3), frame.dtype)
         top = 0
         for side in self.sides:
-            made[top : top + side, :side] = resize(frame, side, side, self.method)
+            result[top : top + side, :side] = resize(frame, side, side, self.method)
             top += side
-        return made
+        return result
 
     def __str__(self) -> str:
         return f"{self.method} to {' and '.join(f'{side}x{side}' for side in self.sides)}"

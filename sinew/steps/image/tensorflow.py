@@ -126,9 +126,9 @@ def crop_and_resize(frame: np.ndarray, area: float, height: int, width: int) -> 
     left = image.take(x0, axis=1)
     across = left + (image.take(x1, axis=1) - left) * fx
     top, bottom = across.take(y0, axis=0), across.take(y1, axis=0)
-    found = np.clip(top + (bottom - top) * fy, F32(0), F32(1))
-    found[past_y], found[:, past_x] = F32(0), F32(0)
-    return found
+    result = np.clip(top + (bottom - top) * fy, F32(0), F32(1))
+    result[past_y], result[:, past_x] = F32(0), F32(0)
+    return result
 
 
 def _corners(size: int, target: int, area: float) -> tuple[np.ndarray, ...]:

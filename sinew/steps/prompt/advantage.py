@@ -42,10 +42,10 @@ class Advantage(PromptStep):
 
     def problems(self) -> Iterator[str]:
         if len(set(self.advantages)) != len(self.words):
-            yield "words: expected different names"
+            yield "words: expected a different name for each advantage"
         if self.usual and self.usual not in self.advantages:
-            known = ", ".join(self.advantages[:SHOWN])
-            yield f"usual: expected one of {known}, or none, got {self.usual[:MAX_NAME]!r}"
+            names = ", ".join(self.advantages[:SHOWN])
+            yield f"usual: expected one of {names}, or none, got {self.usual[:MAX_NAME]!r}"
 
     @property
     def slot(self) -> str:

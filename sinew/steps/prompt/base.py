@@ -126,9 +126,12 @@ class TextRecipe:
         for name, what in (("subtask", "instruction"), ("question", "question")):
             steps: tuple[PromptStep, ...] = getattr(self, name)
             if steps and not any(step.slot == "{prompt}" for step in steps):
-                yield f"{name}: expected a place for the {what}, got {template(steps)!r}"
+                yield f"{name}: expected a placeholder for the {what}, got {template(steps)!r}"
             if any(step.holds is not None for step in steps):
-                yield f"{name}: expected no tokens of views, got a step that holds them"
+                yield (
+                    f"{name}: a prompt of the language head cannot contain tokens of views, got a step with such"
+                    " tokens"
+                )
 
 
 @dataclass(frozen=True)
@@ -183,12 +186,12 @@ class PromptRecipe:
     @cached_property
     def held(self) -> tuple[HeldTokens, ...]:
         """Return the special tokens that every prompt contains, one entry per id."""
-        found: dict[tuple[str, int], int] = {}
+        counts: dict[tuple[str, int], int] = {}
         for step in self.steps:
             if step.holds is not None:
                 what, token, count = step.holds
-                found[what, token] = found.get((what, token), 0) + count
-        return tuple(HeldTokens(what, token, count) for (what, token), count in found.items())
+                counts[what, token] = counts.get((what, token), 0) + count
+        return tuple(HeldTokens(what, token, count) for (what, token), count in counts.items())
 
     def problems(self) -> Iterator[str]:
         """Yield the contradictions between the recipe's steps and its vocabulary."""
@@ -215,7 +218,7 @@ class PromptRecipe:
                 for token in tokens:
                     if not 0 <= token <= last:
                         place = f"{where}[{index}]: {step.kind}"
-                        yield f"{place}: expected tokens of the vocabulary, 0 to {last}, got {token}"
+                        yield f"{place}: expected token ids of the vocabulary, 0 to {last}, got {token}"
             if (length := len("".join(slots))) > MAX_TEXT:
                 yield f"{where}: expected texts of at most {MAX_TEXT} characters, got {length}"
             for slot in ("{prompt}", "{state}"):
@@ -224,7 +227,7 @@ class PromptRecipe:
             if len(choices) > 1:
                 yield f"{where}: expected the same advantages in each step, got {len(choices)} lists"
             if times > MAX_SIZE:
-                yield f"{where}: expected at most {MAX_SIZE} tokens of all views, got {times}"
+                yield f"{where}: expected at most {MAX_SIZE} tokens for all views, got {times}"
 
     def __str__(self) -> str:
         """Return the changes that the template does not show."""

@@ -22,7 +22,7 @@ class Without(PromptStep):
             raise ObservationError(
                 "prompt",
                 f"an instruction without {self.text}, which Sinew does not support for this policy",
-                "one that contains it",
+                "an instruction with this text",
             )
         return said
 

@@ -21,7 +21,7 @@ class AddState(VectorStep):
 
     def problems(self) -> Iterator[str]:
         if len(self.reads) != len(self.dims):
-            yield f"state_dims: expected {len(self.dims)} values, as of the actions, got {len(self.reads)}"
+            yield f"state_dims: expected {len(self.dims)} indices, one for each of dims, got {len(self.reads)}"
 
     @property
     def reads(self) -> tuple[int, ...]:

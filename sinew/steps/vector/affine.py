@@ -22,7 +22,7 @@ class Affine(VectorStep):
 
     @property
     def no_inverse(self) -> str:
-        return "" if self.scale else "a scale of zero leaves nothing of a value"
+        return "" if self.scale else "a scale of zero removes the value"
 
     def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
         return part * self.scale + self.offset

@@ -27,12 +27,15 @@ class ComposePose(VectorStep):
     state_dims: tuple[int, ...] = ()
     kind: Literal["compose_pose"] = field(default="compose_pose", kw_only=True, repr=False)
     monotone = False
-    no_inverse = "poses that are relative to another pose are not re-based"
+    no_inverse = "Sinew does not convert poses back to another reference pose"
 
     def problems(self) -> Iterator[str]:
-        for name, given in (("dims", self.dims), ("state_dims", self.reads)):
-            if len(given) not in (6, 9) or len(given) != len(self.dims):
-                yield f"{name}: expected the 6 or 9 numbers of a pose, in the state as in the action, got {len(given)}"
+        for name, indices in (("dims", self.dims), ("state_dims", self.reads)):
+            if len(indices) not in (6, 9) or len(indices) != len(self.dims):
+                yield (
+                    f"{name}: expected 6 or 9 indices of a pose, the same number for state and action, got"
+                    f" {len(indices)}"
+                )
 
     @property
     def reads(self) -> tuple[int, ...]:

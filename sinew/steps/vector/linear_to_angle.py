@@ -19,7 +19,7 @@ class LinearToAngle(VectorStep):
     arm: Finite
     horn: Annotated[float, FINITE, positive("a length")]
     kind: Literal["linear_to_angle"] = field(default="linear_to_angle", kw_only=True, repr=False)
-    no_inverse = "two openings have one angle"
+    no_inverse = "two openings have the same angle"
 
     def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
         with np.errstate(divide="ignore"):  # an opening of zero gives infinity, which is clipped

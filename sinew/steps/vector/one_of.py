@@ -25,9 +25,9 @@ class OneOf(VectorStep):
 
     def problems(self) -> Iterator[str]:
         if len(set(self.values)) < max(1, len(self.values)):
-            yield "values: expected one or more, all different"
+            yield "values: expected one or more different values"
         if self.words and len(self.words) != len(self.values):
-            yield f"words: expected {len(self.values)}, one for each value, got {len(self.words)}"
+            yield f"words: expected {len(self.values)} meanings, one for each value, got {len(self.words)}"
 
     @property
     def choices(self) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ class Threshold(VectorStep):
     above: Finite = -1.0
     kind: Literal["threshold"] = field(default="threshold", kw_only=True, repr=False)
     monotone = False
-    no_inverse = "all values of a side become one"
+    no_inverse = "all values on one side of the threshold become one value"
 
     def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
         return np.where(part > self.offset, self.above, self.below)

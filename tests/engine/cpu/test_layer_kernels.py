@@ -268,20 +268,22 @@ def test_tensors_that_do_not_fit_are_refused(all_kernels) -> None:
         each.project(before, x[..., :31])
     with pytest.raises(ValueError, match=r"finish: expected float32 \[..., 32\] on cpu, got torch.float64"):
         each.finish(behind, x.double(), x)
-    with pytest.raises(ValueError, match="have different rows"):
+    with pytest.raises(ValueError, match="finish: expected the same rows in both inputs"):
         each.finish(behind, x, x[:, :4])
-    with pytest.raises(ValueError, match="expected a rotation of 5 or 5 rows of heads of 16"):
+    with pytest.raises(ValueError, match="expected a rotation with 5 or 5 rows for heads of 16"):
         each.project(before, x, Rotation.at(torch.arange(4)[None], 16, 100.0))
-    with pytest.raises(ValueError, match=r"norm: expected float32 weight and bias of \[32\]"):
+    with pytest.raises(ValueError, match=r"norm: expected a float32 weight and bias of shape \[32\]"):
         each.project(Projection(norm_of(31, False, 1, random), layers[:1]), x)
     with pytest.raises(ValueError, match=r"gate: expected float32 \[32\]"):
         each.finish(replace(behind, down_gate=torch.ones(31), _given=None), x, x)
-    with pytest.raises(RuntimeError, match="projection: arguments that make no sense"):
+    with pytest.raises(RuntimeError, match="projection: the kernel rejected its arguments"):
         each.project(Projection(norm, layers[:1], 1, 24), x, Rotation.at(torch.arange(5)[None], 24, 100.0))
     wrong = layer("int8", 48, 32, False, random)  # the perceptron's result has another width than the stream
-    with pytest.raises(RuntimeError, match="finish: arguments that make no sense"):
+    with pytest.raises(RuntimeError, match="finish: the kernel rejected its arguments"):
         each.finish(Finish(layers[0], norm, layers[1:2], "gelu_tanh", wrong), x, x)
-    with pytest.raises(ValueError, match=r"layer: expected \[B, L, 32\], got \[5, 32\]"):
+    with pytest.raises(ValueError, match=r"layer: expected an input of shape \[B, L, 32\], got \[5, 32\]"):
         each.encode(before, behind, x[0])
-    with pytest.raises(RuntimeError, match="layer: arguments that make no sense"):  # one layer, not three
+    with pytest.raises(
+        RuntimeError, match="layer: the kernel rejected its arguments"
+    ):  # one layer, not three
         each.encode(before, behind, x)

@@ -204,20 +204,22 @@ def test_devices_that_cannot_run_it_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     with pytest.raises(SinewError, match="expected compute capability 8.0 or newer, got 7.5"):
         load(bundle, device="cuda:0", engine="cuda")
-    with pytest.raises(SinewError, match="on cuda:3: expected one of 1 devices"):
+    with pytest.raises(SinewError, match="on cuda:3: this machine has 1 CUDA devices"):
         load(bundle, device="cuda:3", engine="cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    with pytest.raises(SinewError, match="fp8 on cuda:0: compute capability 8.0, FP8 needs 8.9"):
+    with pytest.raises(
+        SinewError, match="fp8 on cuda:0: FP8 needs compute capability 8.9, and this device has 8.0"
+    ):
         require(torch.device("cuda", 0), CudaOptions(fp8=("vision",)))
     monkeypatch.setattr("sinew.engine.cuda.device.triton", None)
-    with pytest.raises(SinewError, match="kernels need triton"):
+    with pytest.raises(SinewError, match="engine cuda needs triton"):
         load(bundle, device="cuda:0", engine="cuda")
 
 
 def test_options_that_cannot_be_are_refused(open_case):
-    with pytest.raises(SinewError, match="fp8: expected some of vision, language, head, got expert"):
+    with pytest.raises(SinewError, match="fp8: expected components from vision, language, head, got expert"):
         CudaOptions(fp8=("expert",))
-    with pytest.raises(SinewError, match="prompt_buckets: expected lengths that grow"):
+    with pytest.raises(SinewError, match="prompt_buckets: expected rising lengths"):
         CudaOptions(prompt_buckets=(32, 16))
     with pytest.raises(SinewError, match="max_graphs: expected 1 or more, got 0"):
         CudaOptions(max_graphs=0)
@@ -235,7 +237,7 @@ def test_a_batch_is_refused(open_case):
     case = open_case("pi0-2cam")
     model = case.engine().model
     q = torch.zeros(2, 3, 8, 16)
-    with pytest.raises(ValueError, match="batch: expected one observation, got 2"):
+    with pytest.raises(ValueError, match="engine cuda computes one observation at a time, got 2"):
         model.expert.layers[0].attn.attend(
             q, (q[:, :, :1], q[:, :, :1]), torch.ones(2, 3, 3, dtype=torch.bool)
         )

@@ -33,7 +33,9 @@ def test_errors_name_the_tensor() -> None:
     with pytest.raises(ValueError, match=r"workspace: expected at least \d+ floats, got 1"):
         KERNELS["splitk_linear"].launch(*deep, workspace=Workspace(1, 1, "cpu"))
     heads = torch.zeros(3, 1, 16), torch.zeros(3, 1, 16), torch.zeros(3, 1, 16)
-    with pytest.raises(ValueError, match=r"workspace: expected one for a depth in 2 parts, got none"):
+    with pytest.raises(
+        ValueError, match=r"workspace: must be passed for a tile that splits the depth into 2 parts"
+    ):
         KERNELS["qkv_rope"].launch(
             torch.zeros(3, 32), torch.zeros(48, 32), *2 * [torch.zeros(3, 8)], *heads, tile=Tile(split=2)
         )

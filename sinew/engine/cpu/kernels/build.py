@@ -114,7 +114,7 @@ def _build(compiler: str) -> Built:
         return Built(folder / NAME, by)
     if problem := unkept(folder):
         folder = private()
-        by += f", for this process alone: {problem}"
+        by += f", for this process only: {problem}"
     with scratch.beside(folder) as made, progress.task("compiling the kernels of engine cpu, once"):
         objects, left_out = compile_into(made, compiler, sets)
         # The compiler supports the flags of these sets, so compiling failed for another reason, such as memory or a
@@ -131,7 +131,7 @@ def _build(compiler: str) -> Built:
             os.replace(made / name, folder / name)
         _flush(folder)
     if left_out:
-        why = "failed and is tried at the next start" if failed else "it does not know"
+        why = "failed and will be tried at the next start" if failed else "this compiler does not support"
         by += f", without {', '.join(failed or left_out)}, which {why}"
     return Built(folder / NAME, by)
 
@@ -164,17 +164,17 @@ def untrusted(folder: Path) -> str:
     ours = (0, os.geteuid())
     for path in (folder / NAME, folder / HASH, folder, *folder.resolve().parents):
         try:
-            found = path.lstat()
+            status = path.lstat()
         except FileNotFoundError:
             continue
-        if found.st_uid not in ours:
-            return f"{path} is of another user ({found.st_uid})"
+        if status.st_uid not in ours:
+            return f"{path} belongs to another user ({status.st_uid})"
         above = path not in (folder, folder / NAME, folder / HASH)
-        others = stat.S_IWOTH if _alone_in(found.st_gid) else stat.S_IWGRP | stat.S_IWOTH
-        shared = found.st_mode & others
-        if not stat.S_ISLNK(found.st_mode) and shared and not (above and found.st_mode & stat.S_ISVTX):
-            return f"{path} may be written by others (mode {stat.S_IMODE(found.st_mode):o})"
-        if stat.S_ISLNK(found.st_mode) and not above:
+        others = stat.S_IWOTH if _alone_in(status.st_gid) else stat.S_IWGRP | stat.S_IWOTH
+        shared = status.st_mode & others
+        if not stat.S_ISLNK(status.st_mode) and shared and not (above and status.st_mode & stat.S_ISVTX):
+            return f"other users may write {path} (mode {stat.S_IMODE(status.st_mode):o})"
+        if stat.S_ISLNK(status.st_mode) and not above:
             return f"{path} is a link"
     return ""
 
@@ -186,10 +186,10 @@ def _alone_in(group: int) -> bool:
     import pwd
 
     try:
-        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
+        entry, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
     except KeyError:
         return False
-    return found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+    return entry.gr_name == user.pw_name and set(entry.gr_mem) <= {user.pw_name}
 
 
 def private() -> Path:
@@ -295,6 +295,6 @@ def _first_line(text: str) -> str:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--background"]:
         machine.step_back()
-    found = build()
-    sys.stdout.write(f"{found.path or 'no library'} ({found.reason})\n")
-    sys.exit(found.path is None)
+    result = build()
+    sys.stdout.write(f"{result.path or 'no library'} ({result.reason})\n")
+    sys.exit(result.path is None)

@@ -105,10 +105,12 @@ def _attend(
         and (mask is None or (mask.dtype == torch.bool and mask.shape == (B, Lq, Lk)))
     )
     if not fits:
-        given = ", ".join(
+        shapes = ", ".join(
             f"{t.dtype} {list(t.shape)}" for t in (q, k, v, own_k, own_v, mask) if t is not None
         )
-        raise ValueError(f"attention: {given} do not fit")
+        raise ValueError(
+            f"attention: expected float32 q, k, v and a bool mask of matching shapes, got {shapes}"
+        )
     out = torch.empty(B, Lq, H * D)
     rows = [stride for t in (q, k, v) for stride in (t.stride(0), t.stride(1))]
     strides = [stride for t in own for stride in (t.stride(0), t.stride(1))]
@@ -119,7 +121,9 @@ def _attend(
         *(D**-0.5, torch.get_num_threads()),
     )
     if status:
-        raise RuntimeError(f"attention: status {status} for {list(q.shape)} over {list(k.shape)}")
+        raise RuntimeError(
+            f"attention: the kernel failed with status {status} for q {list(q.shape)} and k {list(k.shape)}"
+        )
     return out
 
 
@@ -143,8 +147,10 @@ def _check_dense(*tensors: Tensor) -> None:
         t.dtype != torch.float32 or not t.is_contiguous() or t.shape != first.shape or t.device.type != "cpu"
         for t in tensors
     ):
-        given = ", ".join(f"{t.dtype} {list(t.shape)}" for t in tensors)
-        raise ValueError(f"activation: expected dense float32 tensors of one shape on the CPU, got {given}")
+        shapes = ", ".join(f"{t.dtype} {list(t.shape)}" for t in tensors)
+        raise ValueError(
+            f"activation: expected contiguous float32 tensors of one shape on the CPU, got {shapes}"
+        )
 
 
 REFERENCES = FloatKernels()

@@ -23,21 +23,31 @@ SWITCH = "SINEW_CPU_KERNELS"  # "off", or the name of the kernels to use
 @cache
 def take_kept_resize() -> None:
     """Resize frames with the compiled library if the cache has one. ``sinew serve`` compiles it otherwise."""
-    asked = os.environ.get(SWITCH, "")
-    if asked == "off" or (path := build.kept()) is None:
+    kernels = os.environ.get(SWITCH, "")
+    if kernels == "off" or (path := build.kept()) is None:
         return
     try:
         library = load(str(path))
     except OSError as error:
-        log.warning("numpy resizes frames: %s does not load: %s", path, error)
+        log.warning("numpy resizes frames, because %s cannot be loaded: %s", path, error)
         return
     names = kernel_names(library)
-    index = names.index(asked) if asked in names else 0
+    index = names.index(kernels) if kernels in names else 0
     frames = from_library(library, index)
-    if asked and asked not in names:
-        log.warning("numpy resizes frames: %s=%s: this CPU has %s", SWITCH, asked, ", ".join(names))
+    if kernels and kernels not in names:
+        log.warning(
+            "numpy resizes frames: this CPU has no kernels %s=%s; use one of: %s",
+            SWITCH,
+            kernels,
+            ", ".join(names),
+        )
     elif wrong := differs(frames):
-        log.warning("numpy resizes frames: %s kernels of %s differ from it in %s", names[index], path, wrong)
+        log.warning(
+            "numpy resizes frames, because %s kernels of %s differ in operation %s",
+            names[index],
+            path,
+            wrong,
+        )
     else:
         compiled.install(frames)
         log.info("frames are resized by %s kernels", names[index])
@@ -45,8 +55,8 @@ def take_kept_resize() -> None:
 
 def missing() -> bool:
     """Return True if compiling the library would make resizing frames faster, and nothing prevents it."""
-    wanted = not (compiled.in_use or os.environ.get(SWITCH) == "off" or build.kept())
-    return wanted and build.find_compiler() is not None and not build.unkept(build.cache())
+    useful = not (compiled.in_use or os.environ.get(SWITCH) == "off" or build.kept())
+    return useful and build.find_compiler() is not None and not build.unkept(build.cache())
 
 
 def load(path: str) -> Any:
@@ -81,7 +91,7 @@ def kernel_names(library: Any) -> tuple[str, ...]:
 def check(what: str, status: int) -> None:
     """Raise RuntimeError if a function of the library returned a status other than 0."""
     if status:
-        why = "not enough memory" if status == 2 else "arguments that make no sense"
+        why = "not enough memory" if status == 2 else "the kernel rejected its arguments"
         raise RuntimeError(f"{what}: {why}")
 
 
@@ -94,8 +104,8 @@ def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: Mixing, out: 
     strides = [stride // out.itemsize for stride in (out.strides[1], out.strides[0])]
     shape = out.shape[:2] if mixing.mixed else out.shape[1:]
     sizes = (ctypes.c_int64 * 7)(frame.strides[0], *shape, mixing.reach, *strides, mixing.mixed)
-    given = frame.ctypes.data, *mixing.addresses, ctypes.addressof(sizes), out.ctypes.data
-    check("resize", library.lowbit_resize(kernels, *given))
+    arguments = frame.ctypes.data, *mixing.addresses, ctypes.addressof(sizes), out.ctypes.data
+    check("resize", library.lowbit_resize(kernels, *arguments))
 
 
 def _resample(
@@ -103,8 +113,8 @@ def _resample(
 ) -> None:
     shapes = *frame.shape[:2], axis, *taps.weights.shape
     sizes = (ctypes.c_int64 * 8)(frame.strides[0], *shapes, taps.bits, frame.itemsize == 4)
-    given = frame.ctypes.data, *taps.addresses, ctypes.addressof(sizes), out.ctypes.data
-    check("resample", library.lowbit_resample(kernels, *given))
+    arguments = frame.ctypes.data, *taps.addresses, ctypes.addressof(sizes), out.ctypes.data
+    check("resample", library.lowbit_resample(kernels, *arguments))
 
 
 def _jpeg(library: Any, kernels: int, *arrays: np.ndarray) -> None:
@@ -132,12 +142,12 @@ def differs(frames: FrameKernels) -> str:
         )
     )
     cases: list[tuple[str, Callable[..., None], Any, np.ndarray]] = [
-        *(("resize", frames.resize, (frame, mixing), wanted) for mixing, wanted in mixings),
+        *(("resize", frames.resize, (frame, mixing), expected) for mixing, expected in mixings),
         *(("resample", frames.resample, each, resample.by_numpy(*each)) for each in taps),
         ("jpeg", frames.jpeg, (frame, *jpeg.steps(95)[1:]), jpeg.by_numpy(frame, 95)),
     ]
-    for name, kernel, given, wanted in cases:
-        kernel(*given, made := np.empty(wanted.shape, wanted.dtype))
-        if not np.array_equal(made, wanted):
+    for name, kernel, arguments, expected in cases:
+        kernel(*arguments, result := np.empty(expected.shape, expected.dtype))
+        if not np.array_equal(result, expected):
             return name
     return ""

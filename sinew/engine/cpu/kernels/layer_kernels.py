@@ -73,7 +73,8 @@ def check_codes(weight: Tensor, scale: Tensor | None, bias: Tensor | None, order
     )
     if not fits:
         raise ValueError(
-            f"{order}: weight {weight.dtype} {list(weight.shape)} and {count} scales do not fit rows of {k}"
+            f"{order}: expected a weight and scales for rows of {k}, got {weight.dtype} {list(weight.shape)} and"
+            f" {count} scales"
         )
 
 
@@ -168,10 +169,10 @@ class Projection(CompiledHalf):
 
     def fill(self) -> tuple[_GivenProjection, list[Any]]:
         """Return the C struct, and the objects that must exist as long as the struct."""
-        held: list[Any] = []
-        product = _product(self.layers, held)
-        made = _GivenProjection(_norm(self.norm, product.k, held), product, self.turned, self.head)
-        return made, held
+        owners: list[Any] = []
+        product = _product(self.layers, owners)
+        struct = _GivenProjection(_norm(self.norm, product.k, owners), product, self.turned, self.head)
+        return struct, owners
 
 
 @dataclass(eq=False)
@@ -199,18 +200,18 @@ class Finish(CompiledHalf):
 
     def fill(self) -> tuple[_GivenFinish, list[Any]]:
         """Return the C struct, and the objects that must exist as long as the struct."""
-        held: list[Any] = []
-        up = _product(self.up, held)
-        made = _GivenFinish(
-            _product([self.output], held),
-            _norm(self.norm, up.k, held),
+        owners: list[Any] = []
+        up = _product(self.up, owners)
+        struct = _GivenFinish(
+            _product([self.output], owners),
+            _norm(self.norm, up.k, owners),
             up,
-            _product([self.down], held),
+            _product([self.down], owners),
             ACTIONS[self.action],
-            _gate(self.output_gate, self.output, held),
-            _gate(self.down_gate, self.down, held),
+            _gate(self.output_gate, self.output, owners),
+            _gate(self.down_gate, self.down, owners),
         )
-        return made, held
+        return struct, owners
 
 
 def _address(tensor: Tensor | None, held: list[Any]) -> int | None:
@@ -232,31 +233,31 @@ def _norm(norm: NormOf | None, width: int, held: list[Any]) -> _GivenNorm:
     if any(
         t is not None and (t.shape != (width,) or t.dtype != torch.float32) for t in (norm.weight, norm.bias)
     ):
-        given = [None if t is None else list(t.shape) for t in (norm.weight, norm.bias)]
-        raise ValueError(f"norm: expected float32 weight and bias of [{width}], got {given}")
+        shapes = [None if t is None else list(t.shape) for t in (norm.weight, norm.bias)]
+        raise ValueError(f"norm: expected a float32 weight and bias of shape [{width}], got {shapes}")
     return _GivenNorm(1, norm.centred, norm.eps, _address(norm.weight, held), _address(norm.bias, held))
 
 
 def _product(layers: Sequence[Linear], held: list[Any]) -> _GivenProduct:
-    made = (_GivenLayer * len(layers))()
+    structs = (_GivenLayer * len(layers))()
     store = layers[0].store
     assert isinstance(store, Codes)
-    for at, layer in zip(made, layers, strict=True):
+    for at, layer in zip(structs, layers, strict=True):
         bias = None if layer.bias is None else layer.bias.float()
         check_codes(layer.weight, layer.scale, bias, store.order, store.width)
         at.weight, at.scale, at.bias = (_address(t, held) for t in (layer.weight, layer.scale, bias))
         at.channels, at.scales = len(layer.weight), 0 if layer.scale is None else layer.scale.numel()
-    held.append(made)
-    return _GivenProduct(number_of(store.order), len(layers), store.width, store.smallest, made)
+    held.append(structs)
+    return _GivenProduct(number_of(store.order), len(layers), store.width, store.smallest, structs)
 
 
 def _given(half: Projection | Finish, weights: tuple[Any, ...]) -> tuple[Any, list[Any]]:
     """Return the C struct of a part, with the objects that must exist as long. A new struct is made if a weight was
     replaced."""
-    known = half._given  # noqa: SLF001 - it is made here
-    if known is None or any(now is not then for now, then in zip(weights, known[2], strict=True)):
-        known = half._given = (*half.fill(), weights)  # noqa: SLF001
-    return known[0], known[1]
+    cached = half._given  # noqa: SLF001 - it is made here
+    if cached is None or any(now is not then for now, then in zip(weights, cached[2], strict=True)):
+        cached = half._given = (*half.fill(), weights)  # noqa: SLF001
+    return cached[0], cached[1]
 
 
 def norm_reference(norm: NormOf, x: Tensor) -> Tensor:
@@ -375,10 +376,10 @@ def _dense(x: Tensor, width: int, what: str) -> Tensor:
 def _compiled_norm(library: Any, kernels: int, norm: NormOf, x: Tensor) -> Tensor:
     x = _dense(x, x.shape[-1], "norm")
     out, k = torch.empty_like(x), x.shape[-1]
-    held: list[Any] = []
-    given = _norm(norm, k, held)
+    owners: list[Any] = []
+    struct = _norm(norm, k, owners)
     status = library.lowbit_norm(
-        *(kernels, x.data_ptr(), x.numel() // k, k, given.centred, given.eps, given.weight, given.bias),
+        *(kernels, x.data_ptr(), x.numel() // k, k, struct.centred, struct.eps, struct.weight, struct.bias),
         *(out.data_ptr(), torch.get_num_threads()),
     )
     check("norm", status)
@@ -401,7 +402,7 @@ def _tables(
     )
     if not fits:
         raise ValueError(
-            f"projection: expected a rotation of {rows} or {period} rows of heads of {half.head},"
+            f"projection: expected a rotation with {rows} or {period} rows for heads of {half.head} channels,"
             f" got {list(cosines.shape)}"
         )
     return (cosines.data_ptr(), sines.data_ptr(), there), (cosines, sines)
@@ -410,31 +411,33 @@ def _tables(
 def _compiled_project(
     library: Any, kernels: int, half: Projection, x: Tensor, rotate: Rotation | None = None
 ) -> list[Tensor]:
-    given, _ = _given(half, tuple(layer.weight for layer in half.layers))
-    x = _dense(x, given.product.k, "projection")
+    struct, _ = _given(half, tuple(layer.weight for layer in half.layers))
+    x = _dense(x, struct.product.k, "projection")
     shape = x.shape[:-1]
-    rows = x.numel() // given.product.k
-    made = [torch.empty(*shape, len(layer.weight)) for layer in half.layers]
+    rows = x.numel() // struct.product.k
+    results = [torch.empty(*shape, len(layer.weight)) for layer in half.layers]
     tables, _held = _tables(half, rotate, rows, x.shape[-2])
-    addresses = (ctypes.c_void_p * len(made))(*[y.data_ptr() for y in made])
+    addresses = (ctypes.c_void_p * len(results))(*[y.data_ptr() for y in results])
     status = library.lowbit_project(
-        *(kernels, ctypes.addressof(given), x.data_ptr(), rows, ctypes.addressof(addresses), *tables),
+        *(kernels, ctypes.addressof(struct), x.data_ptr(), rows, ctypes.addressof(addresses), *tables),
         torch.get_num_threads(),
     )
     check("projection", status)
-    return made
+    return results
 
 
 def _compiled_finish(library: Any, kernels: int, half: Finish, x: Tensor, attended: Tensor) -> Tensor:
     weights = (half.output.weight, *(layer.weight for layer in half.up), half.down.weight)
-    given, _ = _given(half, weights)
-    attended = _dense(attended, given.output.k, "finish")
-    x = _dense(x, given.up.k, "finish")
+    struct, _ = _given(half, weights)
+    attended = _dense(attended, struct.output.k, "finish")
+    x = _dense(x, struct.up.k, "finish")
     if x.shape[:-1] != attended.shape[:-1]:
-        raise ValueError(f"finish: {list(x.shape)} and {list(attended.shape)} have different rows")
+        raise ValueError(
+            f"finish: expected the same rows in both inputs, got {list(x.shape)} and {list(attended.shape)}"
+        )
     out = torch.empty_like(x)
     status = library.lowbit_finish(
-        *(kernels, ctypes.addressof(given), x.data_ptr(), attended.data_ptr(), x.numel() // given.up.k),
+        *(kernels, ctypes.addressof(struct), x.data_ptr(), attended.data_ptr(), x.numel() // struct.up.k),
         *(out.data_ptr(), torch.get_num_threads()),
     )
     check("finish", status)
@@ -450,17 +453,17 @@ def _compiled_encode(
     rotate: Rotation | None = None,
     rounded: bool = False,
 ) -> Tensor:
-    given, _ = _given(before, tuple(layer.weight for layer in before.layers))
+    struct, _ = _given(before, tuple(layer.weight for layer in before.layers))
     weights = (behind.output.weight, *(layer.weight for layer in behind.up), behind.down.weight)
     rest, _ = _given(behind, weights)
-    x = _dense(x, given.product.k, "layer")
-    if x.ndim != 3 or rest.up.k != given.product.k:
-        raise ValueError(f"layer: expected [B, L, {rest.up.k}], got {list(x.shape)}")
+    x = _dense(x, struct.product.k, "layer")
+    if x.ndim != 3 or rest.up.k != struct.product.k:
+        raise ValueError(f"layer: expected an input of shape [B, L, {rest.up.k}], got {list(x.shape)}")
     batch, rows, _ = x.shape
     tables, _held = _tables(before, rotate, batch * rows, rows)
     out = torch.empty_like(x)
     status = library.lowbit_encode(
-        *(kernels, ctypes.addressof(given), ctypes.addressof(rest), x.data_ptr(), batch, rows),
+        *(kernels, ctypes.addressof(struct), ctypes.addressof(rest), x.data_ptr(), batch, rows),
         *(out.data_ptr(), *tables, rounded, torch.get_num_threads()),
     )
     check("layer", status)
@@ -508,8 +511,8 @@ def differs(kernels: LayerKernels, floats: FloatKernels, multiply_all: lowbit.Mu
         h = x + times(x, behind.output)[0]
         (up,) = times(kernels.norm(norm, h), *behind.up)
         floats.gelu(up)
-        wanted = h + times(up, behind.down)[0]
-        return "" if torch.equal(kernels.finish(behind, x, x), wanted) else "finish"
+        expected = h + times(up, behind.down)[0]
+        return "" if torch.equal(kernels.finish(behind, x, x), expected) else "finish"
 
 
 _on_cpu: list[LayerKernels] = [REFERENCES]  # one entry: the kernels that the functions below call

@@ -72,14 +72,14 @@ class Extension:
 @cache
 def extension() -> Extension:
     """Return this machine's library. The first call compiles, loads, checks and installs it."""
-    found = _load(os.environ.get(SWITCH, ""))
-    lowbit.install(found.multiply_all)
-    compiled.install(found.frames)
-    float_kernels.install(found.floats)
-    layer_kernels.install(found.layers)
-    if not found.compiled:
-        log.warning("low-bit products are computed by PyTorch, slowly: %s", found.reason)
-    return found
+    result = _load(os.environ.get(SWITCH, ""))
+    lowbit.install(result.multiply_all)
+    compiled.install(result.frames)
+    float_kernels.install(result.floats)
+    layer_kernels.install(result.layers)
+    if not result.compiled:
+        log.warning("PyTorch computes low-bit products, which is slow: %s", result.reason)
+    return result
 
 
 def _load(asked: str) -> Extension:
@@ -91,10 +91,13 @@ def _load(asked: str) -> Extension:
     try:
         library = load(str(built.path))
     except OSError as error:
-        return Extension("reference", f"{built.path} does not load: {error}")
+        return Extension("reference", f"{built.path} cannot be loaded: {error}")
     names = kernel_names(library)
     if asked and asked not in names:
-        return Extension("reference", f"{SWITCH}={asked}: this CPU has {', '.join(names)}", names)
+        choices = ", ".join(names)
+        return Extension(
+            "reference", f"this CPU has no kernels {SWITCH}={asked}; use one of: {choices}", names
+        )
     index, measured = (names.index(asked), "") if asked else _faster(library, names)
     multiply_all = partial(_multiply_all, library, index)
     takes = partial(library.lowbit_takes_panels, index)
@@ -135,8 +138,8 @@ def _faster(library: Any, names: Sequence[str]) -> tuple[int, str]:
         for index, name in enumerate(names[:2])
     }  # fmt: skip
     times = time_products(products, 1)
-    found = ", ".join(f"{name} {1e3 * took:.3g}" for name, took in times.items())
-    return int(times[names[1]] < times[names[0]]), f"; ms of a small product, measured here: {found}"
+    listing = ", ".join(f"{name} {1e3 * took:.3g}" for name, took in times.items())
+    return int(times[names[1]] < times[names[0]]), f"; ms of a small product, measured here: {listing}"
 
 
 def _multiply_all(
@@ -156,7 +159,7 @@ def _multiply_all(
     """
     rows, k = x.shape
     if x.dtype != torch.float32:
-        raise ValueError(f"{name}: x {x.dtype} {list(x.shape)} and float32 products do not fit")
+        raise ValueError(f"{name}: expected float32 activations, got {x.dtype} {list(x.shape)}")
     layers, results = [], []
     for weight, scale, bias in zip(weights, scales, biases, strict=True):
         check_codes(weight, scale, bias, name, k)
@@ -165,10 +168,10 @@ def _multiply_all(
         addresses = (0 if t is None else t.data_ptr() for t in (weight, scale, bias, y))
         layers += [*addresses, channels, count]
         results.append(y)
-    x, given = x.contiguous(), torch.tensor(layers)
+    x, table = x.contiguous(), torch.tensor(layers)
     status = library.lowbit_multiply(
         *(kernels, number_of(name), x.data_ptr(), rows, k, smallest),
-        *(given.data_ptr(), len(results), torch.get_num_threads()),
+        *(table.data_ptr(), len(results), torch.get_num_threads()),
     )
     check("low-bit product", status)
     return results
@@ -182,9 +185,12 @@ def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None
     """
     fits = all(t.dtype == torch.uint8 and t.is_contiguous() for t in (weight, panels))
     if not fits or weight.shape != panels.shape or not lowbit.lies_in_panels(*weight.shape):
-        raise ValueError(f"panels: weight {list(weight.shape)} and panels {list(panels.shape)} do not fit")
-    given = weight.data_ptr(), panels.data_ptr(), *weight.shape, torch.get_num_threads()
-    check("panels", library.lowbit_lay_out(kernels, *given))
+        raise ValueError(
+            f"panels: expected uint8 panels of the weight's shape {list(weight.shape)}, got"
+            f" {list(panels.shape)}"
+        )
+    arguments = weight.data_ptr(), panels.data_ptr(), *weight.shape, torch.get_num_threads()
+    check("panels", library.lowbit_lay_out(kernels, *arguments))
 
 
 def differs(
@@ -220,15 +226,15 @@ def differs(
             return name
         if name == "int8" and lowbit.PANELS in panels:
             rows, scales = weight[:32].contiguous(), None if scale is None else scale[:32].contiguous()
-            wanted = lowbit.reference(x, rows, scales, None, name, lowbit.TINY)
-            laid = torch.empty_like(rows)
-            lay_out(rows, laid)
-            given = (x, laid, scales, None, lowbit.PANELS, lowbit.TINY)
-            if not torch.equal(laid, lowbit.lay_out(rows)) or not torch.equal(multiply(*given), wanted):
+            expected = lowbit.reference(x, rows, scales, None, name, lowbit.TINY)
+            panel = torch.empty_like(rows)
+            lay_out(rows, panel)
+            operands = (x, panel, scales, None, lowbit.PANELS, lowbit.TINY)
+            if not torch.equal(panel, lowbit.lay_out(rows)) or not torch.equal(multiply(*operands), expected):
                 return lowbit.PANELS
     for order in (each for each in lowbit.HALVES if each in panels):
         x, weight = torch.randn(13, 40, generator=random), torch.randn(48, 40, generator=random)
-        given = (x, lowbit.lay_out(weight.bfloat16()), None, None, order, lowbit.TINY)
-        if not torch.equal(multiply(*given), lowbit.reference(*given)):
+        operands = (x, lowbit.lay_out(weight.bfloat16()), None, None, order, lowbit.TINY)
+        if not torch.equal(multiply(*operands), lowbit.reference(*operands)):
             return order
     return ""

@@ -46,7 +46,7 @@ def supported(device: torch.device) -> tuple[bool, str]:
     if device.type != "cuda":
         return True, "emulated by the reference"
     capability = tiles.capability(device)
-    reason = f"compute capability {capability / 10}, FP8 needs {NEEDS / 10}"
+    reason = f"FP8 needs compute capability {NEEDS / 10}, and this device has {capability / 10}"
     return capability >= NEEDS, reason
 
 
@@ -73,7 +73,7 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
         raise ValueError(f"weight: {why}")
     _require(weight.device)
     if not weight.is_meta and not torch.isfinite(weight).all():
-        raise ValueError("weight: expected finite numbers, got some that are not")
+        raise ValueError("weight: expected finite numbers, got NaN or infinity")
     data, scale = fp8_quantize.reference(weight)
     dtype = weight.dtype if weight.dtype in (torch.float16, torch.float32) else torch.bfloat16
     return Fp8Weight(data.contiguous(), scale.contiguous(), dtype)

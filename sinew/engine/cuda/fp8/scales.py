@@ -74,7 +74,7 @@ def linears(model: Model, components: Iterable[str]) -> dict[str, nn.Linear]:
     chosen = set(components)
     if unknown := chosen.difference(COMPONENTS):
         raise SinewError(
-            f"fp8: expected components of {', '.join(COMPONENTS)}, got {', '.join(sorted(unknown))}"
+            f"fp8: expected components from {', '.join(COMPONENTS)}, got {', '.join(sorted(unknown))}"
         )
     modulations = {id(norm.dense) for norm in model.modules() if isinstance(norm, AdaRMSNorm)}
     return {
@@ -105,7 +105,10 @@ def use_fp8(
     """
     scales = scales or {}
     if foreign := sorted(set(scales).difference(dict(model.named_modules()))):
-        raise SinewError(f"fp8 calibration: {foreign[0]} is not a layer of this model")
+        raise SinewError(
+            f"fp8 calibration: this model has no layer {foreign[0]}; calibrate the bundle again with"
+            " `sinew quantize`"
+        )
     for name, linear in layers.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, Fp8Linear.of(linear, scales.get(name)))
@@ -152,13 +155,15 @@ def calibrate(
         SinewError: No layer ran, or an input is not finite.
     """
     count = 0
-    with recording(layers) as found:
+    with recording(layers) as maxima:
         for run in runs:
             run()
             count += 1
-    amax = {name: float(value) for name, value in found.items()}
+    amax = {name: float(value) for name, value in maxima.items()}
     if not amax:
-        raise SinewError(f"fp8 calibration: none of {len(layers)} layers ran in {count} observations")
+        raise SinewError(
+            f"fp8 calibration: expected runs of {len(layers)} layers, but none ran in {count} observations"
+        )
     for name, value in amax.items():
         if not math.isfinite(value):
             raise SinewError(f"fp8 calibration: expected finite inputs of {name}, got {value}")
@@ -195,9 +200,11 @@ def load(fingerprint: str) -> Fp8Calibration | None:
     except FileNotFoundError:
         return None
     except (OSError, UntrustedError) as error:
-        raise SinewError(f"{path}: expected an fp8 calibration, got {error}") from None
+        raise SinewError(
+            f"{path}: expected an fp8 calibration, got {error}; remove the file and calibrate again"
+        ) from None
     if wrong := _wrong(raw, fingerprint):
-        raise SinewError(f"{path}: {wrong}; remove the file and calibrate again")
+        raise SinewError(f"{path}: {wrong}; remove the file and calibrate again with `sinew quantize`")
     return Fp8Calibration(raw["fingerprint"], raw["amax"], raw["observations"], raw["source"])
 
 

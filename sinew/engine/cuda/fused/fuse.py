@@ -157,28 +157,30 @@ def fuse(
 
 
 def _apply(fusion: KernelFusion, model: Any, ops: Ops, in_fp8: set[str]) -> RewriteOutcome:
-    done, left = [], {}
+    fused_names, skipped = [], {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, fusion.kind):
             continue
         if unknown := foreign(module, fusion.kind):
-            left[name] = unknown
+            skipped[name] = unknown
             continue
         by_library = name in in_fp8 and hasattr(fusion.into, "fused_rows")
         if why := "no row-wise kernels" if by_library and ops.rows is None else fusion.fits(module):
-            left[name] = why
+            skipped[name] = why
             continue
         become(module, fusion.into)
         fused: Any = module
         fused.ops = ops
         if by_library:
             fused.fused_rows = 0
-        done.append(name)
+        fused_names.append(name)
     name = f"fuse {fusion.kind.__name__}"
-    if not done and not left:
+    if not fused_names and not skipped:
         return RewriteOutcome(name, "not applicable", "the model has none")
-    reason = f"{fusion.into.__name__ if done else 'left as planned,'} over {type(ops).__name__}"
-    return RewriteOutcome(name, "applied" if done else "not applicable", reason + left_out(left), spans(done))
+    reason = f"{fusion.into.__name__ if fused_names else 'left as planned,'} over {type(ops).__name__}"
+    return RewriteOutcome(
+        name, "applied" if fused_names else "not applicable", reason + left_out(skipped), spans(fused_names)
+    )
 
 
 def _towers(model: Any, ops: Ops) -> RewriteOutcome:
@@ -187,10 +189,10 @@ def _towers(model: Any, ops: Ops) -> RewriteOutcome:
     A tower is fused as a whole if all of its layers fit. Otherwise only its patch embedding becomes a product over rows
     of patches.
     """
-    done, left = [], {}
+    fused_names, skipped = [], {}
     for name, tower in list(model.named_modules()):
         if unknown := foreign(tower, VisionTransformer) or foreign(tower, ViTLayer):
-            left[name] = unknown
+            skipped[name] = unknown
         if not exactly(tower, VisionTransformer):
             continue
         whys = (foreign(layer, ViTLayer) or _vision(layer) for layer in tower.layers)
@@ -200,19 +202,19 @@ def _towers(model: Any, ops: Ops) -> RewriteOutcome:
         become(tower, PatchTower if why else RowwiseTower)
         give_patches(tower)
         if why:
-            left[name] = why
+            skipped[name] = why
             continue
         for layer in tower.layers:
             become(layer, RowwiseViTLayer)
             layer.rows = ops.rows
         tower.rows = ops.rows
-        done.append(name)
-    if not done and not left:
+        fused_names.append(name)
+    if not fused_names and not skipped:
         return RewriteOutcome("fuse ViTLayer", "not applicable", "the model has none")
-    reason = f"{RowwiseViTLayer.__name__ if done else 'left as planned,'} over {type(ops).__name__}"
-    where = tuple(f"{name}.layers" for name in done)
+    reason = f"{RowwiseViTLayer.__name__ if fused_names else 'left as planned,'} over {type(ops).__name__}"
+    where = tuple(f"{name}.layers" for name in fused_names)
     return RewriteOutcome(
-        "fuse ViTLayer", "applied" if done else "not applicable", reason + left_out(left), where
+        "fuse ViTLayer", "applied" if fused_names else "not applicable", reason + left_out(skipped), where
     )
 
 
@@ -240,7 +242,8 @@ def _to_fp8(model: Any, fp8: tuple[str, ...], scales: Mapping[str, float]) -> Re
     layers = linears(model, fp8)
     if empty := sorted(set(fp8).difference(map(model.component_of, layers))):
         raise SinewError(
-            f"fp8: {empty[0]}: expected linear layers that can be in e4m3, got none in this model"
+            f"fp8: {empty[0]}: this model has no linear layers there that can be e4m3; remove {empty[0]} from the"
+            " recipe"
         )
     use_fp8(model, layers, scales)
     calibrated = sum(name in scales for name in layers)

@@ -251,5 +251,5 @@ def one(x: Tensor) -> Tensor:
         ValueError: The batch has more observations.
     """
     if len(x) != 1:
-        raise ValueError(f"batch: expected one observation, got {len(x)}")
+        raise ValueError(f"batch: engine cuda computes one observation at a time, got {len(x)}")
     return x[0]

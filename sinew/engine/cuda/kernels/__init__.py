@@ -54,8 +54,8 @@ class Kernel:
     def of(cls, module: ModuleType, **facts: Any) -> Kernel:
         """Return the kernel of a module. Kernel and module have the same name."""
         name = module.__name__.rpartition(".")[2]
-        found = (getattr(module, each) for each in (f"{name}_kernel", name, "reference", "prepare"))
-        return cls(*found, **facts)
+        members = (getattr(module, each) for each in (f"{name}_kernel", name, "reference", "prepare"))
+        return cls(*members, **facts)
 
 
 KERNELS: dict[str, Kernel] = {

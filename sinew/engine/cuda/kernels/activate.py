@@ -91,7 +91,7 @@ def prepare(
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     M, width = x.shape
     if gated and width % 2:
-        raise ValueError(f"x: expected an even width, gate and up, got {width}")
+        raise ValueError(f"x: expected an even width for gate and up, got {width}")
     N = width // 2 if gated else width
     check("x", x, (M, width), rows_apart=True)
     if x.dtype not in FLOATING:

@@ -124,17 +124,17 @@ def check_output(what: str, out: Tensor, scales: Tensor | None, x_scale: Tensor 
             raise ValueError(f"{what}: expected dtype float32, bfloat16, float16 or {E4M3}, got {out.dtype}")
         for name, tensor in (("scales", scales), ("x_scale", x_scale)):
             if tensor is not None:
-                raise ValueError(f"{name}: expected only where {what} is {E4M3}, which is {out.dtype}")
+                raise ValueError(f"{name}: can only be passed if {what} is {E4M3}, got {out.dtype}")
         return
     if scales is None:
-        raise ValueError(f"scales: expected where {what} is {E4M3}, got none")
+        raise ValueError(f"scales: must be passed if {what} is {E4M3}")
     check("scales", scales, (len(out),))
     same_dtype("scales", scales, torch.float32)
     if x_scale is not None:
         check("x_scale", x_scale.reshape(-1), (1,))
         same_dtype("x_scale", x_scale, torch.float32)
-    if out.device.type == "cuda" and (found := capability(out.device)) < NEEDS:
-        raise ValueError(f"{what}: {E4M3} needs compute capability {NEEDS / 10}, got {found / 10}")
+    if out.device.type == "cuda" and (version := capability(out.device)) < NEEDS:
+        raise ValueError(f"{what}: {E4M3} needs compute capability {NEEDS / 10}, got {version / 10}")
 
 
 def new_output(

@@ -26,7 +26,7 @@ class MissingTriton(RuntimeError):  # noqa: N818
     """Raised when a kernel is launched and triton is not installed."""
 
     def __init__(self) -> None:
-        super().__init__("kernels need triton: pip install 'triton>=3.6' (Linux)")
+        super().__init__("the kernels need triton (Linux only); run pip install 'triton>=3.6'")
 
 
 def kernel(function: Callable[..., Any]) -> Any:

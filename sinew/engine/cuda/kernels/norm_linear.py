@@ -145,7 +145,7 @@ def statistics(M: int, eps: float | None, squares: Tensor | None) -> dict[str, A
         squares: float32 [M, any number], or None without a norm.
     """
     if (eps is None) != (squares is None):
-        raise ValueError("squares: expected exactly where there is an eps")
+        raise ValueError("squares: squares and eps must be passed together")
     if squares is None:
         return {"given": None, "given_columns": 0, "GIVEN_BLOCK": 1}
     if squares.ndim != 2:

@@ -240,7 +240,9 @@ def prepare(
         same_dtype(name, tensor, q.dtype)
     for name, (a, b) in (("k, v", kv), ("own k, v", own or kv)):
         if a.stride(0) != b.stride(0):
-            raise ValueError(f"{name}: expected one distance between rows, got {a.stride(0)}, {b.stride(0)}")
+            raise ValueError(
+                f"{name}: expected equal strides of the rows, got {a.stride(0)} and {b.stride(0)}"
+            )
     tile = tile or tile_for("packed_attention", (M * H // KV, P, S, KV, D), q.dtype, q.device)
     tiles = -(-M * (H // KV) // tile.m) * KV
     if tile.split > 1:

@@ -129,8 +129,10 @@ def prepare(
 
 def _check_patches(out: Tensor, views: int, patches: int, values: int) -> None:
     if out.ndim != 3 or out.shape[:2] != (views, patches) or out.shape[2] < values or out.stride(2) != 1:
-        wanted = f"[{views}, {patches}, {values} or more], its last axis contiguous"
-        raise ValueError(f"out: expected {wanted}, got shape {list(out.shape)}, strides {list(out.stride())}")
+        expected = f"[{views}, {patches}, {values} or more], its last axis contiguous"
+        raise ValueError(
+            f"out: expected {expected}, got shape {list(out.shape)}, strides {list(out.stride())}"
+        )
 
 
 def preprocess(

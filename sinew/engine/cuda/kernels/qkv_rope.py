@@ -152,7 +152,9 @@ def prepare(
     if tile.split == 1:
         workspace = None
     elif workspace is None:
-        raise ValueError(f"workspace: expected one for a depth in {tile.split} parts, got none")
+        raise ValueError(
+            f"workspace: must be passed for a tile that splits the depth into {tile.split} parts"
+        )
     else:
         workspace.require(tile.split * tiles * tile.m * 2 * tile.n, tiles)
     arguments = {

@@ -88,7 +88,7 @@ class ResizeTables:
         from sinew.steps.image.letterbox import Letterbox
 
         if why := cls.why_not(recipe):
-            raise ValueError(f"recipe: expected a letterbox alone, got {why}: resize on the host")
+            raise ValueError(f"recipe: expected only a letterbox step, got {why}; resize on the host")
         box = recipe.steps[0] if recipe.steps else Letterbox(recipe.height, recipe.width)
         assert isinstance(box, Letterbox)  # the only step that a device supports
         if not recipe.steps and (height, width) != box.fixed:

@@ -112,7 +112,7 @@ def prepare(
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
     M, C = stream.shape
     if (branch is None) != (total is None):
-        raise ValueError("total: expected exactly where there is a branch to add")
+        raise ValueError("total: total and branch must be passed together")
     vectors = {"weight": weight, "shift": shift, "branch_bias": branch_bias, "gate": gate}
     for name in ("branch_bias", "gate"):
         if vectors[name] is not None and branch is None:
@@ -130,7 +130,7 @@ def prepare(
             check(name, vector, (C,))
     if squares is not None:
         if kind != "rms" or branch is not None:
-            raise ValueError("squares: expected only for an RMS norm of the stream as it is")
+            raise ValueError("squares: can only be passed for an RMS norm without a branch")
         check("squares", squares, (M, squares.shape[-1]))
         same_dtype("squares", squares, torch.float32)
     check_row("stream", C)

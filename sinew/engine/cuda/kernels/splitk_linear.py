@@ -148,7 +148,7 @@ def prepare(
     if residual is not None:
         check("residual", residual, (M, N), rows_apart=True)
     if (scale is None) != (scaled is None):
-        raise ValueError("scaled: expected exactly where there is a scale")
+        raise ValueError("scaled: scaled and scale must be passed together")
     if scale is not None and scaled is not None:
         check("scale", scale, (N,))
         check("scaled", scaled, (M, N), rows_apart=True)

@@ -144,10 +144,10 @@ def architecture(capability: int) -> int:
     """
     if capability in LIKE:
         return LIKE[capability]
-    known = [row for row in ARCHITECTURES if row <= capability]
-    if not known:
+    candidates = [row for row in ARCHITECTURES if row <= capability]
+    if not candidates:
         raise ValueError(f"compute capability: expected 8.0 or newer, got {capability / 10}")
-    return known[-1]
+    return candidates[-1]
 
 
 def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: int) -> Tile:

@@ -63,8 +63,8 @@ class FrameMap:
     def __call__(self, frame: np.ndarray) -> np.ndarray:
         """Return the pixels of a frame: uint8 [height, width, 3] -> float32 [channels, h, w]."""
         planes = self.rows @ frame.astype(np.float32).transpose(2, 0, 1) @ self.columns
-        found: np.ndarray = self.scale[:, None, None] * planes[self.channels] + self.offset
-        return found
+        pixels: np.ndarray = self.scale[:, None, None] * planes[self.channels] + self.offset
+        return pixels
 
 
 def frame_map(recipe: ImageRecipe, height: int, width: int) -> FrameMap | None:
@@ -87,17 +87,17 @@ def frame_map(recipe: ImageRecipe, height: int, width: int) -> FrameMap | None:
     if not np.all(scale):
         return None
     rows, columns = np.empty((offset.shape[1], height)), np.empty((width, offset.shape[2]))
-    seen = int(channels[0])
+    colour = int(channels[0])
     for at, (size, probe) in enumerate(((height, rows.T), (width, columns))):
         for line in range(size):
             black[:] = 0
             if at == 0:
-                black[line, :, seen] = 255
+                black[line, :, colour] = 255
                 probe[line] = linear(black)[0, :, centre[1]]
             else:
-                black[:, line, seen] = 255
+                black[:, line, colour] = 255
                 probe[line] = linear(black)[0, centre[0]]
-    made = FrameMap(
+    result = FrameMap(
         height,
         width,
         (rows / (255 * scale[0])).astype(np.float32),
@@ -107,7 +107,7 @@ def frame_map(recipe: ImageRecipe, height: int, width: int) -> FrameMap | None:
         offset.astype(np.float32),
     )
     frames = np.random.default_rng(0).integers(0, 256, (CHECKED, height, width, 3), np.uint8)
-    return made if all(_near(made(frame), prepare_frame(frame, recipe)) for frame in frames) else None
+    return result if all(_near(result(frame), prepare_frame(frame, recipe)) for frame in frames) else None
 
 
 def _near(got: np.ndarray, wanted: np.ndarray) -> bool:
@@ -117,8 +117,8 @@ def _near(got: np.ndarray, wanted: np.ndarray) -> bool:
 def _cut(linear: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return the columns of values [n, m] that the policy clips to -1 and 1, as bool [m]."""
     beyond = np.abs(linear) > 1
-    found: np.ndarray = np.any(beyond, axis=0) & np.all(~beyond | (np.abs(wanted) <= 1), axis=0)
-    return found
+    cut: np.ndarray = np.any(beyond, axis=0) & np.all(~beyond | (np.abs(wanted) <= 1), axis=0)
+    return cut
 
 
 def affine(function: Callable[[np.ndarray], np.ndarray], given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -130,11 +130,11 @@ def affine(function: Callable[[np.ndarray], np.ndarray], given: np.ndarray) -> t
     """
     offset, matrix = function(given), []
     for at in range(len(given)):
-        moved = given.copy()
-        moved[at] += 1
-        matrix.append(function(moved) - offset)
-    found = np.array(matrix, np.float64).reshape(len(given), -1)
-    return found, offset - given @ found
+        shifted = given.copy()
+        shifted[at] += 1
+        matrix.append(function(shifted) - offset)
+    rows = np.array(matrix, np.float64).reshape(len(given), -1)
+    return rows, offset - given @ rows
 
 
 def write_whole(manifest: Manifest, folder: Path, prompt: str = "") -> list[str]:
@@ -160,12 +160,16 @@ def write_whole(manifest: Manifest, folder: Path, prompt: str = "") -> list[str]
     graphs, spec = GraphSet.load(folder), manifest.spec
     if graphs.said:
         raise SinewError(
-            "one graph: expected a policy with a fixed number of steps, got an autoregressive one"
+            "one graph: expected a policy with a fixed number of steps, got an autoregressive policy"
         )
     if spec.history > 1:
-        raise SinewError(f"one graph: expected a policy that reads one moment, got one of {spec.history}")
+        raise SinewError(
+            f"one graph: expected a policy that reads one observation step, got a history of {spec.history}"
+        )
     if graphs.borrows:
-        raise SinewError(f"{folder}: expected graphs with weights, got some that borrow them from the bundle")
+        raise SinewError(
+            f"{folder}: expected graphs with weights, got graphs that use the bundle's weights; export again"
+        )
     processor = Processor(manifest)
     builder = _Builder(onnx, manifest, processor, graphs, folder)
     builder.build(_tokens(processor, prompt))
@@ -199,12 +203,13 @@ def _tokens(processor: Processor, prompt: str) -> np.ndarray | None:
         width = processor.state_normalizer.width
         return np.asarray(processor.prompter.encode(text, np.full(width, state, np.float32)), np.int64)
 
-    found, other = tokens(prompt or "one", -0.5), tokens(prompt or "another one", 0.5)
-    if np.array_equal(found, other):
-        return found
+    ids, other = tokens(prompt or "one", -0.5), tokens(prompt or "another one", 0.5)
+    if np.array_equal(ids, other):
+        return ids
     if prompt:
         raise SinewError(
-            "one graph: --prompt: expected a prompt that is the instruction, got one with the state"
+            "one graph: --prompt: this policy writes the state into its prompt, so the prompt cannot be constant;"
+            " omit --prompt"
         )
     return None
 
@@ -236,8 +241,8 @@ class _Builder:
         """
         for stage in STAGES:
             self._function(stage)
-        given = self._read_inputs(tokens)
-        context = self._call("read", given, dict.fromkeys(self._graphs.reads, ""))
+        inputs = self._read_inputs(tokens)
+        context = self._call("read", inputs, dict.fromkeys(self._graphs.reads, ""))
         self._finish(self._solve(context))
 
     def model(self) -> Any:
@@ -255,10 +260,10 @@ class _Builder:
         graph, nodes = loaded.graph, list(loaded.graph.node)
         weights = [each.name for each in graph.initializer]
         for each in graph.initializer:
-            kept = onnx.TensorProto()
-            kept.CopyFrom(each)
-            kept.name = f"{stage}.{each.name}"
-            self._stored.append(kept)
+            stored = onnx.TensorProto()
+            stored.CopyFrom(each)
+            stored.name = f"{stage}.{each.name}"
+            self._stored.append(stored)
         outputs = [each.name for each in graph.output]
         # ONNX requires that a node computes each output of a function.
         for name in set(outputs) & set(weights):
@@ -304,39 +309,40 @@ class _Builder:
         )
         if prompt is None:
             shape = 1, spec.max_prompt_tokens
-            words = self._input("tokens", "INT64", shape, "of the prompt, and anything behind them")
-            mask = self._input("token_mask", "BOOL", shape, "true for tokens of the prompt")
+            words = self._input("tokens", "INT64", shape, "the prompt's tokens, then any values")
+            mask = self._input("token_mask", "BOOL", shape, "True for tokens of the prompt")
         else:
             words, mask = self._constant(prompt[None]), self._constant(np.ones((1, len(prompt)), bool))
-        seen = self._constant(np.ones((1, self._graphs.views), bool))
-        given = next(iter(tokens.values())), seen, words, mask, self._state()
-        return dict(zip(READ_INPUTS, given, strict=True))
+        camera_mask = self._constant(np.ones((1, self._graphs.views), bool))
+        values = next(iter(tokens.values())), camera_mask, words, mask, self._state()
+        return dict(zip(READ_INPUTS, values, strict=True))
 
     def _frames(self, camera: int) -> str:
         """Return the name of a camera's pixels, float32 [1, channels, h, w], which are computed from raw frames."""
         about, recipe = self._spec.cameras[camera], self._recipe.image.of_camera(camera)
-        found = frame_map(recipe, about.height, about.width)
-        note = "as the camera takes them"
-        if found is None:
-            found = frame_map(recipe, *recipe.picture)
-            note = "resized before, as the bundle's own way of it rounds"
-        if found is None:
+        frames = frame_map(recipe, about.height, about.width)
+        note = "in the camera's size"
+        if frames is None:
+            frames = frame_map(recipe, *recipe.picture)
+            note = "which you must resize before, because the bundle's resize rounds"
+        if frames is None:
             raise SinewError(
-                f"one graph: {about.name}: expected steps of an image that are linear, got others in this bundle"
+                f"one graph: {about.name}: this bundle has image steps that are not linear, which a single graph"
+                " cannot contain"
             )
-        frame = self._input(about.name, "UINT8", (found.height, found.width, 3), f"frames, {note}")
+        frame = self._input(about.name, "UINT8", (frames.height, frames.width, 3), f"frames, {note}")
         floats = self._onnx.TensorProto.FLOAT
         planes = self._node("Transpose", [self._node("Cast", [frame], to=floats)], perm=[2, 0, 1])
-        if not np.array_equal(found.rows, np.eye(found.height)):
-            planes = self._node("MatMul", [self._constant(found.rows), planes])
-        if not np.array_equal(found.columns, np.eye(found.width)):
-            planes = self._node("MatMul", [planes, self._constant(found.columns)])
-        if found.channels.tolist() != [0, 1, 2]:
-            planes = self._node("Gather", [planes, self._constant(found.channels.astype(np.int64))], axis=0)
-        offset = found.offset
+        if not np.array_equal(frames.rows, np.eye(frames.height)):
+            planes = self._node("MatMul", [self._constant(frames.rows), planes])
+        if not np.array_equal(frames.columns, np.eye(frames.width)):
+            planes = self._node("MatMul", [planes, self._constant(frames.columns)])
+        if frames.channels.tolist() != [0, 1, 2]:
+            planes = self._node("Gather", [planes, self._constant(frames.channels.astype(np.int64))], axis=0)
+        offset = frames.offset
         if np.all(offset == offset[:, :1, :1]):
             offset = offset[:, :1, :1]
-        scaled = self._node("Mul", [planes, self._constant(found.scale[:, None, None])])
+        scaled = self._node("Mul", [planes, self._constant(frames.scale[:, None, None])])
         return self._node("Unsqueeze", [self._node("Add", [scaled, self._constant(offset)]), self._ints(0)])
 
     def _state(self) -> str:
@@ -347,10 +353,10 @@ class _Builder:
             return processor.model_state(processor.state(state)).astype(np.float64)
 
         matrix, offset = affine(model_state, middle)
-        wanted = np.array([model_state(state) for state in drawn])
+        expected = np.array([model_state(state) for state in drawn])
         linear = np.array(drawn) @ matrix + offset
-        cut = _cut(linear, wanted)
-        if not _near(np.where(cut, linear.clip(-1, 1), linear), wanted):
+        cut = _cut(linear, expected)
+        if not _near(np.where(cut, linear.clip(-1, 1), linear), expected):
             raise SinewError(
                 "one graph: the normalisation of the state is not linear, which a single graph cannot contain"
             )
@@ -400,10 +406,10 @@ class _Builder:
         x = draws[0]
         earlier: list[str] = []
         for number, (step, moment) in enumerate(zip(steps, table, strict=True)):
-            given = context | {"x": x, "moment": self._constant(moment[None])}
-            out = self._call("step", given, {}, f"step{number}.")["output"]
-            moved = self._advanced(step, x, out, draws[step.draw] if step.fresh else "", earlier)
-            x, earlier = moved, [x, *earlier]
+            inputs = context | {"x": x, "moment": self._constant(moment[None])}
+            out = self._call("step", inputs, {}, f"step{number}.")["output"]
+            following = self._advanced(step, x, out, draws[step.draw] if step.fresh else "", earlier)
+            x, earlier = following, [x, *earlier]
         return x
 
     def _noise_shape(self, count: int) -> tuple[int, ...]:
@@ -416,14 +422,14 @@ class _Builder:
         if step.gain or step.estimate is None:
             parts.append(self._times(output, step.gain))
         if (estimate := step.estimate) is not None:
-            found = output
+            clean = output
             if estimate.alpha:
                 less = self._node("Sub", [x, self._times(output, estimate.sigma)])
-                found = self._times(less, 1 / estimate.alpha)
+                clean = self._times(less, 1 / estimate.alpha)
             if np.isfinite(estimate.clip):
                 bounds = [self._float(-estimate.clip), self._float(estimate.clip)]
-                found = self._node("Clip", [found, *bounds])
-            parts.append(self._times(found, estimate.weight))
+                clean = self._node("Clip", [clean, *bounds])
+            parts.append(self._times(clean, estimate.weight))
         if noise:
             parts.append(self._times(noise, step.fresh))
         parts += [
@@ -431,10 +437,10 @@ class _Builder:
             for weight, before in zip(step.earlier, earlier, strict=False)
             if weight
         ]
-        moved = parts[0]
+        total = parts[0]
         for part in parts[1:]:
-            moved = self._node("Add", [moved, part])
-        return moved
+            total = self._node("Add", [total, part])
+        return total
 
     def _finish(self, x: str) -> None:
         """Convert the solution to the robot's units: a factor for each number, and for relative actions a term of
@@ -453,9 +459,9 @@ class _Builder:
         for at in range(width):
             near, far = zeros.copy(), zeros.copy()
             near[:, at], far[:, at] = 1, 3
-            moved = finished(near, middle)
-            matrix[at] = (moved - base)[0]
-            cut[at] = np.array_equal(moved, finished(far, middle))
+            result = finished(near, middle)
+            matrix[at] = (result - base)[0]
+            cut[at] = np.array_equal(result, finished(far, middle))
         of_state, _ = affine(lambda state: finished(zeros, state)[0], middle)
         offset = base - middle @ of_state
         for number, state in enumerate(drawn):
@@ -463,16 +469,17 @@ class _Builder:
             linear = np.where(cut, chunk.clip(-1, 1), chunk)[first:][: spec.chunk_size].astype(np.float64)
             if not _near(linear @ matrix + offset + state @ of_state, finished(chunk, state)):
                 raise SinewError(
-                    "one graph: actions: expected steps that are linear, got others in this bundle"
+                    "one graph: actions: this bundle has action steps that are not linear, which a single graph"
+                    " cannot contain"
                 )
         if (first, spec.chunk_size) != (0, rows):
             ends = [self._ints(first), self._ints(first + spec.chunk_size), self._ints(1)]
             x = self._node("Slice", [x, *ends])
-        found = self._node("MatMul", [self._bounded(x, cut), self._constant(matrix.astype(np.float32))])
+        actions = self._node("MatMul", [self._bounded(x, cut), self._constant(matrix.astype(np.float32))])
         if np.any(of_state):
             added = self._node("MatMul", ["state", self._constant(of_state.astype(np.float32))])
-            found = self._node("Add", [found, self._node("Unsqueeze", [added, self._ints(1)])])
-        self._node("Add", [found, self._constant(offset.astype(np.float32)[None])], made="actions")
+            actions = self._node("Add", [actions, self._node("Unsqueeze", [added, self._ints(1)])])
+        self._node("Add", [actions, self._constant(offset.astype(np.float32)[None])], made="actions")
         size = 1, spec.chunk_size, spec.action.dim
         self._outputs.append(
             self._onnx.helper.make_tensor_value_info("actions", self._onnx.TensorProto.FLOAT, size)
@@ -509,7 +516,7 @@ class _Builder:
 
 
 def _renamed(onnx: Any, node: Any, old: str, new: str) -> Any:
-    found = onnx.NodeProto()
-    found.CopyFrom(node)
-    found.input[:] = [new if name == old else name for name in node.input]
-    return found
+    copied = onnx.NodeProto()
+    copied.CopyFrom(node)
+    copied.input[:] = [new if name == old else name for name in node.input]
+    return copied

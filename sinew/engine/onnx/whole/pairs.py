@@ -63,21 +63,21 @@ class WatchedEngine(OnnxEngine):
     def _watched(self, stage: str, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a stage, update the largest magnitudes, and return name -> output."""
         session = self.sessions[stage]
-        taken = {node.name: np.ascontiguousarray(given[node.name]) for node in session.get_inputs()}
-        found = dict(
-            zip((node.name for node in session.get_outputs()), session.run(None, taken), strict=True)
+        inputs = {node.name: np.ascontiguousarray(given[node.name]) for node in session.get_inputs()}
+        outputs = dict(
+            zip((node.name for node in session.get_outputs()), session.run(None, inputs), strict=True)
         )
-        for name in [name for name in found if name.endswith(LARGEST)]:
-            tensor, value = f"{stage}:{name.removesuffix(LARGEST)}", float(found.pop(name))
+        for name in [name for name in outputs if name.endswith(LARGEST)]:
+            tensor, value = f"{stage}:{name.removesuffix(LARGEST)}", float(outputs.pop(name))
             self.largest[tensor] = max(self.largest.get(tensor, 0.0), value)
-        return found
+        return outputs
 
     def _encode(self, pixels: np.ndarray) -> np.ndarray:
         return next(iter(self._watched("vision", {"pixels": pixels}).values()))
 
     def _read(self, given: dict[str, np.ndarray]) -> list[Any]:
-        found = self._watched("read", given)
-        return [self._value(found[name]) for name in self.graphs.reads]
+        outputs = self._watched("read", given)
+        return [self._value(outputs[name]) for name in self.graphs.reads]
 
     def _act(self, reads: Sequence[Any], x: np.ndarray, time_embedding: np.ndarray) -> Any:
         context = {name: value.numpy() for name, value in zip(self.graphs.reads, reads, strict=True)}
@@ -116,30 +116,35 @@ def write_pairs(
         raise MissingPackageError("quantisation", "onnx") from None
     graphs = GraphSet.load(folder)
     if graphs.said:
-        raise SinewError("--qdq: expected a policy with a fixed number of steps, got an autoregressive one")
+        raise SinewError(
+            "--qdq: expected a policy with a fixed number of steps, got an autoregressive policy"
+        )
     if graphs.recipe or graphs.borrows:
-        got = graphs.recipe or "some that borrow their weights"
+        got = graphs.recipe or "graphs that use the bundle's weights"
         raise SinewError(f"{folder}: expected graphs in float32 with weights, got {got}")
     largest, count = _magnitudes(folder, graphs, recipe, solver, runs)
-    found = Pairs()
+    counts = Pairs()
     for stage in STAGES:
         model = onnx.load(str(folder / f"{stage}.onnx"))
         products = _products(model.graph, recipe)
         scales = {name: scale_of(largest[f"{stage}:{name}"]) for name in _activations(products)}
         _put_pairs(model.graph, products, scales, bits)
         save_graph(model, folder / f"{stage}.onnx")
-        found.products.update(map(component_of, products))
-        found.left.update(
+        counts.products.update(map(component_of, products))
+        counts.left.update(
             node.op_type
             for node in model.graph.node
             if node.op_type not in MOVES | {*PAIR} and not node.output[0].endswith(PRODUCT)
         )
-    asked = {part for part, kind in recipe.items() if kind == "int8"}
-    if empty := asked - found.products.keys():
-        raise SinewError(f"--qdq: {', '.join(sorted(empty))}: expected products with weights, got none there")
+    components = {part for part, kind in recipe.items() if kind == "int8"}
+    if empty := components - counts.products.keys():
+        raise SinewError(
+            f"--qdq: {', '.join(sorted(empty))}: this component has no products with constant weights;"
+            " keep it in fp32"
+        )
     method = f"static pairs, weights of {bits} bits per channel, scales over {count} observations"
     replace(graphs, recipe=dict(recipe), method=method, bits=bits).save(folder)
-    return found
+    return counts
 
 
 def scale_of(largest: float) -> float:
@@ -242,13 +247,17 @@ def _put_pairs(graph: Any, products: Sequence[Any], scales: Mapping[str, float],
         offset = numpy_helper.to_array(constants[bias]).reshape(-1) if bias else np.zeros(1, np.float32)
         # A bias is stored as an integer in units of the sum's scale. No scale may be so small that this integer exceeds
         # 32 bits.
-        codes, found = round_weights(rows.T, bits, np.abs(offset) / (step * 2**30))
+        codes, weight_scales = round_weights(rows.T, bits, np.abs(offset) / (step * 2**30))
         shaped = codes.T.reshape(values.shape) if axis == 0 else codes
         node.input[0] = paired[activation]
-        node.input[1] = stored(f"{out}.weight", np.ascontiguousarray(shaped), found, axis)
+        node.input[1] = stored(f"{out}.weight", np.ascontiguousarray(shaped), weight_scales, axis)
         if bias:
-            sums = np.broadcast_to(np.rint(offset / (step * found.astype(np.float64))), found.shape)
-            node.input[2] = stored(f"{out}.bias", sums.astype(np.int32), (step * found).astype(np.float32), 0)
+            sums = np.broadcast_to(
+                np.rint(offset / (step * weight_scales.astype(np.float64))), weight_scales.shape
+            )
+            node.input[2] = stored(
+                f"{out}.bias", sums.astype(np.int32), (step * weight_scales).astype(np.float32), 0
+            )
         node.output[0] = f"{out}{PRODUCT}"
         nodes.append(node)
         pair(node.output[0], out, scales[out])
