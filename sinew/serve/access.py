@@ -1,15 +1,16 @@
 """Access rules for every listener of Sinew: keys, loopback, Host and Origin.
 
-**Keys.** A server with keys rejects a request without one of them. Keys travel in the header ``Authorization`` or
-``X-API-Key``, in gRPC's metadata, or in a field of the native protocol. They never travel in an address, a cookie or
-a body of HTTP. A key of the role ``metrics`` allows only ``/metrics``. A key of the role ``robot`` allows everything
-except ``/metrics`` and changes of policies. A key of the role ``admin``, or without a role, allows everything.
+**Keys.** A server with keys rejects a request without one of its keys. Keys travel in the header ``Authorization``
+or ``X-API-Key``, in gRPC's metadata, or in a field of the native protocol. A key never travels in an address, a
+cookie or a body of HTTP. A key of the role ``metrics`` allows only ``/metrics``. A key of the role ``robot`` allows
+everything except ``/metrics`` and changes of policies. A key of the role ``admin``, or without a role, allows
+everything.
 
 **Web pages** must not drive a robot or use its cameras. A server without a key could be reached by every page in a
-browser on this machine. The browser marks such requests: it sends ``Origin`` with WebSockets and with POST. With DNS
-rebinding, a page resolves its own name to the server's address. It then has the same origin for the browser: it sends
-that name as ``Host``, the same ``Origin``, and no ``Origin`` with GET. So ``Host`` must be an address, a name of this
-machine or one of ``--allow-host`` for all requests that such a page could send:
+browser on this machine. The browser marks such requests: it sends ``Origin`` with WebSockets and with POST. With
+DNS rebinding, a page resolves its own name to the server's address. The browser then sees one origin for the page
+and the server: it sends the page's name as ``Host`` and as ``Origin``, and no ``Origin`` with GET. So ``Host`` must
+be an address, a name of this machine or one of ``--allow-host`` for all requests that such a page could send:
 
 * on loopback, for every request;
 * elsewhere, for requests with ``Origin``, and for GET. Exceptions are requests that no page can send or use:

@@ -204,8 +204,8 @@ class Batcher:
             first: The request whose turn it is.
             waiting: Other ready requests, in the order of their turns.
             now: The present time.
-            beside: Requests of other policies, whose turn comes after this inference. They are assumed to cost as
-                much as ``first``, and their deadlines count.
+            beside: Requests of other policies, whose turn comes after this inference. Each of these requests is
+                assumed to cost as much as ``first``, and its deadline counts.
             crowded: True if other clients are active. A batch then costs at most ``CROWDED`` times as much as one
                 member.
         """

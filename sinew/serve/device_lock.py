@@ -162,8 +162,8 @@ class DeviceLock:
 class BackgroundTask:
     """A thread that computes in pieces while requests use a device lock.
 
-    Call ``begin`` before the first piece and ``pause`` after each piece. Both wait until the streams' share of the time
-    allows the next piece. Without a lock they never wait.
+    Call ``begin`` before the first piece and ``pause`` after each piece. Both methods wait until the streams' share
+    of the time allows the next piece. Without a lock, the methods never wait.
     """
 
     def __init__(self, device_lock: DeviceLock | None) -> None:

@@ -128,7 +128,8 @@ class ServingJob:
     Attributes:
         request: The request.
         deadline: Deadline on the clock ``time.perf_counter()``; None without a deadline.
-        together: The group of the message's jobs, if there are several. They do not replace each other.
+        together: The group of the message's jobs; None for a message with one observation. Jobs of a group do not
+            replace each other.
         deployment: The policy that answers the job.
         home: The scheduler to which the job was submitted.
         on_done: Function that takes the outcome; called once.

@@ -84,8 +84,16 @@ def swapper(
 ) -> Swapper:
     """Return the object that loads, replaces and unloads policies of a server, with the server's flags.
 
-    ``need`` computes the bytes of a policy's weights and activations from its source, ``options``, ``threads`` and the
-    number of requests in a batch.
+    Args:
+        service: The service of the server.
+        host: The resources that all policies of the server share.
+        bundle: The bundle of the first policy.
+        options: Options of ``sinew.load``.
+        threads: Number of compute threads; None for the default.
+        bounds: Limits of each policy's scheduler.
+        memory_gib: Memory for all policies, GiB; None for the default of ``memory_budget``.
+        need: Function that computes the bytes of a policy's weights and of its activations. Its arguments are
+            the source of the policy, ``options``, ``threads`` and the number of requests in a batch.
     """
     from sinew.engine.backend import choose, chosen_by
     from sinew.policy import open_bundle
@@ -121,7 +129,7 @@ def swapper(
 def memory_budget(gib: float | None, options: dict[str, Any]) -> tuple[int | None, str]:
     """Return the memory budget of all policies in bytes, and its origin. None means that there is no limit.
 
-    Without ``gib``, the budget is the memory of the machine or the cgroup minus that of the runtime. A GPU has no
+    Without ``gib``, the budget is the memory of the machine or the cgroup without the memory of the runtime. A GPU has no
     budget, because its allocator limits the memory.
     """
     if gib is not None:
@@ -175,12 +183,12 @@ class ServerLaunch:
     answering: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def run(self, process: Process, ready: Callable[[Policy | Replay], Callable[[], None]]) -> bool:
-        """Load the policy, answer requests until the process is told to stop, then close the recorders.
+        """Load the policy, answer requests until the process gets a signal to stop, and close the recorders.
 
         Args:
             process: The process, with its signals.
-            ready: Called with the warm policy. It returns a function that is called when the protocols accept
-                requests.
+            ready: Function that is called with the warm policy. Its result is a function that is called when the
+                protocols accept requests.
 
         Returns:
             False if a thread still computes.

@@ -75,7 +75,8 @@ class Deployment:
 class Policies:
     """Maps names to policies. Every method may be called from any thread.
 
-    A policy that is replaced or removed still answers its requests. It is in ``schedulers`` until it is ``retired``.
+    A policy that is replaced or removed still answers its requests. Its scheduler stays in ``schedulers`` until
+    ``retired`` is called.
     """
 
     def __init__(self, first: Deployment):
@@ -88,7 +89,7 @@ class Policies:
     def watch(self, left: Callable[[Scheduler], None]) -> None:
         """Call ``left`` with each scheduler that gets no more requests.
 
-        It is called on the thread that changes the policy, before ``put`` and ``take`` return.
+        The thread that changes the policy calls ``left`` before ``put`` and ``take`` return.
         """
         self._watching.append(left)
 

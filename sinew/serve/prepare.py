@@ -83,7 +83,7 @@ def preparation(
         bundle: The bundle.
         options: Options of ``sinew.load``.
         threads: Number of threads; None if it is not set.
-        budget: Bytes that the policy and its successor may take together; None without a limit.
+        budget: Largest memory of the policy and its successor together, in bytes; None without a limit.
     """
     from sinew.engine.onnx.borrowed import shipped
     from sinew.engine.onnx.cache import sweep
@@ -157,7 +157,9 @@ class Preparer:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the process, which removes its unfinished files. This returns at once; :meth:`join` waits for the end."""
+        """End the process, which removes its unfinished files. The method returns at once; :meth:`join` waits for
+        the end.
+        """
         with self._lock:
             self._stopping.set()
             child = self._child
@@ -316,7 +318,7 @@ class Preparer:
     def _check(self, deployment: Deployment) -> None:
         """Raise RequestError if the new form lacks a function that robots of this server have used.
 
-        This finding is stored, because the next start would have the same result.
+        The preparer stores this result, because the next start would find the same lack.
         """
         if self._stopping.is_set():
             raise RequestError("the server is shutting down")

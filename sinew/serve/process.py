@@ -143,20 +143,24 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
-def connections_within(asked: int, servers: int) -> int:
-    """Return the number of connections that each of ``servers`` may accept, at most ``asked``.
+def connections_within(requested: int, servers: int) -> int:
+    """Return the number of connections that each server of this process may accept.
 
     The number is small enough that this process can open all its files and sockets. A server without free file
     descriptors could not even reject a client.
+
+    Args:
+        requested: Largest number of connections of a server.
+        servers: Number of servers in this process.
     """
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return asked
+        return requested
     most = max(1, (soft - min(RESERVED, soft // 2)) // max(1, servers))
-    if asked > most:
+    if requested > most:
         logger.warning(
             "--max-connections %d: limited to %d on each of %d ports, because this process may open only %d files and"
             " sockets; raise `ulimit -n`",
-            *(asked, most, servers, soft),
+            *(requested, most, servers, soft),
         )
-    return min(asked, most)
+    return min(requested, most)

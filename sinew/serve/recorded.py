@@ -101,7 +101,7 @@ def record(policy: Policy, folder: str | os.PathLike[str], *, limit_bytes: int =
     :func:`sinew.connect` read it. Use the result in a ``with`` block, which writes the last records at its end.
 
     Args:
-        policy: An open policy. It stays open.
+        policy: An open policy. The policy stays open after the recording.
         folder: The folder for the records.
         limit_bytes: Largest size of all files together. Recording ends there with a warning.
 

@@ -23,8 +23,9 @@ class ReloadedFile(Generic[Read]):
 
     Args:
         paths: The files.
-        read: Reads the files. It raises :class:`SinewError` if they are not usable, for example if a certificate's key
-            is not there yet. The old content then stays, the reason is logged, and the next call tries again.
+        read: Function that reads the files. The function raises :class:`SinewError` if the files are not usable,
+            for example if the key of a certificate is still missing. After such an error, the old content stays in
+            use, the reason is logged, and the next call tries again.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Read]):

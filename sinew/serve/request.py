@@ -51,16 +51,18 @@ class Request:
 
     Attributes:
         wire: Name of the protocol.
-        decode: Decodes the observation from the received bytes. It runs on a thread of the scheduler, with a limit of
-            pixels. The limit also stops it when no client waits any more. It raises a SinewError that names the field.
+        decode: Function that decodes the observation from the received bytes. A thread of the scheduler calls the
+            function with a limit of pixels. The limit also stops the decoding when no client waits any more. For an
+            invalid observation, the function raises a SinewError that names the field.
         client: The peer, for the log.
         session: The client's name for its episode; "" without a name. A newer request of a session replaces a waiting
             request, if both have the same ``owner``.
-        deadline_ms: Milliseconds after ``arrived``. A request whose turn comes later is not computed. None takes the
-            server's deadline.
+        deadline_ms: Milliseconds after ``arrived``. A request whose turn comes later is not computed. None means
+            the server's deadline.
         arrived: Time at which the last byte arrived, on the clock ``time.perf_counter()``.
-        connection: The connection. Connections take turns, and each has a limit of waiting requests. None takes the
-            peer instead. Without a peer, there is no limit.
+        connection: The connection. Connections take turns, and each connection has a limit of waiting requests.
+            None means that ``client`` identifies the connection. Without a connection and a client, there is no
+            limit.
         owner: Owner of the session; None for the connection.
         policy: Name of the policy that should answer; "" for the first.
     """

@@ -1,4 +1,4 @@
-"""Runs one policy for many clients, with a bounded queue and a few threads. It uses no sockets.
+"""Runs one policy for many clients, with a bounded queue and a few threads. The module uses no sockets.
 
 A request passes through a *decode* thread (bytes to a prepared observation) and the *inference* thread. So decoding
 the next frames overlaps the running inference, a bad request is rejected at once, and socket threads never wait. The
@@ -162,8 +162,8 @@ class Scheduler:
 
         Args:
             job: The request.
-            on_done: Function that is called once with the chunk, with ``timing.queue_ms``, or with an error. It is
-                called on the thread that ends the request.
+            on_done: Function that is called once with the chunk, with ``timing.queue_ms``, or with an error. The
+                thread that ends the request calls the function.
 
         Raises:
             BusyError: The queue is full. ``on_done`` is not called.
@@ -230,7 +230,7 @@ class Scheduler:
             return {"waiting": self._admission.count, "running": bool(self._running), **self._counts}
 
     def drain(self) -> None:
-        """Reject new requests, answer the present ones, and end. This returns when all are answered."""
+        """Reject new requests, and answer the present requests. Return when every request is answered."""
         with self._lock:
             self._draining = True
         while not self._stopping:
@@ -252,7 +252,9 @@ class Scheduler:
             self.supervisor.forget(check)
 
     def stop(self) -> None:
-        """Reject new and waiting requests, and cancel the running one. This returns at once; ``join`` waits."""
+        """Reject new and waiting requests, and cancel the running request. Return at once; ``join`` waits for the
+        end.
+        """
         with self._lock:
             if self._stopping:
                 return
@@ -362,9 +364,9 @@ class Scheduler:
                 self._compute_for_nobody(arrived)
 
     def _compute_for_nobody(self, arrived: threading.Event) -> None:
-        """Run one inference with grey frames, which keeps clocks and caches warm.
+        """Run one inference with grey frames, so that the device's clocks stay high and its caches stay filled.
 
-        The event ``arrived`` ends it between two stages.
+        The event ``arrived`` ends this inference between two stages.
         """
         try:
             inputs = self.policy.prepare(self.policy.dummy_observation())
@@ -392,7 +394,7 @@ class Scheduler:
     def _answer(self, first: ServingJob, jobs: list[ServingJob]) -> None:
         """Compute a request that has begun, together with the requests that join it, and answer all of them.
 
-        ``jobs`` are the requests of this inference. The joining requests are added to it.
+        ``jobs`` are the requests of this inference. The method adds the joining requests to ``jobs``.
         """
         outcomes: list[Outcome] = []
         try:
@@ -420,7 +422,8 @@ class Scheduler:
         return waits
 
     def _run(self, first: ServingJob, jobs: list[ServingJob]) -> list[Outcome]:
-        """Compute a request together with waiting requests that may share its inference. They are added to ``jobs``.
+        """Compute a request together with waiting requests that may share its inference. The method adds these
+        waiting requests to ``jobs``.
 
         Returns:
             The outcome of each request in ``jobs``.
@@ -476,10 +479,10 @@ class Scheduler:
             self._ready.charge(job.connection, part)
 
     def _between(self, turn: _Turn) -> None:
-        """Let others compute between two steps of a turn.
+        """Let other requests compute between two steps of a turn.
 
-        First, waiting requests are computed that are much cheaper than this turn, and whose clients have used less.
-        Then the other policies of this device have their turn.
+        First, the method computes waiting requests that are much cheaper than this turn, and whose clients have
+        used less time. After these requests, the other policies of this device have their turn.
         """
         now = time.perf_counter()
         # Restart the time limit of the jobs, because the turn may take long if others compute in between.

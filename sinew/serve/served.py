@@ -30,7 +30,8 @@ class ServedPolicy(Protocol):
     def pauses(self) -> bool:
         """True if :meth:`run` and :meth:`run_batch` take the argument ``between``.
 
-        They call this function between two steps. Another inference of this policy may run in it.
+        Both methods call ``between`` between two steps of an inference, and ``between`` may run another inference
+        of this policy.
         """
         return False
 
@@ -38,7 +39,7 @@ class ServedPolicy(Protocol):
         """Compute once, on the thread that will run the policy."""
 
     def prepare(self, observation: Observation) -> Any:
-        """Return the input of :meth:`run`. This may be called during another inference.
+        """Return the input of :meth:`run`. The method may be called during another inference.
 
         Raises:
             SinewError: The policy does not support the observation.

@@ -1,7 +1,7 @@
 """The service behind all protocols: policies with their schedulers, keys, deadlines, metrics and a recorder.
 
-A protocol owns its sockets and its codec. It submits a :class:`Request`, and gets a chunk or an error. Health,
-metadata, authentication, counts, logs and records are the same for all protocols.
+A protocol owns its sockets and its codec. The protocol submits a :class:`Request`, and gets a chunk or an error.
+Health, metadata, authentication, counts, logs and records are the same for all protocols.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class Service:
     def submit(self, job: ServingJob, on_done: Callable[[Outcome], None]) -> ServingJob:
         """Queue the job of a request, and return it.
 
-        ``on_done`` is called exactly once, on a thread of the scheduler. It must not block.
+        ``on_done`` is called exactly once, on a thread of the scheduler. The function must not block.
 
         Raises:
-            SinewError: The request is rejected, for example with BusyError, ShuttingDownError or RequestError. Then
-                ``on_done`` is not called.
+            SinewError: The request is rejected, for example with BusyError, ShuttingDownError or RequestError. In
+                this case, ``on_done`` is not called.
         """
         request = job.request
         wait_ms = self.deadline_ms if request.deadline_ms is None else request.deadline_ms
@@ -140,7 +140,7 @@ class Service:
         self._tell(job, outcome, seconds)
 
     def submit_all(self, jobs: Sequence[ServingJob], on_done: Callable[[list[Outcome]], None]) -> None:
-        """Queue the jobs of one message. Those that fit together are computed together (``RequestGroup``).
+        """Queue the jobs of one message. One inference computes the jobs that fit together (``RequestGroup``).
 
         ``on_done`` is called exactly once, with the outcomes of all jobs in their order. The outcome of a rejected job
         is its error, and the other jobs are computed.
@@ -301,8 +301,8 @@ class Service:
             scheduler.expire()
 
     def subscribe(self, listener: Listener) -> None:
-        """Call ``listener`` with every answer and rejection from now on. It is called after the reply, on the thread
-        that sent it, and must not block.
+        """Call ``listener`` with every answer and rejection from now on. The thread that sends a reply calls the
+        listener after the reply, so the listener must not block.
         """
         self._listeners += (listener,)
 

@@ -1,7 +1,8 @@
 """Keeps the server's threads alive, and reports problems.
 
-A thread that ends by an exception is started again. If that does not help, it is reported. Other problems (a stage
-that never ends, requests that all fail) are reported by functions that are registered with ``watch``.
+The supervisor restarts a thread that ends with an exception. After ``RESTARTS`` restarts, it reports the thread as
+dead. Other problems (a stage that never ends, requests that all fail) are reported by functions that are registered
+with ``watch``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Supervisor:
         return thread
 
     def watch(self, check: Callable[[], str | None]) -> None:
-        """Call ``check`` in each :meth:`problems`. It returns a sentence or None, and must not block."""
+        """Call ``check`` in each :meth:`problems`. The check returns a sentence about a problem, or None. It must
+        not block.
+        """
         self._checks.append(check)
 
     def forget(self, check: Callable[[], str | None]) -> None:

@@ -81,9 +81,10 @@ class Swapper:
         need: MemoryNeed | None = None,
         check: Callable[[Deployment], None] = lambda _: None,
     ) -> dict[str, Any]:
-        """Load a policy under a name. If it replaces one, return when the old policy has sent its last answer.
+        """Load a policy under a name. If the new policy replaces a policy, return when the old policy has sent its
+        last answer.
 
-        Streams of the old policy end. They begin again with their next samples.
+        A stream of the old policy ends, and begins again with its next sample.
 
         Args:
             name: Name of the policy.
@@ -94,8 +95,8 @@ class Swapper:
 
         Raises:
             BusyError: Another change is in progress.
-            RequestError: The name is not valid, or the policy exceeds the budget or has another form. The old policy
-                stays. Errors of opening it are raised too.
+            RequestError: The name is not valid, or the policy exceeds the budget or has another form. The old
+                policy stays. Errors of opening the new policy are raised too.
         """
         check_name(name)
         with _only(self._changing):
@@ -138,7 +139,9 @@ class Swapper:
 
     @property
     def budget(self) -> int | None:
-        """Bytes that the first policy and its successor may take besides other policies; None without a limit."""
+        """Memory in bytes for the first policy and its successor, without the memory of the other policies; None
+        without a limit.
+        """
         others = sum(each.total for name, each in self._needs.items() if name != DEFAULT)
         return None if self._budget is None else self._budget - others
 

@@ -45,8 +45,8 @@ class Wire:
 class Listener(Protocol):
     """One or more protocols at one address.
 
-    The constructor opens the port, so that an error shows before the model is loaded. It raises AddressError if the
-    port is in use. Until ``start``, clients wait.
+    The constructor opens the port, so that an error shows before the model is loaded. The constructor raises
+    AddressError if the port is in use. Until ``start``, clients wait.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Listener(Protocol):
     dashboard: str  # address for browsers; "" without a page
 
     def start(self, service: Service) -> None:
-        """Begin to answer requests on own threads. This returns at once."""
+        """Begin to answer requests on the listener's own threads. Return at once."""
 
     def stop(self) -> None:
         """Send the finished answers and close the port. You may call this without ``start``."""

@@ -1,10 +1,10 @@
 """The two loops of all streams: one thread computes prefixes, and one thread runs heads.
 
 Each thread has its own pool of compute threads, so on a CPU a head runs at the same time as a prefix. In both
-loops, streams take turns by cost: the owner that has used least comes first. A head run costs its rows times its
-evaluations, and a prefix costs 1. A much cheaper head run may run between two evaluations of another one. No
-stream is computed more often than its rate, by this machine's clock. Streams leave a share of the time to
-requests.
+loops, streams take turns by cost: the owner that has used the least time comes first. The cost of a head run is the
+number of its actions times the number of its evaluations, and a prefix costs 1. A much cheaper head run may run
+between two evaluations of another one. No stream is computed more often than its rate, by this machine's clock.
+Streams leave a share of the time to requests.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ READ, RUN = 0, 1  # indices of the slow loop (prefixes) and of the fast loop (he
 
 
 class WindowListener(Protocol):
-    """Receives the windows and the errors of a stream. Both methods are called on the loops' threads and must not
-    block.
+    """Receives the windows and the errors of a stream. The threads of the two loops call its methods, so the
+    methods must not block.
     """
 
     def window(self, window: Window) -> None: ...
@@ -124,7 +124,7 @@ class Loops:
         self._ended = False
         # The last error whose traceback was logged. The next run may raise the same error, which is
         # not logged again.
-        self._told = ""
+        self._last_error = ""
         self._failures = RateLimitedLog(logger)
 
     def add(
@@ -269,9 +269,9 @@ class Loops:
         except SinewError as error:
             stream.listener.failed(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other streams go on
-            if (text := f"{type(error).__name__}: {str(error)[:200]}") != self._told:
+            if (text := f"{type(error).__name__}: {str(error)[:200]}") != self._last_error:
                 self._failures.error("a computation of a stream failed", error)
-                self._told = text
+                self._last_error = text
             stream.listener.failed(
                 SinewError(f"internal error ({type(error).__name__}); the log has the details")
             )

@@ -253,7 +253,9 @@ class Session:
         return self._clock()
 
     def say(self, prompt: str) -> None:
-        """Change the instruction. The next prefix uses the new instruction, even if its frame was read before."""
+        """Change the instruction. The next prefix uses the new instruction, even if the frame of this prefix was
+        read before the change.
+        """
         self.prompt = prompt
 
     def _speaks(self, tokens: int) -> TextDecoder | None:
@@ -291,7 +293,9 @@ class Session:
 
     @property
     def run_cost(self) -> float:
-        """The number of rows times the evaluations of a head run with the newest prefix; 0 without a prefix."""
+        """The cost of a head run with the newest prefix: the number of actions times the number of evaluations; 0
+        without a prefix.
+        """
         prefix = self._prefix
         return (
             0.0

@@ -17,7 +17,7 @@ class StreamedText:
 
     Attributes:
         running: The text that is being generated.
-        said: The last complete text that is not empty.
+        said: The last text that was completed and is not empty.
     """
 
     running: str = ""

@@ -62,9 +62,9 @@ class Rolling:
     """A window of H actions, each with its own noise level. After a run, action i has the level i / H.
 
     Level 1 is noise, and level 0 is clean. Action 0 of a window is final, and the later actions are the best
-    present estimates. If m nodes have passed since the last run, m actions are appended as noise. If less than
-    one node has passed, noise is added until the levels are those at the start of a run: x' = a x + b n with a =
-    (1 - t') / (1 - t) and b^2 = t'^2 - (a t)^2, as in the forward process of diffusion.
+    present estimates. If m nodes have passed since the last run, m actions are appended as noise. If less than one
+    node has passed, noise is added until the levels are equal to the levels at the start of a run: x' = a x + b n
+    with a = (1 - t') / (1 - t) and b^2 = t'^2 - (a t)^2, as in the forward process of diffusion.
 
     Args:
         engine: The engine of the policy.
@@ -135,8 +135,8 @@ class Chunks:
         rate: Rate of the stream, nodes per second.
         guidance: Guidance of real-time chunking: "guided", "no-jacobian" or "ramp". "none" computes each chunk
             independently.
-        interpolation: "linear" between the actions of a chunk, or "hold" for actions that are not positions. It
-            has no effect at the policy's own rate.
+        interpolation: "linear" between the actions of a chunk, or "hold" for actions that are not positions. The
+            interpolation has no effect at the policy's own rate.
 
     Raises:
         SinewError: The policy does not state its control rate.

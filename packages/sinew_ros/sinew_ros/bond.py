@@ -1,8 +1,8 @@
 """A bond between a managed node and its manager, as Nav2's lifecycle manager creates one with each node that it
 activates.
 
-Both sides publish heartbeats on ``/bond``, so each side notices when the other side has stopped. Messages and
-times are those of bond_core (bond/msg/Status, Constants).
+Both sides publish heartbeats on ``/bond``, so each side notices when the other side has stopped. The messages and
+times come from bond_core (bond/msg/Status, Constants).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Bond:
         threading.Thread(target=self._run, args=(self._over,), daemon=True).start()
 
     def end(self) -> None:
-        """Announce that the node is not active any more. This does not wait for an answer."""
+        """Announce that the node is not active any more. The method does not wait for an answer."""
         if self._own and not self._over.is_set():
             self._over.set()
             self._tell(False)

@@ -1,7 +1,7 @@
 """Connects a policy server with a robot's topics, as a contract describes them.
 
-The bridge does not depend on ROS or DDS. It requires a :class:`Transport` with subscriptions, publishers and a
-clock. So the same bridge runs in a node of rclpy (:mod:`sinew_ros.node`) and over plain DDS
+The bridge does not depend on ROS or DDS. The bridge requires a :class:`Transport` with subscriptions, publishers
+and a clock. So the same bridge runs in a node of rclpy (:mod:`sinew_ros.node`) and over plain DDS
 (:mod:`sinew_ros.dds`).
 """
 
@@ -71,7 +71,8 @@ class Bridge:
         timeout: Seconds to wait for the server's description of the policy.
         managed: True if the caller enables the bridge. The bridge then starts paused, and ignores the enable
             topic.
-        goals: Goals of an action. They enable the bridge and provide the instruction. None without an action.
+        goals: Goals of an action. Each goal enables the bridge and provides the instruction. None without an
+            action.
 
     Raises:
         ContractError: The contract does not fit the policy. No topic is subscribed in this case.

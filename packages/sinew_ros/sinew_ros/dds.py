@@ -1,4 +1,5 @@
-"""Topics over CycloneDDS, without an installed ROS. The messages are those of rmw_cyclonedds and rmw_fastrtps.
+"""Topics over CycloneDDS, without an installed ROS. The messages have the format of rmw_cyclonedds and
+rmw_fastrtps.
 
 In DDS, the topic ``/joint_states`` has the name ``rt/joint_states``, and the type ``sensor_msgs/msg/JointState``
 has the name ``sensor_msgs::msg::dds_::JointState_`` (ROS 2 design, "Topic and Service name mapping to DDS").

@@ -1,8 +1,9 @@
 # This file does not use `from __future__ import annotations`, because cyclonedds evaluates the types of the fields.
 """The message types that the bridge uses, as DDS structures of rmw_cyclonedds and rmw_fastrtps.
 
-Definitions: common_interfaces and rcl_interfaces of ROS 2 (the same from Humble to Kilted), lifecycle_msgs,
-bond, control_msgs, franka_msgs and interbotix_xs_msgs. tests/ros compares their bytes with those of rosbags.
+Definitions: common_interfaces and rcl_interfaces of ROS 2 (the same from Humble to Kilted), lifecycle_msgs, bond,
+control_msgs, franka_msgs and interbotix_xs_msgs. tests/ros compares the bytes of each message with the bytes that
+rosbags writes.
 """
 
 from dataclasses import dataclass, field

@@ -155,9 +155,9 @@ class Run:
 class Goals:
     """Runs goals on the open bridge, one at a time.
 
-    Without an open bridge, goals are rejected. A goal is also rejected while another one runs, unless the
-    contract sets ``goals.preempt``. Then the new goal replaces the running goal, and the robot does not stop in
-    between.
+    Without an open bridge, goals are rejected. A goal is also rejected while another one runs, unless the contract
+    sets ``goals.preempt``. With ``goals.preempt``, the new goal replaces the running goal, and the robot does not
+    stop in between.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class Goals:
         self.count: Counter = Counter()  # outcome, or "refused" -> number of goals
 
     def open(self, bridge: DrivenRobot) -> None:
-        """Accept goals for a bridge. Without a goal its robot holds."""
+        """Accept goals for a bridge. Without a goal, the robot of the bridge holds its position."""
         with self._lock:
             self._bridge = bridge
 
@@ -209,7 +209,7 @@ class Goals:
         return ""
 
     def begin(self, goal: Goal) -> None:
-        """Run an accepted goal. It replaces the running goal if there is one."""
+        """Run an accepted goal. The accepted goal replaces the running goal if there is one."""
         with self._lock:
             bridge, before = self._bridge, self._thread
             run = Run(goal, GoalSettings() if bridge is None else bridge.contract.goals, _failed(bridge))

@@ -1,8 +1,8 @@
 """A managed node of ROS 2. A manager changes the state of the node by calling services, over any transport with
 services.
 
-Source: "Managed nodes" (design.ros2.org). The numbers are those of lifecycle_msgs. The transitions, with those
-that a node makes by itself, are those of rcl_lifecycle's default state machine.
+Source: "Managed nodes" (design.ros2.org). The numbers come from lifecycle_msgs. The transitions, also the
+transitions that a node makes by itself, come from rcl_lifecycle's default state machine.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ SERVICE, EVENT = "lifecycle_msgs/srv/", "lifecycle_msgs/msg/TransitionEvent"
 
 
 class Kept:
-    """A transport that keeps its subscriptions and publishers when a bridge ends, so that the next bridge uses them
-    again.
+    """A transport whose subscriptions and publishers continue when a bridge ends, so that the next bridge can use
+    the same ones.
     """
 
     def __init__(self, transport: Any):
@@ -168,7 +168,7 @@ class Managed:
         """End the node, for example because of a signal."""
         self._ended.set()
 
-    def _change(self, asked: Any) -> bool:
+    def _change(self, transition: Any) -> bool:
         """Make a transition that the manager requests, by its label or else by its number. Return True if it
         succeeded.
         """
@@ -177,11 +177,11 @@ class Managed:
             matches = [
                 each
                 for each in possible
-                if (ASKED[each][0] == asked.label if asked.label else each == asked.id)
+                if (ASKED[each][0] == transition.label if transition.label else each == transition.id)
             ]
             if not matches or self._ended.is_set():
                 names = ", ".join(f"{ASKED[each][0]} ({each})" for each in possible) or "none"
-                state, got = STATES[self.state], asked.label or asked.id
+                state, got = STATES[self.state], transition.label or transition.id
                 logger.warning("transition: in the state %s expected one of %s, got %s", state, names, got)
                 return False
             self._go(matches[0])

@@ -17,15 +17,15 @@ REASONS = 32  # largest number of different reasons that are counted separately
 
 
 class Newest:
-    """Stores the newest message of a topic. Any thread adds messages. The loop's thread takes the newest one.
+    """Stores the newest message of a topic. Any thread adds messages. The loop's thread gets the newest message.
 
     Every message is counted once: ``received`` = ``used`` + ``replaced`` (by a newer message before it was used)
     + ``dropped`` (rejected, counted by reason) + one that may be waiting.
 
     Args:
         name: Name of the camera or of the part of the state.
-        read: Converts a message for the policy. It runs once for each used message, on the loop's thread. Raises
-            Refused.
+        read: Function that converts a message for the policy. The loop's thread calls it once for each used
+            message. Raises Refused.
         check: Checks every message when it arrives, so it must be fast. Raises Refused.
         max_age: Seconds since the exposure after which a message is not used any more.
         stamped: True if the stamp of a message is its exposure time. False uses the arrival time.

@@ -200,7 +200,7 @@ class Feed:
         seconds: float,
         deadline_s: float | None,
     ) -> None:
-        """Count an answer, and store it if a viewer is connected. This never blocks for long.
+        """Count an answer, and store it if a viewer is connected. The call never blocks for long.
 
         Args:
             wire: Name of the protocol.
@@ -219,7 +219,7 @@ class Feed:
         state = None if observation is None else np.asarray(observation.state)
         limit_ms = None if deadline_s is None else 1e3 * deadline_s
         if isinstance(outcome, SinewError):
-            outcome = _told(outcome)
+            outcome = _error_copy(outcome)
         with self._lock:
             if not any(self._viewers.values()):
                 return
@@ -316,7 +316,7 @@ class Feed:
         return ((pixels * std + mean) * 255).round().clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
 
 
-def _told(error: SinewError) -> SinewError:
+def _error_copy(error: SinewError) -> SinewError:
     """Return a copy of an error for viewers. The error itself would keep the frames of the request in memory."""
     shown = SinewError(str(error)[:MAX_TEXT])
     shown.code = error.code

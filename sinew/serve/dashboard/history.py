@@ -1,7 +1,7 @@
 """Counts and latencies of the last hour's answers, collected with or without viewers. A page shows them when it opens.
 
-An answer costs a lock and an addition to a histogram, and no answers are kept. Quantiles come from the histogram's
-bins, each of which ends 10 % above its beginning.
+Each answer adds to a histogram under a lock, and no answers are stored. Quantiles come from the histogram's bins,
+each of which ends 10 % above its beginning.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ class _Span:
 
 
 class HourHistory:
-    """Counts and latencies of the last hour, with a point for every ten seconds with requests. This class is
-    thread-safe. ``clock`` returns the seconds since the epoch.
+    """Counts and latencies of the last hour, with a point for every ten seconds with requests. Thread-safe.
+
+    Args:
+        clock: Returns the seconds since the epoch.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time):
@@ -49,7 +51,13 @@ class HourHistory:
         self._spans: deque[_Span] = deque(maxlen=SPANS)
 
     def put(self, ms: float, missed: bool, refused: bool) -> None:
-        """Count a request that was answered after ``ms``, or refused."""
+        """Count a request.
+
+        Args:
+            ms: Milliseconds from the request's arrival to its answer.
+            missed: True if the answer came after the deadline.
+            refused: True if the request was rejected. ``ms`` is not counted then.
+        """
         now = int(self._clock()) // SPAN_S * SPAN_S
         with self._lock:
             if not self._spans or self._spans[-1].began < now:

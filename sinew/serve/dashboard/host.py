@@ -24,8 +24,9 @@ class Host:
         self._all: tuple[int, int] | None = None  # all CPU ticks and the busy CPU ticks at the last call
 
     def look(self) -> dict[str, Any]:
-        """Return ``cores`` and ``memory``, and if they are known ``cpu`` (the busy share of all cores) and
-        ``own_cores`` (the number of cores that this process keeps busy)."""
+        """Return ``cores`` and ``memory``. If known, also return ``cpu`` (the busy share of all cores) and
+        ``own_cores`` (the CPU time of this process divided by the elapsed time).
+        """
         limit, available = machine.memory()
         load: dict[str, Any] = {
             "cores": self._cores,

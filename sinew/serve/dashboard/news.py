@@ -94,19 +94,19 @@ class Broadcast:
         for outbox in self._outboxes:
             outbox.end()
 
-    async def _run(self, told: int) -> None:
+    async def _run(self, last_number: int) -> None:
         loop = asyncio.get_running_loop()
         try:
             with self._feed.bell(lambda: self._ring(loop)):
                 while True:
-                    await self._news(told)
+                    await self._news(last_number)
                     try:
-                        told, message, pause = await self._make(told)
+                        last_number, message, pause = await self._make(last_number)
                     except Exception as error:  # noqa: BLE001 - one answer failed; the viewers see the next answers
                         self._quiet.error(
                             "an event of the dashboard could not be created and is skipped", error
                         )
-                        told, message, pause = self._newest(), b"", EVENTS_S
+                        last_number, message, pause = self._newest(), b"", EVENTS_S
                     for outbox in self._outboxes if message else ():
                         outbox.put(message)
                     await asyncio.sleep(pause)
@@ -114,16 +114,24 @@ class Broadcast:
             self._quiet.error("the dashboard's viewers get no further events", error)
             self.end()
 
-    async def _make(self, told: int) -> tuple[int, bytes, float]:
-        """Make the message after answer number ``told``. Return the number of the last answer in the message, the
-        message, and the seconds until the next message."""
+    async def _make(self, last_number: int) -> tuple[int, bytes, float]:
+        """Make the next message.
+
+        Args:
+            last_number: Number of the last answer in the previous message.
+
+        Returns:
+            The number of the last answer in the message, the message, and the seconds until the next message.
+        """
         raise NotImplementedError
 
     def _newest(self) -> int:
         raise NotImplementedError
 
     def _begin(self) -> int:
-        """Return the number of the last answer that the first viewer does not receive."""
+        """Return the number of the newest answer before the first message. The first viewer receives only later
+        answers.
+        """
         return self._newest()
 
     def _patience(self) -> float:
@@ -133,11 +141,11 @@ class Broadcast:
     def _left(self) -> None:
         """Clean up when the last viewer has gone."""
 
-    async def _news(self, told: int) -> None:
+    async def _news(self, last_number: int) -> None:
         """Wait until a message is due. If possible, also wait for a time just after a reply, or without a running
         inference.
         """
-        after_a_reply = await self._listen(self._patience(), told)
+        after_a_reply = await self._listen(self._patience(), last_number)
         if not after_a_reply and self._busy():
             await self._listen(PATIENCE_S)
 
@@ -145,12 +153,14 @@ class Broadcast:
         stats = self._service.policies.stats()
         return bool(stats["waiting"] or stats["running"])
 
-    async def _listen(self, seconds: float, told: int | None = None) -> bool:
-        """Return True if an answer came within ``seconds``. Do not wait if there is an answer after number ``told``."""
+    async def _listen(self, seconds: float, last_number: int | None = None) -> bool:
+        """Return True if an answer came within ``seconds``. Do not wait if there is an answer after
+        ``last_number``.
+        """
         self._rung.clear()
         self._listening = True
         try:
-            if seconds > 0 and (told is None or self._newest() == told):
+            if seconds > 0 and (last_number is None or self._newest() == last_number):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(seconds):
                         return await self._rung.wait()
@@ -159,7 +169,7 @@ class Broadcast:
             self._listening = False
 
     def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wake the loop if it waits for answers. This runs on the scheduler's threads."""
+        """Wake the loop if it waits for answers. The scheduler's threads call this method."""
         if self._listening:
             self._listening = False
             with contextlib.suppress(RuntimeError):  # the event loop has ended
@@ -187,12 +197,12 @@ class HealthBroadcast(Broadcast):
             self._health = now, policy, encoded("health", service.health() | record)
         return self._health[2]
 
-    async def _make(self, told: int) -> tuple[int, bytes, float]:
-        new = self._feed.since(told)
+    async def _make(self, last_number: int) -> tuple[int, bytes, float]:
+        new = self._feed.since(last_number)
         message = self._answers(records(new)) if new else b""
         if self._patience() <= 0:
             message += self.health()
-        return new[-1].number if new else told, message, EVENTS_S
+        return new[-1].number if new else last_number, message, EVENTS_S
 
     def _answers(self, answers: list[dict[str, Any]]) -> bytes:
         """Return the event of these answers, without answers that cannot be written as JSON."""
@@ -223,18 +233,18 @@ class Pictures(Broadcast):
 
     behind = 1  # viewers need only the newest pictures
 
-    async def _make(self, told: int) -> tuple[int, bytes, float]:
-        return await asyncio.get_running_loop().run_in_executor(None, self._pictures, told)
+    async def _make(self, last_number: int) -> tuple[int, bytes, float]:
+        return await asyncio.get_running_loop().run_in_executor(None, self._pictures, last_number)
 
     def _begin(self) -> int:
         # A new viewer receives the last frames at once.
         return 0
 
-    def _pictures(self, told: int) -> tuple[int, bytes, float]:
+    def _pictures(self, last_number: int) -> tuple[int, bytes, float]:
         pictures = self._feed.pictures()
         # No newer answer has frames, or the rate does not allow newer pictures yet.
-        if pictures.number == told:
-            return told, b"", max(EVENTS_S, pictures.until - time.perf_counter())
+        if pictures.number == last_number:
+            return last_number, b"", max(EVENTS_S, pictures.until - time.perf_counter())
         files = {name: base64.b64encode(file).decode() for name, file in pictures.files.items()}
         message = encoded("frames", {"number": pictures.number, "cameras": files}) if files else b""
         return pictures.number, message, max(EVENTS_S, pictures.until - time.perf_counter())

@@ -89,7 +89,9 @@ class Dashboard:
             news.end()
 
     async def page(self, request: web.Request) -> web.Response:
-        """Answer with the page or one of its files. They contain nothing about the policy, so they need no key."""
+        """Answer with the page or one of its files. These files contain no information about the policy, so a
+        browser needs no key for them.
+        """
         entry = self._files.get(request.match_info.get("file", ""))
         if entry is None:
             return web.Response(status=404, text="not found\n")

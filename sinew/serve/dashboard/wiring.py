@@ -1,7 +1,7 @@
 """Compares the frames and states of requests with the training data, for one line per session on the dashboard.
 
-The comparison runs only with a viewer. It uses every fifth answered request of a session, after the reply: eight
-by eight cells of each frame, and the state. The result of thirty such requests is computed when a viewer
+The comparison runs only with a viewer. For every fifth answered request of a session, it uses eight by eight cells
+of each frame, and the state. It runs after the reply. The result of thirty such requests is computed when a viewer
 receives it.
 """
 
@@ -25,7 +25,7 @@ MAX_TEXT = 300  # longest text on the page, characters
 
 @dataclass
 class _Session:
-    asked: int = 0
+    answers: int = 0
     running: WiringWatch = field(default_factory=lambda: WiringWatch(exact=False))
     # The observations of a complete round. They are judged when a viewer receives the result.
     full: WiringWatch | None = None
@@ -55,8 +55,8 @@ class Wiring:
                 while len(self._sessions) > SESSIONS:
                     self._sessions.popitem(last=False)
             self._sessions.move_to_end(name)
-            robot.asked += 1
-            if (robot.asked - 1) % EVERY:
+            robot.answers += 1
+            if (robot.answers - 1) % EVERY:
                 return
             robot.running.add({"images": observation.images, "state": observation.state})
             if robot.running.looks >= LOOKS:

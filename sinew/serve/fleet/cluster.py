@@ -136,7 +136,7 @@ class Fleet:
         self._service: Service | None = None
 
     def start(self) -> dict[str, Deployment]:
-        """Connect to the cluster or start one. Return the policies when each of them has a replica that answers."""
+        """Connect to the cluster or start one. Return the policies when each policy has a replica that answers."""
         address = self.config.address
         if address is None:
             if self._attach:
@@ -172,7 +172,7 @@ class Fleet:
         return self._remotes[DEFAULT]
 
     def stop(self) -> None:
-        """End the replicas, and the cluster if this fleet started it. This may be called twice."""
+        """End the replicas, and the cluster if this fleet started it. A second call has no effect."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -218,14 +218,14 @@ class Fleet:
         return Deployment(
             scheduler,
             about.spec,
-            self._told(name, about),
+            self._metadata(name, about),
             None,
             about.padded_state_dim,
             about.padded_action_dim,
             state=policy.state,
         )
 
-    def _told(self, name: str, about: About) -> dict[str, Any]:
+    def _metadata(self, name: str, about: About) -> dict[str, Any]:
         """Return the metadata of a policy: the metadata of a replica, with the configured number of replicas."""
         config = self._configs[name]
         fleet = {"source": config.source, "replicas": msgspec.to_builtins(config.replicas)}
@@ -322,7 +322,7 @@ class Fleet:
             replace(
                 old,
                 spec=about.spec,
-                metadata=self._told(name, about),
+                metadata=self._metadata(name, about),
                 padded_state_dim=about.padded_state_dim,
                 padded_action_dim=about.padded_action_dim,
                 changed=changed,

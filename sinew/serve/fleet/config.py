@@ -1,4 +1,6 @@
-"""The configuration of a fleet. It comes from a YAML file, or from the arguments of the application in a RayService."""
+"""The configuration of a fleet. The configuration comes from a YAML file, or from the arguments of the application
+in a RayService.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         replicas: The number of replicas.
-        ongoing: Largest number of requests that a replica has at once. It computes one of them, or a batch.
+        ongoing: Largest number of requests that a replica has at once. The replica computes one of these requests
+            at a time, or a batch.
         cpus: CPU cores that a replica reserves on its machine.
         gpus: GPUs that a replica reserves on its machine.
         memory_gib: Memory that a replica reserves on its machine, GiB; None reserves no memory.
@@ -74,9 +77,9 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The configuration of a fleet.
 
     Attributes:
-        policies: Name -> policy. One of them has the name ``default``.
+        policies: Name -> policy. One policy must have the name ``default``.
         address: The address of a Ray cluster; "auto" for the cluster of this machine. None starts a cluster on this
-            machine alone, and ends it with the fleet.
+            machine, which ends with the fleet.
     """
 
     policies: dict[str, PolicyConfig]

@@ -22,7 +22,9 @@ MIX = 0.1  # weight of the newest inference in the mean duration that replicas r
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """A replica's description of its policy. The fields are those of :class:`sinew.serve.policies.Deployment`."""
+    """A replica's description of its policy. The fields have the meaning of the same fields in
+    :class:`sinew.serve.policies.Deployment`.
+    """
 
     spec: PolicySpec
     metadata: dict[str, Any]
@@ -32,7 +34,9 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
-    """An error as a replica sends it. ``field``, ``expected`` and ``got`` are those of an ObservationError."""
+    """An error as a replica sends it. ``field``, ``expected`` and ``got`` are the attributes of an
+    ObservationError.
+    """
 
     code: str
     message: str

@@ -77,7 +77,7 @@ class Connection(Account, asyncio.Protocol):
             self._all.ledger.keep(self, size)
 
     def prove(self) -> None:
-        """Count the connection as proven, because a request of it was accepted."""
+        """Count the connection as proven, because the server accepted one of its requests."""
         if self._all is not None:
             self._all.ledger.prove(self)
 

@@ -1,7 +1,7 @@
 """The account of a server's connections: their number, their memory, and the times of their requests.
 
 The reader of a request limits this one request. This module limits many unfinished requests together, for every
-transport. It only counts. It uses no sockets, and only one thread may use it.
+transport. The module only counts, and uses no sockets. Only one thread may use a ledger.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MemoryLedger(Generic[A]):
         limit_bytes: Largest number of bytes of all connections together: requests without an answer, and bytes
             that are stored between requests. Above this limit, the connection with the most bytes is closed, so
             that connections with ordinary requests continue.
-        close: Ends a connection. It must call ``forget``.
+        close: Function that ends a connection. The function must call ``forget``.
         limit_s: Longest time for one request to arrive, seconds.
     """
 
@@ -94,7 +94,9 @@ class MemoryLedger(Generic[A]):
         return True
 
     def arrived(self, account: A, size: int, now: float) -> None:
-        """Count ``size`` more bytes of the arriving request. This may close connections, also this one."""
+        """Count ``size`` more bytes of the arriving request. The ledger may close connections, also this
+        connection.
+        """
         if account.since is None:
             account.since = now
         account.heard = now
@@ -114,7 +116,9 @@ class MemoryLedger(Generic[A]):
         self._count(account, -size)
 
     def keep(self, account: A, size: int) -> None:
-        """Count ``size`` bytes that the connection stores from now on. This may close connections, also this one."""
+        """Count ``size`` bytes that the connection stores from now on. The ledger may close connections, also this
+        connection.
+        """
         more = size - account.kept_bytes
         self._count(account, more)
         account.kept_bytes = size
@@ -122,7 +126,7 @@ class MemoryLedger(Generic[A]):
             self._make_room()
 
     def prove(self, account: A) -> None:
-        """Count the connection as proven, because a request of it was accepted."""
+        """Count the connection as proven, because the server accepted one of its requests."""
         if not account.proven:
             if account in self.open:
                 self.strangers_held -= account.held_bytes

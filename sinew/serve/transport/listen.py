@@ -216,8 +216,9 @@ def _der(cert: Path) -> bytes:
 
 
 def _end(cert: Path) -> str:
-    """Return the end of a file's first certificate as %Y%m%d%H%M%S in UTC. It is the second time in the certificate
-    (RFC 5280)."""
+    """Return the end of a file's first certificate as %Y%m%d%H%M%S in UTC. The end is the second time in the
+    certificate (RFC 5280).
+    """
     times = re.findall(TIMES, _der(cert))
     return f"20{times[1].decode()}"[-14:]
 

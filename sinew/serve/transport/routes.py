@@ -58,27 +58,30 @@ class Dialect:
 
     Attributes:
         name: Name of the protocol.
-        read: Makes a message from the received bytes, quickly.
+        read: Makes a message from the received bytes. This function must be fast, because it runs on the event
+            loop.
         observation: Makes an observation from a message, the policy's specification and a budget of pixels, on the
             decode thread.
-        answer: Makes the reply from a message, its outcomes (chunks, and errors for several observations),
-            milliseconds since it arrived, and those of the connection's message before, or None.
+        answer: Makes the reply from four arguments: the message, the outcomes (chunks, and errors for several
+            observations), the milliseconds since the message arrived, and the milliseconds of the connection's
+            previous message (None for the first message).
         guide: Makes a program for clients, as :class:`Listener` does, from the specification and the address.
         greet: Makes the first frame of a connection; None if the client speaks first.
-        reset: Makes the answer to a ``reset``, or None if the clients expect no answer; None if there is no reset.
+        reset: Makes the answer to a ``reset``, or returns None if the clients expect no answer. None if the
+            protocol has no ``reset``.
         binary: True if clients send binary frames, False if they send text.
         explains: True if an error is sent as a text frame before the connection ends.
         ping_s: Seconds between pings, which clients answer; None if clients may be too busy with their robot to answer.
         connect: Makes the dialect of one connection, if its messages depend on each other, from the arguments of
-            ``greet`` and the query of its address. Raises RequestError for an invalid query.
-        error: Makes an error reply, after which the connection continues. Without ``error``, or if it returns None, the
-            connection ends.
-        waits: True if the server stops reading from a client that sends too many observations, instead of rejecting
-            them.
-        beside: Routes on the same port that belong to the protocol.
-        seen: Makes the answer to an observation that is kept without computing a chunk, after ``observation`` has
-            decoded it.
-        kept: Returns the bytes that a connection keeps between two messages, for the ledger.
+            ``greet`` and the query of the connection's address. Raises RequestError for an invalid query.
+        error: Makes an error reply, after which the connection continues. Without ``error``, or if ``error``
+            returns None, the connection ends.
+        waits: True if the server stops reading from a client that sends too many observations. False if the server
+            rejects such observations.
+        beside: Further routes of the protocol on the same port.
+        seen: Makes the answer to an observation that is only stored. ``observation`` has decoded the observation,
+            and no chunk is computed.
+        kept: Returns the number of bytes that a connection stores between two messages, for the ledger.
     """
 
     name: str
@@ -118,7 +121,7 @@ class Page(Protocol):
 async def read_body(request: web.Request) -> tuple[float, bytearray]:
     """Read the body of a request.
 
-    ``request.read`` is not used, because it keeps the body until the connection ends.
+    ``request.read`` is not used, because that method stores the body until the connection ends.
 
     Returns:
         The time at which the request was complete, on the clock ``time.perf_counter()``, and the body.

@@ -128,7 +128,7 @@ class ZenohNode:
         return self._session
 
     def close(self) -> None:
-        """End the session and free the address. This may be called before :meth:`open`, and twice."""
+        """End the session and free the address. The method may be called before :meth:`open`, and twice."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -71,8 +71,8 @@ class Codec(Protocol):
 
     def peek(self, payload: memoryview) -> Any:
         """Return the header of a request: ``session``, ``policy`` (the name of the requested policy),
-        ``deadline_ms``, and ``error`` (the reason to reject the request, or None). This runs on the loop, so it
-        must be fast and must not raise.
+        ``deadline_ms``, and ``error`` (the reason to reject the request, or None). The method runs on the loop, so
+        it must be fast and must not raise.
         """
 
     def open_streams(self) -> Any:
@@ -469,7 +469,7 @@ class ZeroMQWire:
         jobs: Sequence[ServingJob],
         outcomes: Sequence[Outcome],
     ) -> None:
-        """Send the reply to an inference. This runs on a thread of the scheduler, or on the loop."""
+        """Send the reply to an inference. The method runs on a thread of the scheduler, or on the loop."""
         peer.under_way.difference_update(jobs)
         try:
             if self.on_loop() and any(isinstance(each, BusyError) for each in outcomes):
@@ -523,11 +523,12 @@ class Peer(Account):
     """One connection. ``reply`` and ``send`` may be called from any thread, the other methods on the loop.
 
     Attributes:
-        under_way: Unanswered jobs and open streams. They are abandoned when the connection closes.
+        under_way: Unanswered jobs and open streams. The server abandons these jobs and streams when the connection
+            closes.
         freed: Bytes of answered requests, which the loop has to free.
-        keeps: Stream -> bytes that it keeps between messages.
+        keeps: Stream -> bytes that the stream stores between messages.
         broken: True if sending failed.
-        shares: Most bytes of memory that the peer may share; 0 for none.
+        shares: Largest number of bytes of shared memory for the peer; 0 without shared memory.
         opening: The event of ``selectors`` that a handshake of TLS waits for; 0 once messages may come.
         unsent: Bytes that the socket has not accepted yet.
     """
@@ -588,7 +589,7 @@ class Peer(Account):
             self._wire.wake(self, at_once=False)
 
     def prove(self) -> None:
-        """Count the connection as proven, because a request of it was accepted."""
+        """Count the connection as proven, because the server accepted one of its requests."""
         self.next_pause = REFUSAL_PAUSE_S
         if not self.proven:
             self._wire.ledger.prove(self)
@@ -615,7 +616,7 @@ class Peer(Account):
             self.socket.close()
 
     def _write(self) -> None:
-        """Write to the socket. The caller holds the lock."""
+        """Write to the socket. The caller must have locked ``_lock``."""
         try:
             while self._out:
                 first = self._out[0]

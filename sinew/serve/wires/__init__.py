@@ -131,7 +131,7 @@ def parse(names: Sequence[str]) -> dict[str, int | str]:
 
 
 def _add() -> None:
-    """Add the protocols of other Python packages, except those with the name of a protocol of Sinew."""
+    """Add the protocols of other Python packages, except protocols that have the name of a protocol of Sinew."""
     for point in entry_points(group=GROUP):
         if point.name not in WIRES:
             WIRES[point.name] = replace(loaded(GROUP, point.name, point.value, "Wire"), name=point.name)

@@ -47,7 +47,7 @@ class Actions:
 
     async def vqa(self, request: web.Request) -> web.Response:
         """Answer a question about an observation with a text."""
-        return await self._answered(request, http.asked)
+        return await self._answered(request, http.with_question)
 
     async def subtask(self, request: web.Request) -> web.Response:
         """Answer an observation with the policy's subtask."""

@@ -49,8 +49,8 @@ def flatten(tree: Mapping[Any, Any]) -> dict[str, Any]:
 def _walk(node: Mapping[Any, Any], path: str, depth: int, found: dict[str, Any]) -> None:
     """Flatten one mapping into ``found``.
 
-    This is not a function inside ``flatten``, because a recursive inner function is a reference cycle, which
-    would keep the frames in memory until the garbage collector runs.
+    The function is not defined inside ``flatten``, because a recursive inner function is a reference cycle. The
+    frames would then stay in memory until the garbage collector runs.
     """
     if depth > MAX_DEPTH:
         raise ObservationError(path, f"at most {MAX_DEPTH} levels of containers", "more")
@@ -125,7 +125,7 @@ def read_observation(
         spec: The policy's specification.
         wire: The protocol.
         budget: Budget of pixels.
-        beside: Keys that the protocol reads itself, or ignores for a reason.
+        beside: Further allowed keys, which the protocol reads itself or ignores.
         **extra: Further fields of the Observation.
 
     Raises:
@@ -350,7 +350,7 @@ def members_of(tree: Mapping[str, Any], alone: Sequence[str]) -> list[Mapping[st
 
     Args:
         tree: The message.
-        alone: Keys that apply to all observations. They may be in the message, but not in an observation.
+        alone: Keys that apply to all observations. These keys may be in the message, but not in an observation.
 
     Raises:
         RequestError: The list of observations or a key is wrong.

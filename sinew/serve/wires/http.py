@@ -86,20 +86,20 @@ def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | No
     )
 
 
-def asked(seen: Observation) -> Observation:
+def with_question(observation: Observation) -> Observation:
     """Return the observation of a ``/vqa`` request. Raises ObservationError without a question."""
-    if not seen.question:
+    if not observation.question:
         raise ObservationError("question", "text", "nothing")
-    return seen
+    return observation
 
 
-def subtask(seen: Observation) -> Observation:
+def subtask(observation: Observation) -> Observation:
     """Return the observation of a ``/subtask`` request. Raises ObservationError with a question."""
-    if seen.question:
+    if observation.question:
         raise ObservationError(
             "question", "no question in a request for a subtask", "one; send questions to /vqa"
         )
-    return replace(seen, subtask=True, text_only=True)
+    return replace(observation, subtask=True, text_only=True)
 
 
 def answer(message: WireMessage, outcomes: Sequence[Outcome], server_ms: float, content_type: str) -> bytes:

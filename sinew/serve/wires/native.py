@@ -77,7 +77,7 @@ _NATIVE_FIELDS = {_FIELD[name] for name in ("prompt", "camera_names", "raw_state
 
 
 class Kind(IntEnum):
-    """The kind of a request. The numbers are those of ``PredictRequest.Kind``."""
+    """The kind of a request. The numbers are the same as in ``PredictRequest.Kind``."""
 
     INFER = 0
     METADATA = 1
@@ -98,8 +98,9 @@ class NativeHeader:
     Attributes:
         native: False for vla.cpp's form.
         policy: Name of the policy.
-        error: The reason why the request is rejected. The other fields then have the values that were read before.
-        found: Fields of the message, so that the message is scanned only once.
+        error: The reason why the request is rejected. If there is a reason, the other attributes have the values
+            that were read before the error.
+        entries: Fields of the message, so that the message is scanned only once.
         members: Requests inside a message with several observations; None for one observation.
         report: Bytes of a robot's report.
         generation: Generation of frames in shared memory; 0 without such frames.
@@ -113,7 +114,7 @@ class NativeHeader:
     api_key: str = ""
     policy: str = ""
     error: RequestError | None = None
-    found: Sequence[Field] | None = field(default=None, repr=False, compare=False)
+    entries: Sequence[Field] | None = field(default=None, repr=False, compare=False)
     members: Sequence[memoryview] | None = field(default=None, repr=False, compare=False)
     report: Payload | None = field(default=None, repr=False, compare=False)
     generation: int = 0
@@ -140,24 +141,24 @@ class NativeCodec:
         self.streams = self.streams or Streams(self.service, self)
         return self.streams
 
-    def peek(self, payload: Payload, asked: str = "") -> NativeHeader:
+    def peek(self, payload: Payload, default_policy: str = "") -> NativeHeader:
         """Scan a request without parsing it. This never raises an error: the header contains the reason for a
         rejection.
 
         Args:
             payload: The request.
-            asked: Name of the policy, for a request that names no policy.
+            default_policy: Name of the policy for a request that names no policy.
         """
-        header = NativeHeader(policy=asked)
+        header = NativeHeader(policy=default_policy)
         images, other_bytes, members, lone = 0, 0, list[memoryview](), ""
-        buffer, found, error = memoryview(payload), list[Field](), None
+        buffer, entries, error = memoryview(payload), list[Field](), None
         try:
-            fields(buffer, found)
+            fields(buffer, entries)
         except RequestError as refusal:
             # An error of an earlier field has precedence, so raise this error later.
             error = refusal
         try:
-            for number, wire_type, value, start, end in found:
+            for number, wire_type, value, start, end in entries:
                 if number == _IMAGES:
                     images += 1
                     continue
@@ -204,7 +205,7 @@ class NativeCodec:
                 )
             if kind not in _KINDS:
                 raise RequestError(f"kind: expected {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
-            header.kind, header.found, header.members = _KINDS[kind], found, members or None
+            header.kind, header.entries, header.members = _KINDS[kind], entries, members or None
         except RequestError as refusal:
             header.kind, header.error = Kind.INFER, refusal
         return header
@@ -245,7 +246,9 @@ class NativeCodec:
     ) -> Sequence[Callable[[PixelBudget], Observation]]:
         if header.members is None:
             frames = None if shared is None else LentFrames(shared, header.generation)
-            return [partial(self.decode, payload, policy=header.policy, found=header.found, shared=frames)]
+            return [
+                partial(self.decode, payload, policy=header.policy, entries=header.entries, shared=frames)
+            ]
         return [partial(self._member, each, header.policy) for each in header.members]
 
     def _member(self, payload: memoryview, policy: str, budget: PixelBudget) -> Observation:
@@ -258,14 +261,14 @@ class NativeCodec:
             raise RequestError(
                 "observations: move kind, policy, api_key and deadline_ms from the entries into the message"
             )
-        return self.decode(payload, budget, policy, header.found)
+        return self.decode(payload, budget, policy, header.entries)
 
     def decode(
         self,
         payload: Payload,
         budget: PixelBudget | None = None,
         policy: str = "",
-        found: Sequence[Field] | None = None,
+        entries: Sequence[Field] | None = None,
         shared: LentFrames | None = None,
     ) -> Observation:
         """Return the observation of an INFER request that ``peek`` did not reject.
@@ -277,7 +280,7 @@ class NativeCodec:
             payload: The request.
             budget: Budget of pixels.
             policy: Name of the policy.
-            found: Result of ``fields`` for the request.
+            entries: Result of ``fields`` for the request.
             shared: Shared memory that may contain its frames.
 
         Raises:
@@ -286,7 +289,7 @@ class NativeCodec:
         """
         deployment = self.service.policies.get(policy)
         spec = deployment.spec
-        request, pictures = self.parse(payload, found)
+        request, pictures = self.parse(payload, entries)
         images = [_Picture.of(picture) for picture in pictures]
         budget = budget or PixelBudget()
         keeps = shared is not None and self.service.keeps_frames(deployment)
@@ -318,13 +321,13 @@ class NativeCodec:
             **_continuation(spec, request),
         )
 
-    def parse(self, payload: Payload, found: Sequence[Field] | None = None) -> tuple[Any, list[memoryview]]:
+    def parse(self, payload: Payload, entries: Sequence[Field] | None = None) -> tuple[Any, list[memoryview]]:
         """Return the message without its images, and the images. Raises RequestError if the bytes are not a
         message.
         """
         buffer = memoryview(payload)
         pictures, beside = [], []
-        for number, wire_type, value, start, end in fields(buffer) if found is None else found:
+        for number, wire_type, value, start, end in fields(buffer) if entries is None else entries:
             if number == _IMAGES and wire_type == BYTES:
                 pictures.append(buffer[end - value : end])
             else:

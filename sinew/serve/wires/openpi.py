@@ -1,9 +1,9 @@
-"""openpi's WebSocket messages, and vLLM-Omni's dialect of them. This module uses no sockets.
+"""openpi's WebSocket messages, and vLLM-Omni's dialect of these messages. This module uses no sockets.
 
 A connection begins with the server's metadata. After that, each observation and each answer is one msgpack map.
 Source: openpi ``serving/websocket_policy_server.py`` and
 ``openpi_client/{msgpack_numpy,websocket_client_policy}.py``. The keys ``endpoint``, ``session_id`` and ``seed``
-are those of vLLM-Omni's ``serving/openpi_api``.
+come from vLLM-Omni's ``serving/openpi_api``.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def reset_answer() -> bytes:
 
 
 def metadata(spec: PolicySpec, server: Mapping[str, Any]) -> bytes:
-    """Return the first frame of a connection. It begins with the fields that vLLM-Omni's clients read."""
+    """Return the first frame of a connection. The frame begins with the fields that vLLM-Omni's clients read."""
     first = spec.cameras[0]
     cameras = field_names.camera_keys(spec, NAME)
     wrists = [name for name, key in cameras.items() if "wrist" in f"{name} {key}"]

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class OwnPolicy(ServedPolicy):
-    """A policy of your own class behind a scheduler. It computes one observation at a time, on one thread."""
+    """A policy of your own class behind a scheduler. The policy computes one observation at a time, on one thread."""
 
     def __init__(self, policy: Policy):
         self._policy, self.spec = policy, policy.spec
@@ -68,12 +68,12 @@ class OwnPolicy(ServedPolicy):
 
 
 class Server:
-    """Serves a policy to robots, on threads of this process, until :meth:`close`. It is a context manager.
+    """Serves a policy to robots, on threads of this process, until :meth:`close`. The server is a context manager.
 
     Args:
         policy: A policy of :func:`sinew.load`, or an object with ``spec``, ``infer`` and ``reset``
-            (:class:`sinew_client.policy.Policy`). It stays open, and you may use it at the same time. A path or name
-            that :func:`sinew.load` accepts is opened here and closed at the end.
+            (:class:`sinew_client.policy.Policy`). The policy stays open, and you may use it while the server runs.
+            A path or name that :func:`sinew.load` accepts is opened here and closed at the end.
         wires: Protocols, as for ``sinew serve --wire``: "native", "openpi:9000" ... Port 0 picks a free one. ()
             serves native and openpi.
         host: An address of this machine. By default the server is reachable from this machine only.

@@ -1,11 +1,11 @@
 """Streams in the native protocol: the server receives samples and frames, and sends windows of waypoints
 (docs/stream.md).
 
-A stream belongs to a connection and a session's name. It begins with its first message. Each message contains
+A stream belongs to a connection and a session's name. A stream begins with its first message. Each message contains
 everything that a server needs, so a robot's stream continues after a restart of the server. If the policy of a
 stream is replaced, the stream ends, and begins again with its next sample. The server limits the streams of one
-connection and of all connections, the bytes of a message, and the unread windows of a client. Further windows
-are dropped.
+connection and of all connections, the bytes of a message, and the unread windows of a client. Further windows are
+dropped.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class StreamParser(Protocol):
     def parse(self, payload: memoryview) -> tuple[Any, list[memoryview]]:
         """Return a message without its images, and the images."""
 
-    def decode(self, payload: memoryview, budget: PixelBudget, asked: str) -> Observation:
-        """Return the observation of a message. ``asked`` is the policy of a message that names no policy."""
+    def decode(self, payload: memoryview, budget: PixelBudget, default_policy: str) -> Observation:
+        """Return the observation of a message. ``default_policy`` is the policy for a message that names no policy."""
 
     def encode_error(self, header: None, error: SinewError) -> bytes:
         """Return an error as a message."""
@@ -108,11 +108,11 @@ class StreamingRobot:
     ended: bool = False
     dropped: int = 0
     frames: deque[int] = field(default_factory=lambda: deque(maxlen=2))
-    _told: bool = False
+    _label_sent: bool = False
 
     def window(self, window: Window) -> None:
         """Send one window on the fast loop. An empty window is sent too, because the robot measures the delay with
-        it.
+        each window.
         """
         if self.ended:
             return
@@ -156,8 +156,8 @@ class StreamingRobot:
         about.prefix_age_ms, about.sensor_age_ms = 1e3 * window.prefix_age, 1e3 * window.sensor_age
         about.head_ms = 1e3 * window.head_s
         about.text, about.said = window.text.running, window.text.said
-        if not self._told:
-            about.label, self._told = self.session.label, True
+        if not self._label_sent:
+            about.label, self._label_sent = self.session.label, True
         return reply.SerializeToString() + packed(_ACTIONS, chunk.actions)
 
 
@@ -350,7 +350,8 @@ class Streams:
 
     def _left(self, scheduler: Scheduler) -> None:
         """End the streams of a policy that was replaced or unloaded, and wait until their computations have ended.
-        Then the memory of the policy can be freed. This runs on the thread that changes the policy.
+        After the method returns, the memory of the policy can be freed. The thread that changes the policy calls
+        this method.
         """
         with self._lock:
             robots = [each for each in self.robots.values() if each.deployment.scheduler is scheduler]

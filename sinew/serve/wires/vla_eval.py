@@ -88,7 +88,9 @@ class StepSeen:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A frame as an image file or as raw pixels. It is decoded only if it belongs to a camera of the policy."""
+    """A frame as an image file or as raw pixels. The server decodes the picture only if it belongs to a camera of
+    the policy.
+    """
 
     values: Mapping[str, Any]
 
@@ -107,8 +109,8 @@ class Picture:
 class Conversation:
     """One connection: its episode, the remaining actions of the chunk, and the observation history.
 
-    The client sends every step and stores none. So each step is decoded when it arrives, and only valid steps
-    are stored. An episode ends with its connection.
+    The client sends every step, and stores no steps. So the server decodes each step when it arrives, and stores
+    only valid steps. An episode ends with its connection.
 
     Args:
         spec: The policy's specification.
@@ -446,7 +448,7 @@ def _plain(node: Any, room: list[int]) -> Any:
         room: List with one number: how many characters and values are still allowed.
 
     Raises:
-        RequestError: The task is too large. It has not been converted to text in this case.
+        RequestError: The task is too large. The error is raised before the task is converted to text.
     """
     texts = (
         [node]

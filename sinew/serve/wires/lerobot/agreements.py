@@ -1,10 +1,11 @@
-"""The agreements with the LeRobot clients of each host. They are kept across connections and restarts of the
+"""The agreements with the LeRobot clients of each host. An agreement lasts across connections and restarts of the
 server.
 
-The stock client names its policy only once, at its start. If its connection breaks, because the network failed
-or the server was restarted, gRPC makes a new connection, and the client continues without naming its policy
-again. Then the earlier agreements with its host are used. They are written to a small file, so that they outlive
-the process. The file has the names of joints and cameras, but no frames, states or actions.
+The stock client names its policy only once, at its start. If its connection breaks, because the network failed or
+the server was restarted, gRPC makes a new connection, and the client continues without naming its policy again.
+After such a break, the server uses the earlier agreements with the client's host. A small file stores the
+agreements, so that they outlive the process. The file has the names of joints and cameras, but no frames, states or
+actions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The clients of the LeRobot protocol, the agreement with each of them, and the observations that wait or arrive.
+"""The clients of the LeRobot protocol, the agreement with each client, and the observations that wait or arrive.
 
 Only the protocol's event loop uses this module.
 """
@@ -175,7 +175,9 @@ class Sessions:
 
     @contextlib.contextmanager
     def held(self, size: int) -> Iterator[None]:
-        """Within the block, count ``size`` more bytes in memory. Raises BusyError if they are too many."""
+        """Within the block, count ``size`` more bytes in memory. Raises BusyError if the clients together would
+        exceed the limit.
+        """
         self._arriving += size
         try:
             self._make_room()

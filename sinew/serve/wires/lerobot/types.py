@@ -38,6 +38,12 @@ class RemotePolicyConfig:
     """The policy that the client requests.
 
     Attributes:
+        policy_type: Name of the policy's class in LeRobot, such as "act".
+        pretrained_name_or_path: The checkpoint that the client names.
+        lerobot_features: The robot's features: name -> description.
+        actions_per_chunk: Number of actions that the client wants of each chunk.
+        device: The device that the client names.
+        rename_map: Name of a feature on the robot -> name in the policy.
         helpers: The module of the client's classes.
     """
 
@@ -69,7 +75,12 @@ class TimedObservation:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFeature:
-    """A feature. LeRobot may send it in place of a dictionary."""
+    """A feature of the robot. LeRobot may send this class in place of a dictionary.
+
+    Attributes:
+        type: Kind of the feature, such as "STATE".
+        shape: Shape of the feature's array.
+    """
 
     type: str
     shape: tuple[int, ...]

@@ -4,8 +4,9 @@ A client sends ``Ready``, names the policy and its robot's features, and then st
 its threads requests actions. The newest observation waits, and older observations are dropped. A chunk is computed when
 the client requests it. LeRobot's server has one state for all clients; here each connection has its own state.
 
-The payloads are pickles. They are read by :mod:`sinew.serve.wires.lerobot.pickle.machine`, never by Python's pickle.
-Source: ``lerobot/transport/services.proto`` and ``lerobot/async_inference/policy_server.py`` of LeRobot 0.4.4.
+The payloads are pickles. The module :mod:`sinew.serve.wires.lerobot.pickle.machine` reads the pickles, never
+Python's own ``pickle``. Source: ``lerobot/transport/services.proto`` and
+``lerobot/async_inference/policy_server.py`` of LeRobot 0.4.4.
 """
 
 from __future__ import annotations

@@ -345,7 +345,7 @@ def _differs(code: str, name: str, expected: str, value: object) -> RemoteError:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckedRequest:
     """An observation or a request for text, with checked fields. Its arrays and frames are not decoded yet.
 
     Attributes:
@@ -365,7 +365,7 @@ class Asked:
     kind: str = ""
 
 
-def read_observation(body: Mapping[str, Any], agreed: Agreed) -> Asked:
+def read_observation(body: Mapping[str, Any], agreed: Agreed) -> CheckedRequest:
     """Check the body of an observation.
 
     Args:
@@ -403,10 +403,10 @@ def read_observation(body: Mapping[str, Any], agreed: Agreed) -> Asked:
             "delay": delay,
             "rtc": offered.modes[agreed.mode],
         }
-    return Asked(sequence, echo, options, echo["task"], features)
+    return CheckedRequest(sequence, echo, options, echo["task"], features)
 
 
-def read_language(body: Mapping[str, Any], agreed: Agreed) -> Asked:
+def read_language(body: Mapping[str, Any], agreed: Agreed) -> CheckedRequest:
     """Check the body of a request for text, as :func:`read_observation` does for observations. Raises RemoteError."""
     offered = agreed.contract
     sequence, echo, features = _common(body, offered)
@@ -422,19 +422,19 @@ def read_language(body: Mapping[str, Any], agreed: Agreed) -> Asked:
         raise malformed("text", f"1 to {MAX_CHARS} characters", text)
     echo |= {"kind": kind, "intent_generation": _whole(body, "intent_generation")}
     if kind == "vqa":
-        return Asked(sequence, echo, {"question": text}, echo["task"], features, kind)
-    return Asked(sequence, echo, {"subtask": True, "text_only": True}, text, features, kind)
+        return CheckedRequest(sequence, echo, {"question": text}, echo["task"], features, kind)
+    return CheckedRequest(sequence, echo, {"subtask": True, "text_only": True}, text, features, kind)
 
 
-def observation(asked: Asked, offered: Contract, session: str, budget: PixelBudget) -> Observation:
+def observation(request: CheckedRequest, offered: Contract, session: str, budget: PixelBudget) -> Observation:
     """Decode the arrays and frames of a checked request, on a thread of the scheduler. Raises ObservationError."""
     images, state = {}, np.zeros(0, np.float32)
-    for name, record in asked.features.items():
+    for name, record in request.features.items():
         if isinstance(record, RemoteFrame):
             images[offered.cameras[name]] = record.frame(name, budget)
         else:
             state = record.array(name)
-    return Observation(images=images, state=state, prompt=asked.prompt, session=session, **asked.options)
+    return Observation(images=images, state=state, prompt=request.prompt, session=session, **request.options)
 
 
 def _common(

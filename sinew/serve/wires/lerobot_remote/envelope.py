@@ -96,7 +96,8 @@ class Tensor:
     data: memoryview | bytes
 
     def array(self, name: str) -> np.ndarray:
-        """Return the values in this machine's byte order. They are copied only if the byte order differs.
+        """Return the values in this machine's byte order. The method copies the values only if the byte order
+        differs.
 
         Args:
             name: Name of the field, for errors.

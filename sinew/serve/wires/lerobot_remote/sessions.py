@@ -8,7 +8,7 @@ from typing import Any
 
 from sinew.serve.job import ServingJob
 from sinew.serve.transport.ledger import Account
-from sinew.serve.wires.lerobot_remote.contract import Agreed, Asked
+from sinew.serve.wires.lerobot_remote.contract import Agreed, CheckedRequest
 from sinew.serve.wires.lerobot_remote.envelope import Envelope, RemoteError
 
 # Largest number of answered requests that a session stores, so that no request is answered twice.
@@ -34,13 +34,13 @@ class UnderWay:
 
     Attributes:
         message: The envelope of the request.
-        asked: The checked fields of the request.
+        request: The checked fields of the request.
         size: Bytes of the message in the ledger.
         job: The job of the scheduler.
     """
 
     message: Envelope
-    asked: Asked
+    request: CheckedRequest
     size: int
     job: ServingJob | None = None
 

@@ -1,9 +1,9 @@
 """LeRobot's remote inference: the server for ``lerobot-rollout --inference.type=remote``.
 
-A robot requests the descriptor of a deployment, opens a session, resets the session, and then sends one
-observation after another. LeRobot's server accepts one robot. Here, each open request gets its own session, and
-all sessions share the queue of the policy. The keys and the steps of a session are those of
-``remote_inference/{server,client}.py`` of huggingface/lerobot at 88807eb6.
+A robot requests the descriptor of a deployment, opens a session, resets the session, and then sends one observation
+after another. LeRobot's server accepts one robot. Here, each open request gets its own session, and all sessions
+share the queue of the policy. The keys and the steps of a session come from ``remote_inference/{server,client}.py``
+of huggingface/lerobot at 88807eb6.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ OPERATIONS = ("reset", "invalidate", "close", "status")
 
 class LeRobotRemoteWire:
     """The server of the protocol. The constructor claims the port. After :meth:`start`, robots can connect, and one
-    thread answers them.
+    thread answers the robots.
     """
 
     name = NAME
@@ -154,10 +154,10 @@ class LeRobotRemoteWire:
         instance = f"{ROOT}/{deployment}/instances/{self._instance}"
         each = f"{instance}/sessions/*"
 
-        def asked(kind: str) -> Any:
+        def queries_of(kind: str) -> Any:
             return node.queries(lambda query: (kind, deployment, query))
 
-        def sent(kind: str) -> Any:
+        def samples_of(kind: str) -> Any:
             return node.samples(partial(self._arriving, kind))
 
         def alive(sample: Any) -> None:
@@ -171,18 +171,20 @@ class LeRobotRemoteWire:
                     node.inbox.put(("alive", name, None))
 
         self._declared += [
-            zenoh.declare_queryable(f"{ROOT}/{deployment}/describe", asked("describe"), complete=True),
-            zenoh.declare_queryable(f"{instance}/open", asked("open"), complete=True),
-            zenoh.declare_queryable(f"{each}/control", asked("control"), complete=True),
-            zenoh.declare_subscriber(f"{each}/obs", sent("observation")),
-            zenoh.declare_subscriber(f"{each}/language/request", sent("language_request")),
+            zenoh.declare_queryable(f"{ROOT}/{deployment}/describe", queries_of("describe"), complete=True),
+            zenoh.declare_queryable(f"{instance}/open", queries_of("open"), complete=True),
+            zenoh.declare_queryable(f"{each}/control", queries_of("control"), complete=True),
+            zenoh.declare_subscriber(f"{each}/obs", samples_of("observation")),
+            zenoh.declare_subscriber(f"{each}/language/request", samples_of("language_request")),
             zenoh.liveliness().declare_subscriber(f"{each}/alive", node.direct(alive), history=True),
             # Declare this token last, because robots take it as the sign that the server is ready.
             zenoh.liveliness().declare_token(f"{instance}/alive"),
         ]
 
     def _arriving(self, kind: str, sample: Any) -> Any:
-        """Return the inbox entry of a robot's message; None to drop the message. This runs on a thread of Zenoh."""
+        """Return the inbox entry of a robot's message; None to drop the message. A thread of Zenoh calls this
+        method.
+        """
         name = _session_in(sample.key_expr)
         if name not in self._sessions or name in self._inbound:
             return None
@@ -590,7 +592,7 @@ def _answer(running: UnderWay, chunk: Any, agreed: agreements.Agreed) -> tuple[s
     """
     timing, offered = chunk.timing, agreed.contract
     head_s = (timing.vision_ms + timing.prefix_ms + timing.text_ms + timing.head_ms) / 1e3
-    body = dict(running.asked.echo)
+    body = dict(running.request.echo)
     body["server_durations"] = {
         "preprocessing": timing.preprocess_ms / 1e3,
         "policy": head_s,
@@ -600,7 +602,7 @@ def _answer(running: UnderWay, chunk: Any, agreed: agreements.Agreed) -> tuple[s
     }
     if chunk.warnings:
         body["warnings"] = [warning[:MAX_CHARS] for warning in chunk.warnings[:16]]
-    if running.asked.kind:
+    if running.request.kind:
         answer = chunk.text.strip()[:MAX_CHARS]
         if not answer:
             raise RemoteError("execution", "answer: the policy generated no text")

@@ -1,1 +1,3 @@
-"""A reader for the pickles of LeRobot's clients. It imports no modules and calls only its own functions."""
+"""A reader for the pickles of LeRobot's clients. The reader imports no modules for a pickle, and calls only its own
+functions.
+"""

@@ -1,5 +1,5 @@
-"""Reads pickles of untrusted clients without executing code. It supports the part of the format that plain data
-needs.
+"""Reads pickles of untrusted clients without executing code. The module supports the part of the format that plain
+data needs.
 
 A pickle is a program for a stack machine. This module has its own machine and does not use Python's ``pickle``.
 It supports the opcodes that protocols 2 to 5 use for numbers, text, bytes and containers. A name such as
@@ -41,7 +41,7 @@ class PickledName:
 
     Attributes:
         name: The name, for errors.
-        call: Function for REDUCE. It is called with the machine and the arguments.
+        call: Function for REDUCE. Its arguments are the machine and the arguments in the pickle.
         new: Function for NEWOBJ, without arguments. If both functions are None, the name can only be an
             argument.
     """
@@ -75,7 +75,7 @@ class LongText(BuiltObject):
         self._text: str | None = None
 
     def latin1(self) -> memoryview:
-        """Return the bytes that the text stands for in protocol 2."""
+        """Return the bytes that protocol 2 has encoded as this text."""
         if self._latin1 is None:
             # In UTF-8, a byte above 0xC3 starts a character outside latin1. Reject such text before it is decoded,
             # because it would become four times as large.
