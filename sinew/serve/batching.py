@@ -235,7 +235,8 @@ class Batcher:
         return best
 
     def _most_beside_others(self, kind: Hashable, count: int) -> int:
-        """Return how many of ``count`` observations of one message are computed together while others are active.
+        """Return how many of ``count`` observations of one message are computed together while other clients are
+        active.
 
         The size doubles while a batch costs little more than one observation. A size without a recent cost is tried
         once.

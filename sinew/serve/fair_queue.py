@@ -1,10 +1,11 @@
 """A queue that serves connections by cost, so that a busy client cannot starve the others.
 
-Each owner has a virtual time: the seconds of computing that its requests have cost. The owner with the smallest virtual
-time is served first (start-time fair queueing, Goyal, Vin and Cheng 1996). Between equal owners, the owner whose last
-turn was longest ago is served first. An idle owner does not save up time: when it returns, its virtual time is at least
-that of the owner that was served last. A new owner is served after the waiting owners. Until their second request, all
-new owners together have the share of one owner. So a client gains nothing from a new connection for each request.
+Each owner has a virtual time: the seconds of computing that its requests have cost. The owner with the smallest
+virtual time is served first (start-time fair queueing, Goyal, Vin and Cheng 1996). Between equal owners, the owner
+whose last turn was longest ago is served first. An idle owner does not save up time: when it returns, its virtual
+time is at least the virtual time of the owner that was served last. A new owner is served after the waiting owners.
+Until their second request, all new owners together have the share of one owner. So a client gains nothing from a
+new connection for each request.
 """
 
 from __future__ import annotations

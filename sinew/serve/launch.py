@@ -129,8 +129,8 @@ def swapper(
 def memory_budget(gib: float | None, options: dict[str, Any]) -> tuple[int | None, str]:
     """Return the memory budget of all policies in bytes, and its origin. None means that there is no limit.
 
-    Without ``gib``, the budget is the memory of the machine or the cgroup without the memory of the runtime. A GPU has no
-    budget, because its allocator limits the memory.
+    Without ``gib``, the budget is the memory of the machine or the cgroup without the memory of the runtime. A GPU
+    has no budget, because its allocator limits the memory.
     """
     if gib is not None:
         return int(gib * 2**30), f"--memory-gib {gib:g}"

@@ -533,8 +533,8 @@ class Scheduler:
     def _compute_one(self, job: ServingJob, around: Mapping[str, Any]) -> Outcome:
         """Compute a request, and count unexpected failures.
 
-        A few failures in a row may come from one client. So the policy is then tried with its own observation,
-        and the result becomes the server's health.
+        A few failures in a row may come from one client. So the scheduler then tries the policy with the policy's
+        own observation. The result becomes the server's health.
         """
         try:
             self._raise_if_abandoned(job)

@@ -186,8 +186,8 @@ class Swapper:
         if need.total > free:
             beside = ", ".join(f"{name} {_mib(each.total)}" for name, each in self._needs.items())
             raise RequestError(
-                f"source: expected at most {_mib(max(0, free))} in addition to the loaded policies ({beside}) within"
-                f" {_mib(self._budget)} ({self._why}), got {need}"
+                f"source: the policy needs {need}, but only {_mib(max(0, free))} of {_mib(self._budget)} ({self._why})"
+                f" are free with the loaded policies ({beside}); unload a policy, or choose a smaller one"
             )
 
 

@@ -58,10 +58,10 @@ class _Stream:
     """One stream.
 
     Attributes:
-        session: The session.
+        session: The session of the stream.
         listener: Receives the windows and the errors.
-        owner: The owner, which shares its turns among its streams.
-        turns: Pausable of the slow loop and of the fast loop.
+        owner: The owner of the stream. All streams of one owner share the owner's turns.
+        turns: Two objects that make the computations of the slow loop and of the fast loop wait for requests.
         gone: True after the stream was removed.
         due: Times of the next runs.
     """

@@ -151,7 +151,8 @@ class SplitPolicy(OpenPolicy):
         here, there = fingerprint(policy.bundle.path), served["server"].get("bundle_digest")
         if here != there:
             raise SinewError(
-                f"split: expected the server's bundle, digest {there}, got {here} ({policy.bundle.path})"
+                f"split: expected the server's bundle, digest {there}, got {here} ({policy.bundle.path});"
+                " copy the server's bundle to the robot"
             )
         if client.exchanged:
             raise SinewError(

@@ -147,7 +147,10 @@ class Chunks:
         self.guidance, self.interpolation = guidance, interpolation
         hz = processor.spec.control_hz
         if not hz:
-            raise SinewError("stream: the bundle states no control rate (control_hz), which a stream needs")
+            raise SinewError(
+                "stream: the bundle states no control rate (control_hz), which a stream needs;"
+                " convert the checkpoint with --control-hz RATE"
+            )
         self.hz = float(hz)
         how = "no guidance" if guidance == "none" else f"real-time chunking ({guidance})"
         between = (

@@ -245,7 +245,7 @@ def test_a_stream_follows_the_policys_own(server: Any, fields: dict[str, Any]) -
     with raw_socket(server.at["native"], zmq.DEALER) as socket:
         socket.send_multipart([b"", sample.SerializeToString()])
         reply = schema.PredictResponse.FromString(socket.recv_multipart()[-1])
-    assert reply.error.startswith(f"{next(iter(fields))}: expected none in a stream")
+    assert reply.error.startswith(f"{next(iter(fields))}: expected no value in a stream")
 
 
 def test_a_head_on_the_robot_follows_an_advantage_and_refuses_a_second_prompt(

@@ -205,7 +205,7 @@ def test_a_request_whose_replica_dies_is_sent_to_another(pool):
     assert policy.state() == {"replicas": 1, "retried": 2}
     deaths += [ReplicaLostError("killed")] * 9
     with pytest.raises(
-        SinewError, match=f"{TRIES} attempts on replicas failed, the last one with: ReplicaLostError: killed"
+        SinewError, match=f"{TRIES} attempts on replicas failed; the last error was: ReplicaLostError: killed"
     ):
         policy.run(observation)
     policy.replicas = 0

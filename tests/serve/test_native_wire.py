@@ -261,9 +261,12 @@ def test_a_policy_of_many_moments_takes_as_many_images() -> None:
         for count in (18, 19)
     }
     assert refused[18] is None
-    assert str(refused[19]) == "images: expected at most 18, got 19"
+    assert (
+        str(refused[19])
+        == "images: expected at most 18, got 19; send one frame per camera and observation step"
+    )
     other = wire.peek(vla_cpp_request(images=[Image()] * 18, policy="other").SerializeToString()).error
-    assert str(other) == "images: expected at most 16, got 18"
+    assert str(other) == "images: expected at most 16, got 18; send one frame per camera and observation step"
 
 
 @pytest.mark.parametrize(

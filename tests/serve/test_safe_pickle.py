@@ -334,11 +334,11 @@ ATTACKS = {
     "protocol 6": (b"\x80\x06N.", "expected protocol 2 to 5"),
     "nothing": (b"", "expected protocol 2 to 5"),
     "JSON": (b'{"a": 1}', "expected protocol 2 to 5"),
-    "two pickles": (pickle.dumps(1) * 2, "no bytes after its end"),
+    "two pickles": (pickle.dumps(1) * 2, "no bytes after the end of the pickle"),
     "no end": (b"\x80\x04N", "it ends at byte 3"),
-    "empty stack": (b"\x80\x04.", "one value at its end"),
-    "two values": (b"\x80\x04NN.", "one value at its end"),
-    "open mark": (b"\x80\x04N(.", "one value at its end"),
+    "empty stack": (b"\x80\x04.", "one value at the end of the pickle"),
+    "two values": (b"\x80\x04NN.", "one value at the end of the pickle"),
+    "open mark": (b"\x80\x04N(.", "one value at the end of the pickle"),
     "no mark": (b"\x80\x04t.", "no mark"),
     "below the mark": (b"\x80\x04K\x01(\x85.", "the stack is empty"),
     "append to a tuple": (b"\x80\x04)Na.", "expected a list"),
@@ -372,10 +372,10 @@ ATTACKS = {
     "array without state": (
         b"\x80\x04" + name("numpy._core.multiarray", "_reconstruct") + name("numpy", "ndarray")
         + b"K\x00\x85C\x01b\x87R.",
-        "the state of a numpy.ndarray is missing",
+        "a numpy.ndarray has no state",
     ),
     "dtype as data": (pickle.dumps(np.dtype("f4")), "expected data, got numpy.dtype"),
-    "dtype with metadata": (pickle.dumps(np.zeros(1, np.dtype("f4", metadata={"a": 1}))), "plain numpy.dtype|flags"),
+    "dtype with metadata": (pickle.dumps(np.zeros(1, np.dtype("f4", metadata={"a": 1}))), "numpy writes|flags"),
     "datetime": (pickle.dumps(np.zeros(1, "M8[s]")), "numpy.dtype 'M8'"),
     "unicode array": (pickle.dumps(np.array(["a"])), "numpy.dtype 'U1'"),
     "complex": (pickle.dumps(np.zeros(1, complex)), "numpy.dtype 'c16'"),
@@ -404,7 +404,7 @@ ATTACKS = {
     "negative stride": (rebuilt(5, (6,), (-1,)), "torch stride: expected numbers from 0"),
     "tensor without storage": (
         b"\x80\x04" + name("torch._utils", "_rebuild_tensor_v2") + b"(NNNNNNtR.",
-        "a torch tensor of a storage",
+        "a torch tensor has no storage",
     ),
 }  # fmt: skip
 

@@ -171,9 +171,8 @@ def test_what_does_not_fit_leaves_the_old_policy(tmp_path):
     with exchanging(tmp_path, budget=3 << 20) as at, Client(at.native, timeout=WAIT_S) as client:
         with pytest.raises(
             RequestError,
-            match=r"source: expected at most 1 MiB in addition to the loaded policies \(default 2 MiB\) within 3 MiB"
-            r" \(--memory-gib 1\),"
-            r" got 2 MiB \(weights 1 MiB, activations 1 MiB\)",
+            match=r"source: the policy needs 2 MiB \(weights 1 MiB, activations 1 MiB\), but only 1 MiB of 3 MiB"
+            r" \(--memory-gib 1\) are free with the loaded policies \(default 2 MiB\)",
         ):
             at.swap("other")
         at.swapper._budget = 4 << 20
@@ -210,13 +209,13 @@ def test_what_a_change_took_is_told_and_what_it_takes_is_counted(tmp_path, monke
         assert at.swapper.budget == 4 << 20
         with pytest.raises(
             RequestError,
-            match=r"at most 2 MiB in addition to the loaded policies \(default 2 MiB, arm 2 MiB\)",
+            match=r"only 2 MiB of 6 MiB .* are free with the loaded policies \(default 2 MiB, arm 2 MiB\)",
         ):
             at.swapper.load("arm", "other", need=MemoryNeed((2 << 20) + 1))
         at.swapper.unload("arm")
         known = MemoryNeed((2 << 20) + 1)  # of what stands there
         with pytest.raises(
-            RequestError, match=r"\(default 2 MiB, arm 2 MiB\) within 6 MiB .* got 2 MiB of weights$"
+            RequestError, match=r"needs 2 MiB of weights, but only .* of 6 MiB .*\(default 2 MiB, arm 2 MiB\)"
         ):
             at.swapper.load("arm", "other", need=known)
     assert (MemoryNeed(5).total, str(MemoryNeed(3 << 20))) == (5, "3 MiB of weights")

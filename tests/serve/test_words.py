@@ -251,7 +251,7 @@ def test_a_stream_is_no_place_for_questions(at: SimpleNamespace, policy: Policy)
             question="why?",
             api_key=KEY,
         )
-        with pytest.raises(ServerError, match="question: expected nothing in a stream"):
+        with pytest.raises(ServerError, match="question: expected no value in a stream"):
             client._drive(client._asking([request.SerializeToString()], 5, START_S))
 
 

@@ -114,7 +114,11 @@ class Bridge:
         self.prompt = plan.prompt
         logger.info("%s", plan.choice)
         if plan.choice.replan_reason:
-            logger.info("rule for requests: %s: %s", plan.choice.replan, plan.choice.replan_reason)
+            logger.info(
+                "when to request the next chunk (replan %s): %s",
+                plan.choice.replan,
+                plan.choice.replan_reason,
+            )
         servers = Servers(
             contract.servers,
             key,

@@ -506,7 +506,9 @@ class _Fields:
             raise ContractError(f"{self._name('joints')}: expected a list of names, got {shown(value)}")
         if len(set(value)) < len(value):
             twice = next(x for x in value if value.count(x) > 1)
-            raise ContractError(f"{self._name('joints')}: {named(twice)} is listed twice")
+            raise ContractError(
+                f"{self._name('joints')}: {named(twice)} is listed twice; list each joint once"
+            )
         return tuple(value)
 
     def vector(self, key: str, default: float, size: int) -> np.ndarray:

@@ -58,7 +58,9 @@ def picture(message: Any) -> np.ndarray:
 
 
 def compressed(message: Any) -> bytes:
-    """Return the JPEG or PNG file in a sensor_msgs/CompressedImage. The server decodes it. Raises :class:`Refused`."""
+    """Return the JPEG or PNG file in a sensor_msgs/CompressedImage. The server decodes the file. Raises
+    :class:`Refused`.
+    """
     data = bytes_of(message.data)
     if len(data) > MAX_COMPRESSED:
         raise Refused("the compressed picture is larger than 32 MiB")

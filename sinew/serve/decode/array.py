@@ -116,7 +116,10 @@ def _to_map(value: Any) -> Any:
         }
     if isinstance(value, np.generic):
         return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
-    raise TypeError(f"a message cannot contain a value of type {type(value).__name__}")
+    raise TypeError(
+        f"a message cannot contain a value of type {type(value).__name__};"
+        " convert it to a number, text, list, map or array"
+    )
 
 
 def dump_npy(array: np.ndarray) -> bytes:

@@ -102,7 +102,7 @@ def build(args: dict[str, Any]) -> Any:
     """Return the application of a RayService (docker/kuberay.yaml).
 
     Args:
-        args: ``name``, and the fields of a policy.
+        args: The fields of a :class:`PolicyConfig`, and the ``name`` of the policy.
     """
     fields = dict(args)
     name = str(fields.pop("name", "default"))

@@ -105,7 +105,7 @@ class RemotePolicy(ServedPolicy):
             self._quiet.warning("a request of %s is sent again: %s", self.name, why)
             if attempt < TRIES:
                 time.sleep(PAUSE_S)
-        raise UnhealthyError(f"{TRIES} attempts on replicas failed, the last one with: {why}")
+        raise UnhealthyError(f"{TRIES} attempts on replicas failed; the last error was: {why}")
 
     def _checked(self, found: Any, observation: Observation) -> ActionChunk:
         """Return the chunk if it has the shape of the policy's specification. Raises UnhealthyError for another shape,

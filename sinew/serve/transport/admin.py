@@ -53,7 +53,9 @@ def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
                 f"{request.method} {POLICIES} is accepted only from this machine, and only if the server has a key"
             )
         if service.swapper is None:
-            raise RequestError("this server cannot change its policies")
+            raise RequestError(
+                "this server cannot change its policies; restart it with the policies that you need"
+            )
 
     async def run(change: Callable[..., dict[str, Any]], *given: Any) -> web.StreamResponse:
         try:

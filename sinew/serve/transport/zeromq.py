@@ -423,7 +423,9 @@ class ZeroMQWire:
         count = message.count - len(envelope)
         try:
             if message.size > self._limit:
-                raise RequestError(f"request: expected at most {self._limit} bytes, got {message.size}")
+                raise RequestError(
+                    f"request: expected at most {self._limit} bytes, got {message.size}; send smaller frames"
+                )
             if count != 1:
                 raise RequestError(f"request: expected a single frame, got {count} frames")
             content = memoryview(payload[0])

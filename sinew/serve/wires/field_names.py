@@ -59,12 +59,16 @@ def _walk(node: Mapping[Any, Any], path: str, depth: int, found: dict[str, Any])
             raise ObservationError(path or "observation", "text as keys", type(key).__name__)
         name = key if isinstance(key, str) else key.decode("utf-8", "replace")
         if len(path) + len(name) > MAX_KEY:
-            raise ObservationError(path or name[:40], f"keys of at most {MAX_KEY} characters", "a longer one")
+            raise ObservationError(path or name[:40], f"keys of at most {MAX_KEY} characters", "a longer key")
         full = f"{path}/{name}" if path else name
         if isinstance(value, dict):
             _walk(value, full, depth + 1, found)
         elif full in found:
-            raise ObservationError(full, "one value", "two: in a container, and under the joined key")
+            raise ObservationError(
+                full,
+                "one value",
+                "two values, one in a container and one under the joined key; send only one of them",
+            )
         else:
             found[full] = value
         if len(found) > MAX_KEYS:
@@ -337,7 +341,9 @@ def options(flat: Mapping[str, Any]) -> dict[str, Any]:
         raise ObservationError("question", "text", "an empty string")
     if scales := {values.pop(name) for name in SCALES if name in values}:
         if len(scales) > 1:
-            raise ObservationError(SCALES[1], f"one scale, as {SCALES[0]}", "two; send only one of the keys")
+            raise ObservationError(
+                SCALES[1], f"one scale, as {SCALES[0]}", "two values; send only one of the keys"
+            )
         values[SCALES[0]] = scales.pop()
     return values
 
@@ -429,7 +435,7 @@ def _state(flat: Mapping[str, Any], spec: PolicySpec, keys: KeyMap | None, momen
     keys_present = [key for key in _STATE_KEYS if key in flat]
     if len(keys_present) > 1:
         raise ObservationError(
-            keys_present[1], f"one state, as {keys_present[0]}", "two; send only one of the keys"
+            keys_present[1], f"one state, as {keys_present[0]}", "two values; send only one of the keys"
         )
     if keys_present:
         return _vectors(keys_present[0], flat[keys_present[0]], moments)
@@ -440,7 +446,9 @@ def _prompt(flat: Mapping[str, Any], candidates: Sequence[str]) -> str:
     prompts = {key: text(key, flat[key]) for key in candidates if flat.get(key) is not None}
     if len(set(prompts.values())) > 1:
         raise ObservationError(
-            list(prompts)[1], f"one instruction, as {next(iter(prompts))}", "two; send only one of the keys"
+            list(prompts)[1],
+            f"one instruction, as {next(iter(prompts))}",
+            "two values; send only one of the keys",
         )
     return next(iter(prompts.values()), "")
 

@@ -97,7 +97,7 @@ def subtask(observation: Observation) -> Observation:
     """Return the observation of a ``/subtask`` request. Raises ObservationError with a question."""
     if observation.question:
         raise ObservationError(
-            "question", "no question in a request for a subtask", "one; send questions to /vqa"
+            "question", "no question in a request for a subtask", "a question; send questions to /vqa"
         )
     return replace(observation, subtask=True, text_only=True)
 
@@ -255,7 +255,8 @@ def _refuse_wide(tree: Any) -> None:
             nodes += node
         elif isinstance(node, str) and len(node) > MAX_WIDE and not node.isascii():
             raise RequestError(
-                f"JSON: expected at most {MAX_WIDE} characters of text that is not base64, got {len(node)}"
+                f"JSON: expected at most {MAX_WIDE} characters of text that is not base64, got {len(node)};"
+                " send frames as base64 text"
             )
 
 

@@ -189,13 +189,18 @@ class NativeCodec:
                 raise error
             kind, report = header.kind, header.report
             if images > MAX_IMAGES and images > (most := self._most_images(header.policy)):
-                raise RequestError(f"images: expected at most {most}, got {images}")
+                raise RequestError(
+                    f"images: expected at most {most}, got {images}; send one frame per camera and observation step"
+                )
             if other_bytes > MAX_BYTES_BESIDE_IMAGES:
                 raise RequestError(
-                    f"request: expected at most {MAX_BYTES_BESIDE_IMAGES} bytes besides images, got {other_bytes}"
+                    f"request: expected at most {MAX_BYTES_BESIDE_IMAGES} bytes besides images, got"
+                    f" {other_bytes}; send frames in images"
                 )
             if report is not None and kind != Kind.REPORT:
-                raise RequestError(f"report: allowed only with kind {Kind.REPORT}, got it with kind {kind}")
+                raise RequestError(
+                    f"report: expected kind {Kind.REPORT} (REPORT) for a report, got kind {kind}"
+                )
             if members and (images or lone or kind != Kind.INFER):
                 what = "images" if images else lone or f"kind {kind}"
                 raise RequestError(f"{what}: move it into the entries of observations")

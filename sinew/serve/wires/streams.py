@@ -194,7 +194,7 @@ class Streams:
         now = self._clock()
         if len(content) > MAX_MESSAGE:
             raise RequestError(
-                f"stream: expected at most {MAX_MESSAGE} bytes in a message, got {len(content)}"
+                f"stream: expected at most {MAX_MESSAGE} bytes in a message, got {len(content)}; send smaller frames"
             )
         request, pictures = self._parser.parse(content)
         for name in ("rate", "time"):
@@ -202,10 +202,10 @@ class Streams:
                 raise ObservationError(name, "a number in each message of a stream", "none")
         for name in ("noise", "lang_tokens", "state", "previous"):
             if getattr(request, name):
-                raise ObservationError(name, "nothing in a stream; the state goes into raw_state", "numbers")
+                raise ObservationError(name, "no value in a stream", "numbers; send the state as raw_state")
         for name in ("subtask", "question", "text_only"):
             if getattr(request, name):
-                raise ObservationError(name, "nothing in a stream", "it; use text_tokens")
+                raise ObservationError(name, "no value in a stream", "a value; to get text, set text_tokens")
         if request.adapter:
             raise ObservationError(
                 "adapter",
@@ -215,7 +215,11 @@ class Streams:
         state = np.fromiter(request.raw_state, np.float32, len(request.raw_state))
         for name in CONDITIONS:
             if request.HasField(name):
-                raise ObservationError(name, "none in a stream, which uses the policy's own condition", "one")
+                raise ObservationError(
+                    name,
+                    "no value in a stream",
+                    "a value; omit it, because a stream uses the policy's own condition",
+                )
         robot = self._robot(peer, envelope, header.session, request)
         if robot.safety is not None:
             robot.safety.check(Observation(images={}, state=state))

@@ -374,7 +374,9 @@ def _moment(
         for key, own in SPELLINGS.items():
             if key in flat:
                 if own in flat:
-                    raise ObservationError(key, f"one value, as {own}", "two")
+                    raise ObservationError(
+                        key, f"one value, as {own}", "two values; send only one of the keys"
+                    )
                 flat[own] = flat.pop(key)
     read = field_names.keys_read(spec, NAME)
     inputs = {

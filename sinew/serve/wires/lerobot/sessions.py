@@ -217,7 +217,9 @@ class Sessions:
                         size += len(data)
                         if size > self._limit or len(received) > MAX_PIECES:
                             most = f"{self._limit} bytes in {MAX_PIECES} pieces"
-                            raise RequestError(f"observation: expected at most {most}, got more")
+                            raise RequestError(
+                                f"observation: expected at most {most}, got more; send smaller frames"
+                            )
                         if state == END:
                             return received[0] if len(received) == 1 else b"".join(received)
             except TimeoutError:

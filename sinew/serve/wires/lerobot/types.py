@@ -87,7 +87,7 @@ class PolicyFeature:
 
 
 class _Instance(BuiltObject):
-    """An instance of one of the classes above, made from the ``__dict__`` of the client's instance."""
+    """An object of a class of this module, made from the ``__dict__`` of the client's object."""
 
     def __init__(self, kind: type, **known: Any):
         self._kind = kind
@@ -96,7 +96,7 @@ class _Instance(BuiltObject):
 
     def build(self, state: Any) -> None:
         if type(state) is not dict:
-            raise SafePickleError(f"pickle: expected fields for {self._kind.__name__}")
+            raise SafePickleError(f"pickle: expected a dictionary with the fields of {self._kind.__name__}")
         self._state = state
 
     def finish(self, plain: Callable[[Any], Any]) -> Any:

@@ -101,7 +101,11 @@ class RemoteSession(Account):
         if message.request in self.seen:
             raise RemoteError("stale", "request_id: expected a new id, got the id of an answered request")
         if sequence <= self.sequence:
-            raise RemoteError("stale", f"sequence: expected more than {self.sequence}, got {sequence}")
+            raise RemoteError(
+                "stale",
+                f"sequence: expected more than {self.sequence}, got {sequence};"
+                " number the observations of a session in order",
+            )
         self.seen[message.request] = b""
         self.sequence = sequence
 

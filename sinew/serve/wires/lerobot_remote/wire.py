@@ -356,7 +356,10 @@ class LeRobotRemoteWire:
             raise agreements.malformed("operation", " or ".join(OPERATIONS), operation)
         current = session.generation
         if message.generation < current or (operation == "status" and message.generation != current):
-            raise RemoteError("stale", f"generation: expected {current}, got {message.generation}")
+            raise RemoteError(
+                "stale",
+                f"generation: expected {current}, the generation of the last reset, got {message.generation}",
+            )
         if operation == "status":
             status = "busy" if session.running else "active"
             return encode(_ack(message, session=session.name, session_status=status))
@@ -442,7 +445,11 @@ class LeRobotRemoteWire:
                 "stale", "session_id: this is not the session of this Zenoh key; open a new session"
             )
         if message.generation != session.generation or session.controls or not session.ready:
-            raise RemoteError("stale", f"generation: expected {session.generation}, got {message.generation}")
+            raise RemoteError(
+                "stale",
+                f"generation: expected {session.generation} of a session that is ready, got"
+                f" {message.generation}; wait for the answer to the last reset",
+            )
         if session.running is not None:
             raise RemoteError(
                 "busy", "another request of this session is being computed; wait for its answer"

@@ -54,9 +54,13 @@ class _Dtype(BuiltObject):
             or type(state[1]) is not str
             or state[1] not in _ORDERS
         ):
-            raise SafePickleError("pickle: expected the state of a plain numpy.dtype")
+            raise SafePickleError(
+                "pickle: the state of a numpy.dtype does not have the form that numpy writes"
+            )
         if (state[0], *state[2:]) != (3, None, None, None, -1, -1, 0):
-            raise SafePickleError("pickle: numpy.dtype with fields, sub-arrays or flags is not allowed")
+            raise SafePickleError(
+                "pickle: numpy.dtype with fields, sub-arrays or flags is not allowed; send plain arrays"
+            )
         self._order = state[1]
 
     @property
@@ -75,13 +79,15 @@ class _Array(BuiltObject):
 
     def build(self, state: Any) -> None:
         if type(state) is not tuple or len(state) != 5 or state[0] != 1:
-            raise SafePickleError("pickle: expected the five parts of a numpy.ndarray's state")
+            raise SafePickleError("pickle: the state of a numpy.ndarray does not have five parts")
         _version, shape, dtype, fortran, data = state
         self._array = _array(data, dtype, shape, "F" if fortran is True else "C")
 
     def finish(self, plain: Callable[[Any], Any]) -> Any:
         if self._array is None:
-            raise SafePickleError("pickle: the state of a numpy.ndarray is missing")
+            raise SafePickleError(
+                "pickle: a numpy.ndarray has no state, so its shape and its numbers are missing"
+            )
         return self._array
 
 
@@ -164,7 +170,7 @@ def _ordered_dict(_machine: Machine) -> dict[str, Any]:
 def _load_from_bytes(outer: Machine, data: Any) -> _Storage:
     """Read one torch storage: five pickles, then for each storage the count of its numbers and the numbers."""
     if not isinstance(data, memoryview):
-        raise SafePickleError("pickle: expected the bytes of a torch storage")
+        raise SafePickleError("pickle: expected bytes as the content of a torch storage")
     at = 0
 
     def pickle(persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -185,7 +191,7 @@ def _load_from_bytes(outer: Machine, data: Any) -> _Storage:
     keys = pickle()
     kind, key, count = _identity(storage)
     if type(keys) is not list or len(keys) != 1 or type(keys[0]) is not str or keys[0] != key:
-        raise SafePickleError("pickle: expected only the announced torch storage")
+        raise SafePickleError("pickle: a torch storage has another key than its tensor names")
     numbers = np.frombuffer(data[at + 8 :], np.dtype(_STORAGES[kind.name]))
     written = int.from_bytes(data[at : at + 8], "little")
     if not written == count == len(numbers):
@@ -208,7 +214,7 @@ def _identity(storage: Any) -> tuple[PickledName, str, int]:
         whole = len(storage) == 5 or storage[5] is None
         if isinstance(kind, PickledName) and type(key) is str and type(count) is int and whole:
             return kind, key, count
-    raise SafePickleError("pickle: expected the description of a torch storage")
+    raise SafePickleError("pickle: a persistent id does not describe a torch storage; send plain tensors")
 
 
 def _rebuild_tensor(
@@ -222,11 +228,13 @@ def _rebuild_tensor(
     _metadata: Any = None,
 ) -> np.ndarray:
     if not isinstance(storage, _Storage):
-        raise SafePickleError("pickle: expected a torch tensor of a storage")
+        raise SafePickleError("pickle: a torch tensor has no storage")
     sizes, strides = _sizes("torch size", size), _sizes("torch stride", stride)
     (first,) = _sizes("torch offset", (offset,))
     if len(sizes) != len(strides):
-        raise SafePickleError("pickle: expected the same number of torch strides and sizes")
+        raise SafePickleError(
+            "pickle: the number of strides of a torch tensor differs from the number of its sizes"
+        )
     total, last = 1, first
     for length, step in zip(sizes, strides, strict=True):
         total *= length

@@ -122,7 +122,9 @@ def load(data: bytes, names: Names) -> Any:
     try:
         value = machine.run()
         if machine.at != len(data):
-            raise SafePickleError(f"pickle: expected no bytes after its end, got {len(data) - machine.at}")
+            raise SafePickleError(
+                f"pickle: expected no bytes after the end of the pickle, got {len(data) - machine.at}"
+            )
         return plain(value)
     except (
         TypeError,
@@ -203,7 +205,7 @@ class Machine:
                 raise SafePickleError(f"pickle: expected at most {MAX_OPCODES} opcodes")
             if code == _STOP:
                 if len(self._stack) != 1 or self._marks:
-                    raise SafePickleError("pickle: expected one value at its end")
+                    raise SafePickleError("pickle: expected exactly one value at the end of the pickle")
                 return self._stack[0]
             operation = self._operations.get(code)
             if operation is None:
@@ -242,7 +244,7 @@ class Machine:
 
     def _pop_mark(self) -> list[Any]:
         if not self._marks:
-            raise SafePickleError(f"pickle: no mark at byte {self.at}")
+            raise SafePickleError(f"pickle: the stack has no mark at byte {self.at}")
         mark = self._marks.pop()
         items = self._stack[mark:]
         del self._stack[mark:]
@@ -287,7 +289,7 @@ class Machine:
     def _set_items(self, items: list[Any]) -> None:
         target = self._top(dict)
         if len(items) % 2:
-            raise SafePickleError(f"pickle: a key without a value before byte {self.at}")
+            raise SafePickleError(f"pickle: a dictionary has a key without a value before byte {self.at}")
         for key, value in zip(items[::2], items[1::2], strict=True):
             # Accept only text as keys. Other keys could be slow to hash, or be chosen to have equal hashes,
             # as integers can.
