@@ -203,8 +203,8 @@ def test_openpis_wire(at: SimpleNamespace, policy: Policy, expected: SimpleNames
 @pytest.mark.parametrize(
     ("path", "changes", "field", "why"),
     [
-        ("/vqa", {}, "question", "question: expected a text, got nothing"),
-        ("/vqa", {"question": ""}, "question", "question: expected a text, got an empty string"),
+        ("/vqa", {}, "question", "question: expected text, got nothing"),
+        ("/vqa", {"question": ""}, "question", "question: expected text, got an empty string"),
         ("/vqa", {"question": 7}, "question", "question: expected text, got int"),
         ("/vqa", {"question": "why " * 300}, "question", "question: expected 1 to "),
         ("/vqa", {"question": "w" * 70_000}, "question", "question: expected at most 65536 characters"),
