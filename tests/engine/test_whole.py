@@ -11,6 +11,7 @@ import onnx
 import pytest
 
 from sinew.bundle import Bundle
+from sinew.bundle.writer import rewrite
 from sinew.checks.validate.exported import prove_whole
 from sinew.cli import main
 from sinew.core import SinewError
@@ -51,6 +52,19 @@ def test_it_computes_what_eager_does_in_fixed_shapes(
     assert not graph.functions  # which OpenVINO does not know
     assert (made / WHOLE).stat().st_size < 0.5 * sum(path.stat().st_size for path in made.glob("*.data"))
     assert main(["doctor", str(made)]) == 0  # the folder is what it was
+
+
+@pytest.mark.slow  # one more export
+def test_a_runge_kutta_solution_is_one_graph(folder: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its steps add the x of earlier steps, which no other solver does."""
+    bundle = Bundle(folder[0])
+    spec = bundle.manifest.spec
+    solver = replace(spec.solver, kind="rk4")
+    changed = replace(bundle.manifest, spec=replace(spec, solver=solver, solver_steps=8))
+    path = tmp_path / "policy.gguf"
+    rewrite(bundle, changed, path)
+    assert main(["export", str(path), "--onnx", str(tmp_path / "robot"), "--whole"]) == 0
+    assert prove_whole(Bundle(path), tmp_path / "robot", *open_whole(tmp_path / "robot")) < 1e-5
 
 
 def test_the_only_instruction_is_a_part_of_the_graph(
