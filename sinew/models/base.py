@@ -199,7 +199,7 @@ class Model(nn.Module):
             The context that :meth:`read` returns, and the logits [B, vocabulary] of the token after ``text``.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} cannot generate text; use a pi0, pi0.5 or SmolVLA policy"
+            f"{type(self).__name__} cannot generate text, because it has no language head"
         )
 
     def begin_text(
@@ -207,7 +207,7 @@ class Model(nn.Module):
     ) -> TextState:
         """Read a prompt as :meth:`read` does, before any text is generated. The arguments are those of :meth:`read`."""
         raise NotImplementedError(
-            f"{type(self).__name__} cannot generate text; use a pi0, pi0.5 or SmolVLA policy"
+            f"{type(self).__name__} cannot generate text, because it has no language head"
         )
 
     def continue_text(self, text: TextState, tokens: Tensor) -> TextState:
@@ -215,19 +215,19 @@ class Model(nn.Module):
         unchanged.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} cannot generate text; use a pi0, pi0.5 or SmolVLA policy"
+            f"{type(self).__name__} cannot generate text, because it has no language head"
         )
 
     def context_of(self, text: TextState) -> Context:
         """Return the context for :meth:`act`, in which the head reads the prompt and the text after the prompt."""
         raise NotImplementedError(
-            f"{type(self).__name__} cannot generate text; use a pi0, pi0.5 or SmolVLA policy"
+            f"{type(self).__name__} cannot generate text, because it has no language head"
         )
 
     def logits(self, h: Tensor) -> Tensor:
         """Return the score of each token, [B, vocabulary], from the last hidden state [B, C] of the language model."""
         raise NotImplementedError(
-            f"{type(self).__name__} cannot generate text; use a pi0, pi0.5 or SmolVLA policy"
+            f"{type(self).__name__} cannot generate text, because it has no language head"
         )
 
     def renew(self, context: Context, state: Tensor) -> Context:
