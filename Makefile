@@ -70,7 +70,7 @@ elsewhere: $(READY) ## the suite in fresh clones: another user, a path with blan
 	$(BIN)/python -m tools.elsewhere $(PLACES)
 
 test-all: $(READY) ## slow tests too, full sizes and whole tables; hours
-	$(BIN)/python -m pytest -m "not gpu" tests perf/tests research/tests packages/sinew-client/tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu" tests eval/tests perf/tests research/tests packages/sinew-client/tests $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 A small head costs almost as much for one observation as for thirty, so a hundred episodes take a quarter of the time.
 Simulated time does not notice that others are played beside it. Chunks equal those of single inferences up to the
-rounding of a batched product (tests/eval/test_side_by_side.py holds them against each other).
+rounding of a batched product (eval/tests/test_side_by_side.py holds them against each other).
 """
 
 from __future__ import annotations

@@ -32,7 +32,15 @@ WHY_OPEN = (
     "research: ",
 )
 STATES = ("works", *OPEN, "needs a GPU", "needs a board", "not to build")
-KINDS = ("sinew ", "python -m benchmarks.", "python -m research.", "tests/", "perf/tests/", "research/tests/")
+KINDS = (
+    "sinew ",
+    "python -m benchmarks.",
+    "python -m research.",
+    "tests/",
+    "eval/tests/",
+    "perf/tests/",
+    "research/tests/",
+)
 OUTSIDE = r"pytest\.mark\.(slow|kernels|gpu)\b"  # marks of tests that `make test` leaves out
 DOCUMENTS = (36, 23, 52, 74, 44)  # rows of each, in the page's order
 # Commands of the table that cost little, and what they exit with: each is run.

@@ -43,10 +43,10 @@ BATCHES = (
         for name in ("engine_adapters", "batches", "classifier_free", "onnx_batches")
     ),
     *(f"tests/engine/test_{name}.py" for name in ("committed", "reuse", "speakers", "threads")),
-    *(f"tests/eval/test_{name}.py" for name in ("evaluate", "evidence", "exploration", "farm", "rollouts")),
+    *(f"eval/tests/test_{name}.py" for name in ("evaluate", "evidence", "exploration", "farm", "rollouts")),
     *(
         f"tests/serve/test_{name}.py"
-        for name in ("fleet", "groot_server", "records", "replay", "server", "words")
+        for name in ("fleet", "groot_server", "records", "replay", "server", "generated_text")
     ),
 )
 MARKS = "not slow and not gpu and not kernels"

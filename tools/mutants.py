@@ -46,6 +46,13 @@ from typing import Any
 import hypothesis
 import pytest
 
+OURS = (
+    "sinew",
+    "sinew_client",
+    "tests",
+    "eval",
+    "perf",
+)  # first names of modules that this repository imports by path
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
 GOAL = 0.95
@@ -382,7 +389,7 @@ def revalued(module: ModuleType, plain: str, source: str) -> bool:
             continue
         old = vars(module)[last]
         for other in [*sys.modules.values()]:
-            ours = getattr(other, "__name__", "").split(".")[0] in ("sinew", "sinew_client", "tests")
+            ours = getattr(other, "__name__", "").split(".")[0] in OURS
             if ours and vars(other).get(last) is old:
                 setattr(other, last, new)
     return bool(found)
@@ -689,9 +696,7 @@ def run(
             paths = [str(home), str(home / "packages" / "sinew-client" / "src")]
             os.environ["PYTHONPATH"] = os.pathsep.join(paths)
             sys.path[:0] = paths
-            for name in [
-                each for each in sys.modules if each.split(".")[0] in ("sinew", "sinew_client", "tests")
-            ]:
+            for name in [each for each in sys.modules if each.split(".")[0] in OURS]:
                 del sys.modules[name]
             code = 3
             with contextlib.suppress(BaseException):

@@ -507,7 +507,7 @@ def test_a_check_that_breaks_is_reported() -> None:
 # ----------------------------------------------------------------------------- demo
 
 
-@pytest.mark.slow  # act plays its gate in tests/eval/test_eval.py, and the program's other demos run
+@pytest.mark.slow  # act plays its gate in eval/tests/test_eval.py, and the program's other demos run
 def test_the_demo_of_an_act(tmp_path: Path) -> None:
     """As it is typed, with fewer episodes: it wins."""
     result = sinew("demo", "act", "--episodes", "3", "--sweep-episodes", "0", "--out", tmp_path)

@@ -632,7 +632,7 @@ def suites(walk: Walk) -> None:
     walk.environment |= {
         "SINEW_SIMS": str(walk.folder / "sims")
     }  # those of this checkout would play for hours
-    walk.leaves("sinew eval --setup aloha", f"{SIMULATOR}; tests/eval play in those that were made")
+    walk.leaves("sinew eval --setup aloha", f"{SIMULATOR}; eval/tests play in those that were made")
     for line, name in (
         ("sinew eval BUNDLE --env gym_aloha/AlohaTransferCube-v0", "aloha"),
         ("sinew eval BUNDLE --suite libero --episodes 2000 --out runs/libero", "libero"),
@@ -646,7 +646,7 @@ def suites(walk: Walk) -> None:
             status=1,
             says=(f"error: {name} is not installed: sinew eval --setup {name}",),
         )
-    benchmarks = "tests/eval/test_vla_eval.py plays a benchmark, and a task of ours with a model server"
+    benchmarks = "eval/tests/test_vla_eval.py plays a benchmark, and a task of ours with a model server"
     walk.leaves(
         "sinew eval policy.gguf --suite vla-eval/libero --interpreter sims/bin/python --env-options"
         """ '{"params": {"suite": "libero_goal"}}'""",
@@ -702,14 +702,14 @@ def evidence(walk: Walk) -> None:
     )
     walk.leaves(
         "sinew eval A.gguf --env lab.tasks:Reach --repeat report.json",
-        "a report of one's own environment; tests/eval/test_outside.py types its names",
+        "a report of one's own environment; eval/tests/test_outside.py types its names",
     )
     walk.type("sinew leaderboard runs/ --out board.html", says=("SmolVLM2",))
 
 
 def farm(walk: Walk) -> None:
     evaluated(walk.type("sinew eval blocks --episodes 8 --shards 2 --out runs/blocks"), 0.8)
-    walk.leaves("sinew eval --join runs/blocks --shards 8", "tests/eval/test_farm.py joins a run that plays")
+    walk.leaves("sinew eval --join runs/blocks --shards 8", "eval/tests/test_farm.py joins a run that plays")
     evaluated(
         walk.type(
             "sinew eval blocks --episodes 2000 --shards 8 --out runs/far --listen 0.0.0.0:7777",
@@ -721,7 +721,7 @@ def farm(walk: Walk) -> None:
         ),
         0.6,
     )
-    walk.leaves("sinew eval --join http://head:7777 --shards 8", "tests/eval/test_farm.py joins by address")
+    walk.leaves("sinew eval --join http://head:7777 --shards 8", "eval/tests/test_farm.py joins by address")
     walk.environment |= {"RAY_ADDRESS": f"{LOOPBACK}:9"}  # nothing answers there, or Ray is not installed
     walk.type(
         "sinew eval blocks --episodes 2000 --shards 6 --hosts ray --out runs/ray",
@@ -766,7 +766,7 @@ def trials(walk: Walk) -> None:
     )
     walk.leaves(
         "sinew trials tcp://server:5555 --robot my_robot:Arm --scenes 20 --seconds 60 --out runs/arm --frames frames/",
-        "needs a person at its keyboard; tests/eval/test_trials.py has one",
+        "needs a person at its keyboard; eval/tests/test_trials.py has one",
     )
 
 

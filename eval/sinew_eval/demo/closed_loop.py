@@ -45,7 +45,7 @@ SWEEP_EPISODES = 20
 # narrow then. This early end does not make the intervals too narrow. Averaged over all success probabilities,
 # the 95 % Wilson interval of a run that may end after 10 of 20 episodes contains the true probability in 95.4 %
 # of runs (92.1 % at worst). The numbers are 95.3 % and 92.1 % for 20 of 50 episodes, and 95.3 % and 85.2 % for
-# 20 episodes without an early end (tests/eval/test_eval.py: test_the_demos_early_end_keeps_its_intervals).
+# 20 episodes without an early end (eval/tests/test_eval.py: test_the_demos_early_end_keeps_its_intervals).
 LOOK, SWEEP_LOOK = 20, 10
 # Episodes of the sweep that are played at once. While the server computes actions for one episode, the other one moves.
 PLAYERS = 2

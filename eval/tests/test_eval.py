@@ -20,6 +20,15 @@ import pytest
 gymnasium = pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the blocks task needs the sim extra")
 
+from sinew.cli import main  # noqa: E402
+from sinew.core import (  # noqa: E402
+    ActionChunk,
+    SinewError,
+    Timing,
+    statistics,
+)
+from tests.covering import some  # noqa: E402
+
 from sinew_eval.episodes import campaign  # noqa: E402
 from sinew_eval.episodes.adapters import Mapped, make_env, read_mapping  # noqa: E402
 from sinew_eval.episodes.policies import ServerPolicy  # noqa: E402
@@ -32,16 +41,7 @@ from sinew_eval.report import stats  # noqa: E402
 from sinew_eval.report.gate import Gate, GateRule, read_gate  # noqa: E402
 from sinew_eval.report.report import comparison_cells  # noqa: E402
 from sinew_eval.suites.mapping import Mapping  # noqa: E402
-
-from sinew.cli import main  # noqa: E402
-from sinew.core import (  # noqa: E402
-    ActionChunk,
-    SinewError,
-    Timing,
-    statistics,
-)
 from tests import processes  # noqa: E402
-from tests.covering import some  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -786,7 +786,7 @@ def test_embedded_policy_passes_the_whole_gate(capsys: pytest.CaptureFixture[str
     assert code == 0, report["gate"]
 
 
-@pytest.mark.slow  # tests/sim/test_sim.py plays them by hand
+@pytest.mark.slow  # eval/tests/test_sim.py plays them by hand
 @needs_blocks
 def test_instruction_decides() -> None:
     """The same scenes with another instruction end in another bin: a policy that ignored it would fail these."""
@@ -869,6 +869,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="figures need matplotlib")
     from PIL import Image
     from rich.console import Console
+
     from sinew_eval.demo import closed_loop as demo
     from sinew_eval.sim import film as renderer
 

@@ -25,17 +25,17 @@ pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the pen needs the sim extra")
 
 from PIL import Image
+from sinew.bundle import Bundle
+from sinew.cli import main
+from sinew.core import SinewError, statistics
+from sinew.core.registry import architectures, backbone, families
+
 from sinew_eval.episodes.runner import Episode, digest_of
 from sinew_eval.episodes.settings import Task, Variant
 from sinew_eval.episodes.watched import read_moments, watch, write_moments
 from sinew_eval.evidence import films, leaderboard, page, repeat, run_page
 from sinew_eval.evidence.animation import compose
 from sinew_eval.report import stats
-
-from sinew.bundle import Bundle
-from sinew.cli import main
-from sinew.core import SinewError, statistics
-from sinew.core.registry import architectures, backbone, families
 
 pytestmark = pytest.mark.usefixtures("rounded_by_shape", "forked")
 

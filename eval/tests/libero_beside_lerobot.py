@@ -18,6 +18,7 @@ sys.modules["triton"] = None  # type: ignore[assignment] # torch does without; i
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+
 from sinew_eval.episodes.adapters import Mapped  # noqa: E402
 from sinew_eval.suites import libero  # noqa: E402
 

@@ -23,8 +23,13 @@ import pytest
 pytest.importorskip("gymnasium", reason="trials need the sim extra")
 pytest.importorskip("mujoco", reason="the pen needs the sim extra")
 
+from sinew.bundle import Bundle
+from sinew.cli import main
+from sinew.core import SinewError
 from sinew_client.control import Command, Outcome
 from sinew_client.control.robots import Dry
+from tests.control.test_loop import loop_of
+
 from sinew_eval.episodes import episode_log
 from sinew_eval.episodes.adapters import make_env
 from sinew_eval.episodes.robot import SimulatedRobot
@@ -34,12 +39,7 @@ from sinew_eval.evidence import page
 from sinew_eval.report import stats
 from sinew_eval.trials.desk import JUDGED, OVER, PAUSED, RUNS, TrialTally, VerdictInput
 from sinew_eval.trials.sitting import TrialSession
-
-from sinew.bundle import Bundle
-from sinew.cli import main
-from sinew.core import SinewError
 from tests import processes
-from tests.control.test_loop import loop_of
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
 HANGS = 300.0  # seconds after which a program is taken to stand still: a guard, and no bound

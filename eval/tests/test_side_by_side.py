@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_eval.episodes.policies import InProcess
-from sinew_eval.episodes.runner import EpisodeSettings
-from sinew_eval.episodes.settings import Latency
-
 from benchmarks.handovers import TASKS, episode_of, play, point
 from benchmarks.side_by_side import SideBySide
 from sinew.policy import Policy, load
+
+from sinew_eval.episodes.policies import InProcess
+from sinew_eval.episodes.runner import EpisodeSettings
+from sinew_eval.episodes.settings import Latency
 
 BLOCKS = Path(__file__).parents[2] / "sinew" / "assets" / "blocks.gguf"
 pytestmark = pytest.mark.skipif(not BLOCKS.exists(), reason="no trained policy")

@@ -21,22 +21,10 @@ import pytest
 
 gymnasium = pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 
-import sinew_eval  # noqa: E402
-from sinew_eval import suites  # noqa: E402
-from sinew_eval.episodes import campaign  # noqa: E402
-from sinew_eval.episodes.adapters import Mapped, read_mapping  # noqa: E402
-from sinew_eval.episodes.runner import EpisodeSettings, run_episode  # noqa: E402
-from sinew_eval.episodes.settings import Task, Variant  # noqa: E402
-from sinew_eval.foreign import run as foreign  # noqa: E402
-from sinew_eval.foreign import worker as foreign_worker  # noqa: E402
-from sinew_eval.report.report import suite_rows  # noqa: E402
-from sinew_eval.suites import aloha, conventions, libero, metaworld, pusht, simpler  # noqa: E402
-from sinew_eval.suites.base import SimulatorFrame, Tasks, drawing  # noqa: E402
-from sinew_eval.suites.mapping import Mapping  # noqa: E402
-
 import sinew  # noqa: E402
 from benchmarks.checkpoints.smolvla import write_checkpoint  # noqa: E402
 from benchmarks.checkpoints.smolvla_layout import TINY  # noqa: E402
+from eval.tests.test_evaluate import PUSHT  # noqa: E402
 from sinew.bundle import Bundle, write_bundle  # noqa: E402
 from sinew.cli import main  # noqa: E402
 from sinew.cli.run_robot import RobotFlags  # noqa: E402
@@ -51,7 +39,19 @@ from sinew.serve.served import ServedPolicy  # noqa: E402
 from sinew.serve.service import Service  # noqa: E402
 from sinew.serve.transport.listen import Listen  # noqa: E402
 from sinew.serve.wires import open_wires, parse  # noqa: E402
-from tests.eval.test_evaluate import PUSHT  # noqa: E402
+
+import sinew_eval  # noqa: E402
+from sinew_eval import suites  # noqa: E402
+from sinew_eval.episodes import campaign  # noqa: E402
+from sinew_eval.episodes.adapters import Mapped, read_mapping  # noqa: E402
+from sinew_eval.episodes.runner import EpisodeSettings, run_episode  # noqa: E402
+from sinew_eval.episodes.settings import Task, Variant  # noqa: E402
+from sinew_eval.foreign import run as foreign  # noqa: E402
+from sinew_eval.foreign import worker as foreign_worker  # noqa: E402
+from sinew_eval.report.report import suite_rows  # noqa: E402
+from sinew_eval.suites import aloha, conventions, libero, metaworld, pusht, simpler  # noqa: E402
+from sinew_eval.suites.base import SimulatorFrame, Tasks, drawing  # noqa: E402
+from sinew_eval.suites.mapping import Mapping  # noqa: E402
 
 PACKAGE = Path(sinew.__file__).resolve().parent
 PEN = PACKAGE / "assets" / "pen.gguf"

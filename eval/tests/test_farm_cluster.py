@@ -31,18 +31,18 @@ import pytest
 pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
 
+from eval.tests.test_eval import PEN, children, content, needs_pen
+from eval.tests.test_farm import PATIENCE, POISON, TASK, _played, command, outcomes, pen, wait_for
+from sinew.cli import main
+from sinew.core import SinewError, machine
+from sinew.core.extras import MissingPackageError
+
 from sinew_eval.episodes import campaign
 from sinew_eval.episodes.outside import TypedNames
 from sinew_eval.episodes.settings import Task, Variant
 from sinew_eval.farm import files, shards
 from sinew_eval.foreign import cluster
-
-from sinew.cli import main
-from sinew.core import SinewError, machine
-from sinew.core.extras import MissingPackageError
 from tests import processes
-from tests.eval.test_eval import PEN, children, content, needs_pen
-from tests.eval.test_farm import PATIENCE, POISON, TASK, _played, command, outcomes, pen, wait_for
 
 SEEDS = range(5000, 5004)
 EXPERT = Variant("expert", handover="aligned")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sinew.core import SinewError
+
 from sinew_eval.demo.film import SIDE, Shot, compose, write_film
 from sinew_eval.sim import film
 from sinew_eval.sim.blocks import BlocksEnv
-
-from sinew.core import SinewError
 
 
 def pose() -> np.ndarray:

@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
 
-import torch
-from sinew_eval.learning.rollouts import RolloutPolicy
-
 import sinew
+import torch
+from eval.tests.test_eval import PEN, needs_pen
 from sinew.core import ObservationError, SinewError
-from tests.eval.test_eval import PEN, needs_pen
+
+from sinew_eval.learning.rollouts import RolloutPolicy
 
 pytestmark = [needs_pen, pytest.mark.usefixtures("rounded_by_shape")]
 SDE = sinew.Exploration("flow-sde", 0.5)

@@ -18,14 +18,14 @@ from sinew_client.rotations import from_vector
 
 pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 
+from eval.tests.test_simulator_adapters import PACKAGE, Scripted, evaluate, needs, serving, spec_of
+from sinew.cli import main
+from sinew.core import SinewError
+from tests.serve.lerobot_releases import CLIENTS, RELEASES, lerobot_folder
+
 from sinew_eval import suites
 from sinew_eval.foreign import run as foreign
 from sinew_eval.suites import libero, libero_expert
-
-from sinew.cli import main
-from sinew.core import SinewError
-from tests.eval.test_simulator_adapters import PACKAGE, Scripted, evaluate, needs, serving, spec_of
-from tests.serve.lerobot_releases import CLIENTS, RELEASES, lerobot_folder
 
 MESHES = suites.SIMULATORS["libero"].meshes
 assert MESHES is not None

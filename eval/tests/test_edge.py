@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sinew.core import SinewError
+from sinew.policy import open_bundle
 from sinew_client.control import Adapter, AdapterError
+
 from sinew_eval.episodes.adapters import make_env
 from sinew_eval.episodes.campaign import key
 from sinew_eval.episodes.runner import EpisodeSettings, run_episode
 from sinew_eval.episodes.settings import Latency, Task, Variant, sweep
 from sinew_eval.episodes.variants import variants
-
-from sinew.core import SinewError
-from sinew.policy import open_bundle
 
 ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"
 EDGE = str(ASSETS / "blocks-edge.safetensors")

@@ -18,15 +18,9 @@ import pytest
 gymnasium = pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
 
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv  # noqa: E402
-from sinew_eval.episodes import campaign  # noqa: E402
-from sinew_eval.episodes.lockstep import INFER, ORDER, RESET, STEP, Meeting  # noqa: E402
-from sinew_eval.episodes.settings import Task, Variant  # noqa: E402
-from sinew_eval.report import evaluation  # noqa: E402
-from sinew_eval.sim.experts import expert_spec  # noqa: E402
-from sinew_eval.sim.pen import PenEnv  # noqa: E402
-
 import sinew  # noqa: E402
+from eval.tests.test_eval import PEN, content, needs_pen  # noqa: E402
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv  # noqa: E402
 from sinew.core import (  # noqa: E402
     ActionChunk,
     CameraSpec,
@@ -35,7 +29,13 @@ from sinew.core import (  # noqa: E402
     VectorSpec,
     statistics,
 )
-from tests.eval.test_eval import PEN, content, needs_pen  # noqa: E402
+
+from sinew_eval.episodes import campaign  # noqa: E402
+from sinew_eval.episodes.lockstep import INFER, ORDER, RESET, STEP, Meeting  # noqa: E402
+from sinew_eval.episodes.settings import Task, Variant  # noqa: E402
+from sinew_eval.report import evaluation  # noqa: E402
+from sinew_eval.sim.experts import expert_spec  # noqa: E402
+from sinew_eval.sim.pen import PenEnv  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("rounded_by_shape", "forked")
 

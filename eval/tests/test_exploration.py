@@ -9,6 +9,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from sinew.core import SinewError
+from sinew.engine.eager.engine import EagerEngine
+from sinew.models.solvers import FLOW, SINGLE, NoiseLevels, Solver, solve
+from sinew.processing import stack
+from sinew.steps.action_tokens.bins import BinTokens
+from tests.contract.test_unlike_models import CPU, observation, processing
+from tests.engine.stand_ins import make
+
 from sinew_eval.learning.exploration import (
     DenoisingChain,
     Exploration,
@@ -19,14 +27,6 @@ from sinew_eval.learning.exploration import (
     log_density,
     token_log_probs,
 )
-
-from sinew.core import SinewError
-from sinew.engine.eager.engine import EagerEngine
-from sinew.models.solvers import FLOW, SINGLE, NoiseLevels, Solver, solve
-from sinew.processing import stack
-from sinew.steps.action_tokens.bins import BinTokens
-from tests.contract.test_unlike_models import CPU, observation, processing
-from tests.engine.stand_ins import make
 
 pytestmark = pytest.mark.usefixtures("rounded_by_shape")
 
@@ -57,7 +57,9 @@ def test_what_is_drawn_is_distributed_as_without_noise(kind: str, level: float, 
     assert np.mean(got) == pytest.approx(MEAN, abs=0.03)
     assert np.std(got) == pytest.approx(DEVIATION, abs=0.03)
     euler = exploring(base, Exploration("flow-noise", 0.05)).steps(count)[0]
-    assert euler._replace(fresh=0.0, draw=0) == pytest.approx(base.steps(count)[0])
+    step = base.steps(count)[0]
+    assert euler._replace(fresh=0.0, draw=0)[:3] == pytest.approx(step[:3])
+    assert euler._replace(fresh=0.0, draw=0)[3:] == step[3:]
 
 
 def test_steps_are_those_of_pi_rl() -> None:

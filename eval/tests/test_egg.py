@@ -10,18 +10,18 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from research.policies.egg import ROWS, EggTask, drawn_states, out_of_date
+from sinew.cli import main
+from sinew.core import SinewError
+from sinew.policy import load
+from sinew.stream import Window
+
 import sinew_eval.sim  # noqa: F401 - registers the environments
 from sinew_eval.episodes.adapters import make_env
 from sinew_eval.episodes.runner import EpisodeSettings, run_stream_episode
 from sinew_eval.episodes.settings import Latency
 from sinew_eval.episodes.sources import SimulatedLink, StreamCosts, way
 from sinew_eval.sim.egg import CONTROL_HZ, CRUSH, SPEED, STIFFNESS, EggEnv, act
-
-from research.policies.egg import ROWS, EggTask, drawn_states, out_of_date
-from sinew.cli import main
-from sinew.core import SinewError
-from sinew.policy import load
-from sinew.stream import Window
 
 BUNDLE = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "egg.gguf"
 

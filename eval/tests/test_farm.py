@@ -26,17 +26,17 @@ import pytest
 pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
 
-from sinew_eval.episodes import campaign, episode_log
-from sinew_eval.episodes.player import groups, key
-from sinew_eval.episodes.settings import Latency, Task, Variant
-from sinew_eval.farm import files, hosts, shards
-
+from eval.tests.test_eval import PEN, children, content, needs_pen
 from sinew.cli import main
 from sinew.core import SinewError
 from sinew.policy import Policy
 from sinew.serve.batching import Batcher
+
+from sinew_eval.episodes import campaign, episode_log
+from sinew_eval.episodes.player import groups, key
+from sinew_eval.episodes.settings import Latency, Task, Variant
+from sinew_eval.farm import files, hosts, shards
 from tests import processes
-from tests.eval.test_eval import PEN, children, content, needs_pen
 
 pytestmark = pytest.mark.usefixtures("rounded_by_shape", "forked")
 

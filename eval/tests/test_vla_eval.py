@@ -21,6 +21,10 @@ pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the blocks task needs the sim extra")
 
 import msgpack
+from sinew.cli import main
+from sinew.core import SinewError
+from tests.serve.vla_eval_package import FOLDER, environment, installed, nursery
+
 from sinew_eval import suites
 from sinew_eval.episodes import campaign
 from sinew_eval.episodes.adapters import Mapped
@@ -29,11 +33,7 @@ from sinew_eval.episodes.settings import Task, Variant
 from sinew_eval.foreign.model_server import ModelServer
 from sinew_eval.foreign.run import Foreign
 from sinew_eval.foreign.server import serving
-
-from sinew.cli import main
-from sinew.core import SinewError
 from tests import processes
-from tests.serve.vla_eval_package import FOLDER, environment, installed, nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = ROOT / "sinew" / "assets" / "blocks.gguf"

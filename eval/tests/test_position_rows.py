@@ -11,7 +11,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-
 from benchmarks import position_rows as ablation
 from sinew.cli.bench import make_observation
 from sinew.core import Observation

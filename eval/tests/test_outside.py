@@ -17,6 +17,9 @@ import pytest
 pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
 
+from sinew.cli import main
+from sinew.core import SinewError
+
 from sinew_eval.episodes import campaign
 from sinew_eval.episodes.outside import TypedNames
 from sinew_eval.episodes.settings import Task, Variant
@@ -24,9 +27,6 @@ from sinew_eval.evidence import leaderboard, repeat
 from sinew_eval.farm import files, shards
 from sinew_eval.foreign.model_server import _array
 from sinew_eval.report.gate import GATES, read_gate
-
-from sinew.cli import main
-from sinew.core import SinewError
 
 KEY = "a-key-of-a-robot"
 DEEP = "[" * 200_000

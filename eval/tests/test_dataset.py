@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_eval.dataset.records import episodes
-from sinew_eval.dataset.statistics import Statistics
-from sinew_eval.dataset.writer import DatasetFrame, DatasetWriter
-
 from sinew.cli import main
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.records.recorder import Recorder, read_records
 from tests.serve.lerobot_releases import CLIENTS, each_release, lerobot_folder
+
+from sinew_eval.dataset.records import episodes
+from sinew_eval.dataset.statistics import Statistics
+from sinew_eval.dataset.writer import DatasetFrame, DatasetWriter
 
 READ = """
 import json, sys
@@ -345,7 +345,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from sinew_eval.dataset.writer import DatasetWriter
-from tests.eval.test_dataset import frames
+from eval.tests.test_dataset import frames
 with DatasetWriter(Path(sys.argv[1]), 20) as writer:
     for _ in range(int(sys.argv[2])):
         writer.add(frames(2))

@@ -13,15 +13,15 @@ import pytest
 gymnasium = pytest.importorskip("gymnasium")
 pytest.importorskip("mujoco")
 
-from gymnasium.utils.env_checker import check_env  # noqa: E402 - after the skips
-from sinew_eval.sim import blocks_expert, pen  # noqa: E402
-from sinew_eval.sim.prompts import COLORS, HELD_OUT, PHRASINGS, SIDES, vocabulary  # noqa: E402
-from sinew_eval.sim.render import Boxes, RenderCamera, RenderedFrame, draw  # noqa: E402
-
 import sinew  # noqa: E402
+from gymnasium.utils.env_checker import check_env  # noqa: E402 - after the skips
 from sinew.core import Observation  # noqa: E402
 from sinew.policy import load  # noqa: E402
 from tests.covering import some  # noqa: E402
+
+from sinew_eval.sim import blocks_expert, pen  # noqa: E402
+from sinew_eval.sim.prompts import COLORS, HELD_OUT, PHRASINGS, SIDES, vocabulary  # noqa: E402
+from sinew_eval.sim.render import Boxes, RenderCamera, RenderedFrame, draw  # noqa: E402
 
 ASSETS = Path(sinew.__file__).parent / "assets"
 NAMES = ("sinew/Blocks-v0", "sinew/BlocksShove-v0", "sinew/BlocksGoal-v0", "sinew/Pen-v0")

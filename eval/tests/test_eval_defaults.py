@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from sinew_client.control import AS_IS, Settings, choose, parse_handover, parse_rule
-from sinew_client.control.defaults import HANDOVER, REPLAN
-from sinew_eval.cli.dataset import dataset
-from sinew_eval.episodes.runner import EpisodeSettings
-from sinew_eval.episodes.settings import Variant
-from sinew_eval.report.stats import mcnemar, paired_difference
-
 from benchmarks.handovers import TASKS, point
 from benchmarks.side_by_side import SideBySide
 from sinew.cli import main
 from sinew.cli.run import ChunkFlags
 from sinew.core import BundleError, MotionSpec
 from sinew.policy import load, open_bundle
+from sinew_client.control import AS_IS, Settings, choose, parse_handover, parse_rule
+from sinew_client.control.defaults import HANDOVER, REPLAN
 from tests.cli.test_run import BLOCKS
+
+from sinew_eval.cli.dataset import dataset
+from sinew_eval.episodes.runner import EpisodeSettings
+from sinew_eval.episodes.settings import Variant
+from sinew_eval.report.stats import mcnemar, paired_difference
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "benchmarks" / "results" / "handovers" / "defaults.json"
