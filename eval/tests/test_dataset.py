@@ -191,7 +191,7 @@ def test_records_become_episodes_of_one_rate(tmp_path: Path) -> None:
     assert found[0][1].images["front"].max() == 1
     with pytest.raises(SinewError, match="came 10 times a second, got 15"):
         list(episodes(read_records(tmp_path), 15))
-    with pytest.raises(SinewError, match=r"came 10 times a second, got 30; .*`sinew run --frames`"):
+    with pytest.raises(SinewError, match=r"came 10 times a second, got 30\. .*`sinew run --frames FOLDER`"):
         list(episodes(read_records(tmp_path), 30))  # no two follow each other at that rate
     with pytest.raises(
         SinewError, match="--corrections: expected control steps in which a human drove, got none"
@@ -237,7 +237,10 @@ def test_the_verb_takes_records(tmp_path: Path, capsys: pytest.CaptureFixture[st
     )
     capsys.readouterr()
     assert main(["recording", "dataset", str(tmp_path / "no"), str(tmp_path / "x"), "--hz", "10"]) == 1
-    assert f"belong to records, and {tmp_path / 'no'} has none" in capsys.readouterr().err.replace("\n", " ")
+    assert (
+        f"apply only to a recording, but {tmp_path / 'no'} contains no records"
+        in capsys.readouterr().err.replace("\n", " ")
+    )
 
 
 def pixels(*shape: int, kind: Any = np.uint8, value: float = 0) -> np.ndarray:
@@ -287,9 +290,9 @@ def pixels(*shape: int, kind: Any = np.uint8, value: float = 0) -> np.ndarray:
             pixels(4, 6, 3, kind="U3"),
             "images/front: expected uint8 or float [height, width, 3], sides from 1 to 8192, got <U3",
         ),
-        ("images/../../x", pixels(4, 6, 3), "expected names of cameras without slashes, got '../../x'"),
-        ("images/..", pixels(4, 6, 3), "expected names of cameras without slashes, got '..'"),
-        ("images/a\x1b", pixels(4, 6, 3), r"expected names of cameras without slashes, got 'a\x1b'"),
+        ("images/../../x", pixels(4, 6, 3), "expected printable camera names without slashes, got '../../x'"),
+        ("images/..", pixels(4, 6, 3), "expected printable camera names without slashes, got '..'"),
+        ("images/a\x1b", pixels(4, 6, 3), r"expected printable camera names without slashes, got 'a\x1b'"),
         ("state", np.zeros(0), "observation.state: expected one number or more, got none"),
         ("state", np.array(["a"]), "state: expected at most 8192 numbers, got <U1"),
         (
@@ -393,7 +396,7 @@ def test_a_simulator_that_is_not_installed_is_refused(
     monkeypatch.setenv("SINEW_SIMS", str(tmp_path))
     assert main(["recording", "dataset", "expert", str(tmp_path / "out"), "--env", "libero_object/0"]) == 1
     told = " ".join(capsys.readouterr().err.split())
-    assert "libero is not installed: sinew eval --setup libero" in told
+    assert "libero is not installed; run `sinew eval --setup libero`" in told
     assert not (tmp_path / "out").exists()
 
 

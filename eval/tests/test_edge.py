@@ -134,5 +134,5 @@ def test_variants_are_told_apart_by_its_bytes(tmp_path: Path) -> None:
         assert [each.label(pair) for each in pair] == labels
     with pytest.raises(SinewError, match="edge_adapter: .*nowhere"):
         variants(Variant("expert", edge_adapter="nowhere"))
-    with pytest.raises(SinewError, match="edge_adapter: expected chunks"):
+    with pytest.raises(SinewError, match="edge_adapter: cannot be combined with a stream"):
         Variant("expert", edge_adapter=EDGE, stream="100:10")

@@ -483,7 +483,10 @@ def test_mapping_file(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("nowhere.gguf",), "no such file"),
-        (("expert", "--env", "mine/Nowhere-v0"), "one of your own is MODULE:CLASS, or MODULE:ID where"),
+        (
+            ("expert", "--env", "mine/Nowhere-v0"),
+            "pass your own environment as MODULE:CLASS, or as MODULE:ID if",
+        ),
         (
             ("expert", "--env", "sinew_eval.sim.pen:sinew/Pen-v9"),
             "cannot make the environment sinew_eval.sim.pen:",
@@ -492,8 +495,8 @@ def test_mapping_file(tmp_path: Path) -> None:
         (("expert", "--replan", "often"), "--replan"),
         (("expert", "--adapter", "nope"), "adapter: expected one of direct"),
         (("expert", "--realtime", "--latency", "3"), "--latency simulates a latency"),
-        (("tcp://127.0.0.1:1", "--dtype", "float32"), "belong to the server"),
-        (("expert", "--compare", "replan=queue:0.75"), "already there"),
+        (("tcp://127.0.0.1:1", "--dtype", "float32"), "are settings of the server"),
+        (("expert", "--compare", "replan=queue:0.75"), "already in the list"),
     ],
 )
 def test_mistakes_are_named(
@@ -645,11 +648,11 @@ def test_report_files(
     # The report of something else is not replaced by this one's, and a run that is interrupted says what is kept.
     other = ["eval", str(PEN), "--env", "sinew/Pen-v0", "--episodes", "1", "--workers", "1", "--out"]
     assert main([*other, str(tmp_path)]) == 1
-    wrong = "that of the same evaluation, got one with the report of replan 2, latency 0ms, replan 2"
+    wrong = "the folder contains the report of another evaluation (replan 2, latency 0ms, replan 2"
     assert wrong in " ".join(capsys.readouterr().err.split())
     assert "outcomes" in json.loads((tmp_path / "report.json").read_text())
     assert main([*other, str(tmp_path / "new")]) == 130
-    kept = f"interrupted after 0 episodes; the same command goes on from {tmp_path / 'new'}"
+    kept = f"interrupted after 0 episodes; run the same command to continue from {tmp_path / 'new'}"
     assert kept in " ".join(capsys.readouterr().err.split())
 
 
@@ -734,7 +737,7 @@ def test_gate_rules(tmp_path: Path) -> None:
             episode.success = True  # also those that the reference lost
         assert not gate.judge(lost)[0]
         assert gate.judge([*episodes_with(least - 1, episodes)])[0]
-        assert f"; of {episodes} episodes it lets no more than {least - 1} be lost" in gate.judge(lost)[1]
+        assert f"; of {episodes} episodes, at most {least - 1} may be lost" in gate.judge(lost)[1]
     assert Gate({}, 0, 5, tuple(range(5)), {}).fails_from(range(5)) == 0  # nothing that could be lost
     gate.write(tmp_path / "gate.json")
     assert read_gate(tmp_path / "gate.json") == gate
@@ -761,7 +764,7 @@ def test_gate_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     code, report = evaluate(capsys, PEN, "--gate", gate, *late, "--workers", 1)
     assert (code, report["gate"]["passed"]) == (1, False)
     assert main(["eval", str(PEN), "--gate", str(gate), "--env", "sinew/Blocks-v0"]) == 1
-    assert "--env: the gate's is" in capsys.readouterr().err
+    assert "--env: the gate requires" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

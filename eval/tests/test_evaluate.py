@@ -225,7 +225,7 @@ def test_sessions_of_a_policy_of_ones_own(mode: AutoresetMode) -> None:
     env = SyncVectorEnv([Reach] * 4, autoreset_mode=mode)
     found = sinew.evaluate(policy, env, episodes=9, **OWN)
     assert content(list(found.episodes)) == content(list(single.episodes))
-    assert "expected a policy that computes here, got Towards" in found.one_by_one
+    assert "expected a policy that is loaded in this process, got Towards" in found.one_by_one
     assert set(policy.sessions) == {f"seat-{k}" for k in range(4)}
     assert len(policy.begun) == 9
 
@@ -361,17 +361,17 @@ def test_an_error_of_an_episode_ends_all_of_them() -> None:
     [
         ((3, "sinew/Pen-v0"), {}, "policy: expected a bundle, an address, or a policy with spec"),
         (("nowhere.gguf", "sinew/Pen-v0"), {}, "no such file"),
-        ((PEN, 3), {}, "env: expected a gymnasium id, an environment or what makes one, got int"),
-        ((PEN, lambda: 3), {}, "env: expected a gymnasium.Env, or what makes one, got int"),
+        ((PEN, 3), {}, "env: expected a gymnasium id, an environment, or a function that makes one, got int"),
+        ((PEN, lambda: 3), {}, "env: expected a gymnasium.Env, or a function that makes one, got int"),
         (
             (PEN, pen),
             {"workers": 2},
-            "workers, out: expected a policy, an environment and an adapter by name",
+            "workers, out: pass the policy, the environment and the adapter by name",
         ),
         ((PEN, pen), {"env_options": {"image_size": 32}}, "env_options: expected a gymnasium id"),
         ((PEN, "sinew/Blocks-v0"), {}, "sinew/Blocks-v0 and pen do not fit"),
-        ((PEN, "libero_10"), {}, "needs a simulator of its own .* `sinew eval --env libero_10`"),
-        ((PEN, "gym_pusht/PushT-v0"), {}, "needs the package gym_pusht in this interpreter"),
+        ((PEN, "libero_10"), {}, "needs a simulator of its own, .* `sinew eval --env libero_10`"),
+        ((PEN, "gym_pusht/PushT-v0"), {}, "needs the package gym_pusht, which this Python environment lacks"),
         ((PEN, "sinew/Pen-v0"), {"episodes": 0}, "episodes: expected a number from 1 on"),
         ((PEN, "sinew/Pen-v0"), {"episodes": [1, 1]}, "or different seeds"),
         ((PEN, Reach), {}, "observation: expected a dict with images, state and prompt|max_episode_steps"),
@@ -388,13 +388,16 @@ def test_mistakes_are_named(arguments: tuple[Any, Any], options: dict[str, Any],
 @needs_pen
 def test_environments_that_cannot_be_played_at_once() -> None:
     with pytest.raises(
-        SinewError, match="batch 4: expected an id, what makes environments, or a vectorised one"
+        SinewError,
+        match="batch 4: expected a gymnasium id, a function that makes environments, or a vectorised one",
     ):
         sinew.evaluate(PEN, pen(), episodes=1, batch=4)
     env = SyncVectorEnv([pen] * 2)
-    with pytest.raises(SinewError, match="batch: expected 2, the vectorised environment's parts, got 4"):
+    with pytest.raises(
+        SinewError, match="batch: expected 2, the number of the vectorised environment's parts, got 4"
+    ):
         sinew.evaluate(PEN, env, episodes=1, batch=4)
-    with pytest.raises(SinewError, match="expected a single environment, which an expert reads"):
+    with pytest.raises(SinewError, match="expected a single environment for an expert"):
         sinew.evaluate("expert", env, episodes=1)
     env.metadata = {}
     with pytest.raises(SinewError, match="autoreset_mode"):
@@ -456,7 +459,7 @@ def test_the_first_error_ends_all_seats_and_is_raised(where: str) -> None:
         raise SinewError(where)
 
     meeting = Meeting(3)
-    with pytest.raises(AssertionError, match="nobody answers {0: .'else', 1.}"):
+    with pytest.raises(AssertionError, match="no kind of request can be answered: {0: .'else', 1.}"):
         meeting.run(lambda seat: None if seat else meeting.ask(seat, "else", 1))
     meeting, taken = Meeting(3), []
     meeting.answers = {STEP: stumble}

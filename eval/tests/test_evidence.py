@@ -242,7 +242,7 @@ def test_what_cannot_be_filmed_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     code = main(["eval", "expert", "--env", "sinew/Pen-v0", "--episodes", "1", "--workers", "1", "--realtime",
                  "--out", str(tmp_path), "--films", "1"])  # fmt: skip
     assert code == 0
-    assert "no films: expected chunks in simulated time" in capsys.readouterr().err
+    assert "no films were made: --films needs chunks in simulated time" in capsys.readouterr().err
     assert "None were made: they need chunks in simulated time." in (tmp_path / "report.html").read_text()
 
 
@@ -335,7 +335,9 @@ def test_nothing_else_may_change_what_is_played(
 ) -> None:
     code, _, said = again(capsys, "--repeat", run / "report.json", *flags)
     assert code == 1
-    assert f"{flags[0]}: expected nothing that changes what --repeat plays" in " ".join(said.split())
+    assert f"{flags[0]}: cannot be combined with --repeat, which plays the recorded settings" in " ".join(
+        said.split()
+    )
 
 
 @pytest.mark.slow
@@ -384,10 +386,10 @@ def test_records_that_are_none_are_refused_by_name(run: Path, tmp_path: Path) ->
         json.dumps(without): "expected the outcome of each episode, got none",
         _with(
             record, "task", "gravity", value=1
-        ): "task: expected fields that this version knows, got gravity",
+        ): "task: expected fields of this version of Sinew, got gravity",
         _with(
             record, "variants", 0, "variant", "x", value=1
-        ): "variant: expected fields that this version knows, got x",
+        ): "variant: expected fields of this version of Sinew, got x",
         _with(record, "variants", 0, "variant", "latency", value="soon"): "latency: expected",
         _with(record, "outcomes", 0, value=[]): "expected the same seeds",
         _with(record, "outcomes", 0, 0, "seed", value=5001): "expected the same seeds",

@@ -201,7 +201,10 @@ def test_behind_the_end_of_a_sentence_nothing_counts() -> None:
         ),
         (lambda: Exploration("flow-sde", 0.0), "level: expected a number above 0, got 0"),
         (lambda: Exploration("flow-cps", 1.5), "level: expected a number above 0, at most 1, got 1.5"),
-        (lambda: Exploration("tokens", 1.0, step=1), "step: expected one of a flow's steps, got 1 of tokens"),
+        (
+            lambda: Exploration("tokens", 1.0, step=1),
+            "step: expected a step of a flow from 0, got 1 with kind tokens",
+        ),
         (lambda: exploring(FLOW, None), "expected a kind of noise"),
         (lambda: exploring(SINGLE, Exploration("flow-sde", 1.0)), "got flow-sde of solver single"),
     ],

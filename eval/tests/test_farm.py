@@ -190,7 +190,7 @@ def test_the_batch_that_is_fastest_is_said_and_kept(
     assert main([*arguments, "--episodes", "5"]) == 0
     said = capfd.readouterr().err
     assert f"batches of 4, as in {tmp_path}" in " ".join(said.split())
-    assert "3 of 5 episodes were played before" in said
+    assert "3 of 5 episodes are already in the log" in said
     assert {json.loads(values["key"])["batch"] for values in lines(tmp_path)} == {4}
     assert len(outcomes(tmp_path)) == 5
 
@@ -495,11 +495,11 @@ def test_a_queue_answers_whoever_has_the_key(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(SinewError, match="404 not found"):
             one.ask("POST" if "store" in path else "GET", path, b"{}")
     monkeypatch.setenv("SINEW_API_KEY", "another")
-    with pytest.raises(SinewError, match="401 expected the key of the run in SINEW_API_KEY"):
+    with pytest.raises(SinewError, match="401 set the key of the run in SINEW_API_KEY"):
         one.beat()
     server.close()
     monkeypatch.setattr(hosts, "AWAY_S", 0.1)
-    with pytest.raises(SinewError, match=r"no answer for 0.1 s .*the run has ended, or is to be begun again"):
+    with pytest.raises(SinewError, match=r"no answer for 0.1 s .*if the run was killed, start it again"):
         one.beat()
 
 
@@ -563,32 +563,32 @@ def test_another_bundle_under_the_same_name_is_refused(
     with bundle.open("ab") as file:
         file.write(b"\0")
     assert main(["eval", str(bundle), "--join", str(tmp_path), "--shards", "1"]) == 1
-    assert "this bundle differs from the one that the run began with" in capfd.readouterr().err
+    assert "this bundle differs from the run's bundle" in capfd.readouterr().err
 
 
 # ----------------------------------------------------------------------------- refusals
 
 
 def test_one_head_for_a_folder(tmp_path: Path) -> None:
-    with episode_log.sole(tmp_path), pytest.raises(SinewError, match=f"--join {tmp_path}` helps it"):
+    with episode_log.sole(tmp_path), pytest.raises(SinewError, match=f"--join {tmp_path}` to help it"):
         campaign.run(TASK, [Variant("expert")], range(1), out=tmp_path)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--join", "nowhere"), "nothing is played here; expected the folder of a running"),
-        (("expert", "--join", "nowhere", "--episodes", "2"), "nothing that changes what --join plays"),
+        (("--join", "nowhere"), "no run is active here; pass the folder of a running"),
+        (("expert", "--join", "nowhere", "--episodes", "2"), "cannot be combined with --join"),
         (
             ("expert", "--batch", "4"),
-            "batch: expected a bundle or a server that is asked for chunks, got expert",
+            "batch: expected a bundle or a server that answers with chunks, got expert",
         ),
         (("vla-eval://127.0.0.1:1", "--batch", "4"), "batch: expected a bundle or a server"),
         (("pen", "--batch", "4", "--stream", "10:2"), "got a stream"),
         (("pen", "--batch", "4", "--realtime"), "--batch: expected simulated time"),
         (("pen", "--batch", "0"), "batch"),
         (("expert", "--env", "sinew/Pen-v0", "--listen", "7777"), "--listen: expected HOST:PORT, got '7777'"),
-        (("expert", "--env", "sinew/Pen-v0", "--listen", "0.0.0.0:0"), "expected a key in SINEW_API_KEY"),
+        (("expert", "--env", "sinew/Pen-v0", "--listen", "0.0.0.0:0"), "set a key in SINEW_API_KEY"),
         (("expert", "--listen", "127.0.0.1:0", "--realtime"), "--listen: expected simulated time"),
     ],
 )

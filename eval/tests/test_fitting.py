@@ -22,7 +22,7 @@ def test_cameras_are_checked_before_a_policy_is_loaded(capsys, monkeypatch):
         ),
         (
             [],
-            "they do not belong together, its own environment is --env ID, MODULE:CLASS or a suite's task",
+            "so they do not fit, pass its own environment as --env ID, MODULE:CLASS or a suite's task",
         ),
         (["--rename", "front=camera1"], "images.wrist: expected one of the cameras ['front', 'camera2']"),
         (["--env", "sinew/Pen-v0"], "do not fit: images."),
@@ -38,17 +38,17 @@ def test_cameras_are_checked_before_a_policy_is_loaded(capsys, monkeypatch):
             "pen",
             ["--env", "sinew/Blocks-v0"],
             [
-                "its state and actions have 1 and 1 numbers, the environment's 4 and 4",
-                "this policy plays sinew/Pen-v0",
-                "`sinew eval blocks --env sinew/Blocks-v0` plays this one",
+                "the policy's state and actions have 1 and 1 numbers, the environment's have 4 and 4",
+                "this policy fits sinew/Pen-v0",
+                "`sinew eval blocks --env sinew/Blocks-v0` plays this environment",
             ],
         ),
         (
             "egg",
             ["--env", "sinew/Pen-v0"],
-            ["this policy plays sinew/Egg-v0", "`sinew eval pen --env sinew/Pen-v0`"],
+            ["this policy fits sinew/Egg-v0", "`sinew eval pen --env sinew/Pen-v0`"],
         ),
-        ("blocks", ["--rename", "top=wrist"], ["--rename wrist=top says which camera is which"]),
+        ("blocks", ["--rename", "top=wrist"], ["rename the cameras with --rename wrist=top"]),
     ],
 )
 def test_what_does_not_fit_says_what_does(

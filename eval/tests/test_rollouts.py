@@ -214,5 +214,5 @@ def test_a_policy_that_says_tokens_draws_them(openvla_bundle: Any) -> None:
     assert np.array_equal(found.detach().numpy(), np.stack([each.log_probs for each in samples[:3]]))
     found.sum().backward()
     assert any(weight.grad is not None and weight.grad.any() for weight in learner.parameters())
-    with pytest.raises(SinewError, match="tokens: expected a policy, one that says them, got smolvla"):
+    with pytest.raises(SinewError, match="tokens: expected an autoregressive policy, got smolvla"):
         RolloutPolicy(PEN, sinew.Exploration("tokens", 1.0))

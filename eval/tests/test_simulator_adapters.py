@@ -301,9 +301,9 @@ def test_simpler_mapping() -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (served("smolvla", 7, "camera1", "front_left"), "cameras front_left are not known here"),
-        (served("smolvla", 7, "right_wrist_0_rgb"), "cameras right_wrist_0_rgb are not known here"),
-        (served("smolvla", 6, "camera1"), "actions have 6 numbers, the environment takes 7"),
+        (served("smolvla", 7, "camera1", "front_left"), "no frame for the policy's cameras front_left"),
+        (served("smolvla", 7, "right_wrist_0_rgb"), "no frame for the policy's cameras right_wrist_0_rgb"),
+        (served("smolvla", 6, "camera1"), "actions have 6 numbers, but the environment expects 7"),
     ],
 )
 def test_a_policy_that_does_not_fit_is_refused(policy: dict[str, Any], message: str) -> None:
@@ -551,12 +551,12 @@ def test_its_server_is_told_all_that_the_variant_says(monkeypatch: pytest.Monkey
     ("arguments", "message"),
     [
         (("--suite", "libero_soup"), "--suite: expected one of aloha, pusht, metaworld_mt50"),
-        (("--suite", "aloha", "--env", "sinew/Pen-v0"), "--suite and --env"),
+        (("--suite", "aloha", "--env", "sinew/Pen-v0"), "--suite, --env"),
         (("--suite", "simpler_widowx"), "needs an NVIDIA GPU with Vulkan"),
         (("--suite", "aloha", "--interpreter", "/nowhere/python"), "expected a Python interpreter"),
         (
             ("--suite", "simpler_widowx", "--interpreter", sys.executable),
-            "no simpler_env in this interpreter",
+            "this interpreter has no package simpler_env",
         ),
         (
             ("--suite", "libero", "--interpreter", sys.executable),
@@ -582,7 +582,7 @@ def test_what_is_not_installed_says_so(
 ) -> None:
     monkeypatch.setenv("SINEW_SIMS", str(tmp_path))
     code, _, said = evaluate(capsys, "expert", "--suite", "aloha", "--episodes", 1)
-    assert (code, said) == (1, "error: aloha is not installed: sinew eval --setup aloha")
+    assert (code, said) == (1, "error: aloha is not installed; run `sinew eval --setup aloha`")
     (tmp_path / "aloha").mkdir()
     (tmp_path / "aloha" / foreign.STAMP).write_text("from another list")
     assert "was made from other versions" in evaluate(capsys, "expert", "--suite", "aloha")[2]

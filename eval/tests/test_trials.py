@@ -236,7 +236,9 @@ def test_a_policy_that_does_not_answer_has_not_failed(
     (found,) = lines(tmp_path)
     assert (found["counted"], found["judge"]) == (False, "loop")
     assert found["note"] == "10 requests in a row had no answer"
-    assert "1 of 1 trials are left; the same command goes on" in " ".join(capsys.readouterr().err.split())
+    assert "1 of 1 trials remain; run the same command to continue" in " ".join(
+        capsys.readouterr().err.split()
+    )
     assert typed(*words) == 0
     assert [each["counted"] for each in lines(tmp_path)] == [False, True]
     assert json.loads((tmp_path / "report.json").read_text())["plan"]["discarded"][0]["trial"] == "001"
@@ -275,7 +277,7 @@ class Person:
 PRESSED = (
     (b"", b"waits"), (b" ", b"runs"), (b"s", b"is judged success (key)"), (b"f", b"is judged failure (key)"),
     (b"\r", b"waits"), (b" ", b"runs"), (b"d", b"discarded, because"), (b"the cup fell\r", b"waits"),
-    (b" ", b"runs"), (b"s", b"is judged success (key)"), (b"\r", b"waits"), (b"q", b"2 of 4 trials are left"),
+    (b" ", b"runs"), (b"s", b"is judged success (key)"), (b"\r", b"waits"), (b"q", b"2 of 4 trials remain"),
 )  # fmt: skip
 
 
@@ -351,9 +353,9 @@ def test_another_program_judges(tmp_path: Path, capsys: pytest.CaptureFixture[st
     found = [(each["trial"], each["success"], each["counted"], each["judge"]) for each in lines(out)]
     assert found == [("001", True, True, "file"), ("002", False, False, "file")]
     shown = " ".join(capsys.readouterr().err.split())
-    assert "as the trial is over, got 'failure', and 1 more lines" in shown
-    assert f"--judge {said}: what stands in it already is of no trial" in shown
-    assert "1 of 2 trials are left; the same command goes on" in shown
+    assert "because the trial is over, got 'failure', and 1 more lines" in shown
+    assert f"--judge {said}: existing lines of this file are ignored" in shown
+    assert "1 of 2 trials remain; run the same command to continue" in shown
 
 
 @pytest.mark.parametrize(("flag", "value", "other"), [("--scenes", "2", "--out"), ("--out", "x", "--scenes")])
@@ -370,8 +372,11 @@ def test_scenes_and_a_folder_are_required(
         (("--scenes", 2, "--out", "x"), "got a standard input that is no terminal"),
         (("--scenes", 2, "--out", "x", "--judge", "nowhere"), "--judge nowhere: No such file"),
         (("--scenes", 2, "--out", "x", "--judge", "."), "expected a file or a FIFO, got a directory"),
-        (("--scenes", 2, "--out", "x", "--takeover", "expert"), "--takeover: expected none for trials"),
-        (("--scenes", 2, "--out", "x", "--compare", "latency=3"), "one of replan, handover, solver_steps"),
+        (("--scenes", 2, "--out", "x", "--takeover", "expert"), "--takeover: not supported in trials"),
+        (
+            ("--scenes", 2, "--out", "x", "--compare", "latency=3"),
+            "settings of replan, handover, solver_steps",
+        ),
         (("--scenes", 2, "--out", "x", "--compare", "blocks"), "of the first policy"),
     ],
 )
@@ -442,7 +447,7 @@ def test_a_verdict_that_comes_too_late_is_not_the_next_trials(
     words = (PEN, "--robot", f"{__name__}:Slow", "--hz", "60", "--scenes", 2, "--out", "out")
     assert typed(*words, "--judge", "said", "--set", "go=true") == 0
     assert [(each["judge"], each["success"]) for each in lines(Path("out"))] == [("robot", True)] * 2
-    assert "as the trial is over, got 'failure'" in " ".join(capsys.readouterr().err.split())
+    assert "because the trial is over, got 'failure'" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
@@ -451,7 +456,7 @@ def test_a_verdict_that_comes_too_late_is_not_the_next_trials(
         (Unhomed, "the robot raised ValueError: the arm is not homed (set_up, test_trials.py:"),
         (
             Seedless,
-            "robot: expected a method set_up(seed), which sets a scene up: too many positional arguments",
+            "robot: expected a method set_up(seed), which prepares a scene: too many positional arguments",
         ),
         (Unsure, "success of the robot: expected True, False or None, got 'no'"),
     ],
@@ -531,13 +536,13 @@ def test_a_sitting_that_goes_on_knows_what_does_not_count(
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("episodes.jsonl", "", "expected a new folder, got one of `sinew eval`$"),
-        ("sitting.json", "{", r"sitting\.json: expected the plan of a sitting, got expected JSON"),
-        ("sitting.json", '{"format": 1, "scenes": [2]}', r"with scenes \[2\], got 12$"),
+        ("episodes.jsonl", "", "this folder contains a run of `sinew eval`; choose a new folder$"),
+        ("sitting.json", "{", r"sitting\.json: expected the plan of a session, got expected JSON"),
+        ("sitting.json", '{"format": 1, "scenes": [2]}', r"with scenes \[2\], got 12;"),
         (
             "sitting.json",
             '{"format": 1, "scenes": 12, "seed": 5000, "sequential": false, "policies": ["{} #1"]}',
-            "with adapter of policy 1 None, got $",
+            "with adapter of policy 1 None, got '';",
         ),
     ],
 )
@@ -565,9 +570,9 @@ def test_more_than_999_trials_are_told_apart(tmp_path: Path) -> None:
 
 def test_a_policy_that_was_changed_is_no_policy_of_the_plan(tmp_path: Path) -> None:
     before = planned(tmp_path, 1)
-    with pytest.raises(SinewError, match="with replan of policy 2 1, got 2$"):
+    with pytest.raises(SinewError, match="with replan of policy 2 1, got 2;"):
         TrialSession(tmp_path, before.task, [before.variants[0], Variant("expert", replan=2)], 12, 5000, 1)
-    with pytest.raises(SinewError, match="with policies 2, got 1$"):
+    with pytest.raises(SinewError, match="with policies 2, got 1;"):
         TrialSession(tmp_path, before.task, before.variants[:1], 12, 5000, 1)
 
 
@@ -743,7 +748,7 @@ def test_a_file_is_read_by_lines_and_what_is_not_due_is_said_in_one_sentence(
     said = tmp_path / "said"
     said.write_text("success\n")  # of before
     desk = laid(waits=True, asks=True, judge=said)
-    assert "what stands in it already is of no trial" in caplog.text
+    assert "existing lines of this file are ignored" in caplog.text
     told = []
     with said.open("ab", buffering=0) as file:
         for written in (
@@ -762,10 +767,10 @@ def test_a_file_is_read_by_lines_and_what_is_not_due_is_said_in_one_sentence(
     desk.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(desk._file)
-    judged = "expected success, failure or discard REASON, as the trial runs, got"
+    judged = "expected success, failure or discard REASON, because the trial runs, got"
     assert [each.removeprefix("--judge: ") for each in told] == [
         "",
-        f"expected go, as the trial waits, got 'goo{77 * 'x'}', and 1 more lines",
+        f"expected go, because the trial waits, got 'goo{77 * 'x'}', and 1 more lines",
         "",
         f"{judged} 'fail'",
         "",

@@ -81,7 +81,7 @@ def test_a_benchmark_is_played_as_the_task_that_it_wraps(interpreter: Path, tmp_
 @pytest.mark.parametrize(
     ("env", "options", "told"),
     [
-        (OWN, {}, "expected its control rate, which vla-eval does not say"),
+        (OWN, {}, "vla-eval does not state the control rate"),
         (OWN, {"control_hz": 20, "params": {"gravity": 1}}, "params: .*gravity"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)  # an interpreter each
@@ -129,7 +129,7 @@ def test_the_table_names_classes_of_the_wheel() -> None:
 
 def test_no_interpreter_is_made_for_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(BLOCKS), "--suite", "vla-eval/libero"]) == 1
-    assert "give it with --interpreter" in " ".join(capsys.readouterr().err.split())
+    assert "pass the interpreter with --interpreter" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_benchmark_holds_its_robot_as_it_says() -> None:
@@ -188,7 +188,7 @@ def test_its_own_server_plays_the_episodes_of_the_bundle(tmp_path: Path) -> None
         ]  # an action for each observation
         with (
             bridge(native, 0) as address,
-            pytest.raises(SinewError, match=r"got float32 \[32, 4\]; start it with a chunk"),
+            pytest.raises(SinewError, match=r"got float32 \[32, 4\]; start the server with a chunk"),
         ):
             campaign.run(task, [Variant(address, 8, handover="freeze")], [5000])
 
@@ -248,7 +248,7 @@ SEEN = {"images": {"front": np.zeros((2, 2, 3), np.uint8)}, "state": np.zeros(2)
 @pytest.mark.parametrize(
     ("payload", "told"),
     [
-        (action([[1.0, 2.0]]), r"got float32 \[1, 2\]; start it with a chunk_size"),
+        (action([[1.0, 2.0]]), r"got float32 \[1, 2\]; start the server with a chunk_size"),
         (action([float("nan")]), "expected finite actions"),
         (action([]), r"got float32 \[0\]"),
         ({}, "got object"),
@@ -278,7 +278,7 @@ def test_actions_that_are_none_are_refused(payload: dict[str, Any], told: str) -
         (lambda m: b"\xc1", "the answer is not a msgpack message"),
         (lambda m: b"\x81", "the answer is not a msgpack message"),
         (lambda m: msgpack.packb(list(range(3))), "expected a message with a payload, got list"),
-        (lambda m: b"\0" * (1 << 21), "the connection ended"),
+        (lambda m: b"\0" * (1 << 21), "the server closed the connection"),
     ],
 )
 def test_answers_that_are_none_are_named(made: Callable[[dict[str, Any]], bytes], told: str) -> None:

@@ -75,7 +75,7 @@ def _memory_apart(
         )  # fmt: skip
         return CountedMemory(*map(int, parse_json(child.stdout.splitlines()[-1])))
     except subprocess.TimeoutExpired:
-        raise SinewError(f"{path}: its memory was not counted within {COUNT_S:g} s") from None
+        raise SinewError(f"{path}: counting its memory took more than {COUNT_S:g} s") from None
     except (OSError, ValueError, IndexError, TypeError) as error:
         said = child.stderr.strip().splitlines() if isinstance(error, (ValueError, IndexError)) else []
         raise SinewError(

@@ -230,7 +230,7 @@ def dual_system(
         SinewError: A number is out of its range.
     """
     if not (fast_s > 0 and slow_s > 0 and cap_hz > 0 and network_s >= 0):
-        raise SinewError("fast_s, slow_s and cap_hz must be above 0, network_s not below")
+        raise SinewError("fast_s, slow_s and cap_hz must be above 0, and network_s at least 0")
     free, due, taken = 0.0, 0.0, None
     fast = slow = 0
     oldest = 0.0

@@ -96,7 +96,7 @@ def play(
         SinewError: A number is out of its range.
     """
     if not (robots >= 1 and hertz > 0 and deadline_s > 0 and max_batch >= 1 and overhead_s >= 0):
-        raise SinewError("robots, hertz, deadline and max_batch must be above 0, overhead not below")
+        raise SinewError("robots, hertz, deadline and max_batch must be above 0, and overhead at least 0")
     batcher = Batcher(max_batch)
     for size in range(1, max_batch + 1):
         batcher.costs.learn(KIND, size, seconds(size))

@@ -29,7 +29,9 @@ ON_GPU = "cuda"  # the engine that a machine with a GPU would use
 # A change must make the policy this many times as fast, because a smaller gain would be shown as 1.00.
 LEAST, NO_GAIN = 1.005, "is not faster by the roofline"
 # These numbers are from docs/low-bit.md, where the head also has int8.
-BITS_WON = "pen won 99.0 %, as in float32, shove {} for 98.0; `sinew eval --gate` judges yours"
+BITS_WON = (
+    "success on pen 99.0 %, as in float32; on shove {} instead of 98.0; check yours with `sinew eval --gate`"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ def order(
     if machine.kind != "cpu" and (machine.kind == "npu" or "bf16" not in machine.peak):
         raise SinewError(
             f"hardware {machine.name}: expected a CPU or a GPU with a rate for bf16, got {machine.title}:"
-            " no engine of Sinew computes there (`sinew export --onnx DIR --whole` writes a graph for its compiler)"
+            " no engine of Sinew runs there (`sinew export --onnx DIR --whole` writes a graph for its compiler)"
         )
 
     @cache
@@ -157,7 +159,9 @@ def order(
         options = [option for option in options if option not in rivals]
         if ms(now) < LEAST * ms(best.apply(now)):
             for option in rivals:
-                without[option.name] = "comes with what was taken" if option.apply(now) == now else NO_GAIN
+                without[option.name] = (
+                    "is included in the changes above" if option.apply(now) == now else NO_GAIN
+                )
             continue
         for option in sorted(rivals, key=lambda option: ms(option.apply(now))):
             after = option.apply(now)
@@ -187,12 +191,12 @@ def _options(source: str, machine: Hardware, first: PublishedProgram) -> tuple[l
         _Option(
             f"engine {engine}",
             f"--engine {engine}",
-            "the same arithmetic, rounded elsewhere: `sinew validate` holds it to a bound",
+            "the same arithmetic with other rounding: `sinew validate` checks the error",
             lambda now: replace(now, engine="plan", traffic=fused),
         )
     )
     if not is_sizes_alone(source) and open_bundle(source).lowbit:
-        without["fewer bits"] = "the bundle stores its weights in few bits"
+        without["fewer bits"] = "the bundle already has low-bit weights"
     else:
         options += _bits(on_cpu, machine, without)
     shapes, fixed = first.shapes, first.fixed
@@ -204,18 +208,18 @@ def _options(source: str, machine: Hardware, first: PublishedProgram) -> tuple[l
             _Option(
                 f"{half} solver steps of {shapes.steps}",
                 f"--solver-steps {half}",
-                f"other actions: `sinew eval --sweep solver_steps={half},{shapes.steps}` says at what success",
+                f"other actions: measure the success with `sinew eval --sweep solver_steps={half},{shapes.steps}`",
                 lambda now: replace(now, request=replace(now.request, steps=half)),
             )
         )
     if "cameras" in fixed or shapes.views < 2:
-        without["one camera less"] = f"the policy was made for {shapes.views}"
+        without["one camera less"] = f"the policy needs {shapes.views}"
     else:
         options.append(
             _Option(
                 f"{shapes.views - 1} cameras of {shapes.views}",
                 "a request without it (`--allow-missing-cameras`)",
-                "a view less: only where the policy was trained so",
+                "one camera less: only if the policy was trained this way",
                 lambda now: replace(now, request=replace(now.request, cameras=shapes.views - 1)),
             )
         )
@@ -266,25 +270,25 @@ def _under(
         without["a stream"] = (
             f"engine {ON_GPU} does not support it: both of its loops would share one stream of the GPU"
         )
-        without["batches, --reuse"] = f"engine {ON_GPU} answers one request at a time, and keeps nothing"
+        without["batches, --reuse"] = f"engine {ON_GPU} answers one request at a time, and stores no prefix"
         return []
     parts = program.components(traffic)
     whole_ms, head_ms = 1e3 * seconds(parts, machine), 1e3 * timing(parts[-1], machine).seconds
     found: list[Gain] = []
     turns = loops(parts, machine, CAMERA_HZ)
     if parts[-1].repeats < 2:
-        without["a stream"] = "the head has one step: a window is a chunk"
+        without["a stream"] = "the head has one step, so a window is a whole chunk"
     elif not turns.beside_hz:
         without["a stream"] = f"{CAMERA_HZ:g} prefixes a second take the whole machine"
     else:
         name, between = f"time between windows, at {CAMERA_HZ:g} frames a second", 1e3 / turns.beside_hz
-        judged = "other actions: `sinew eval --stream PREFIX:HEAD` says at what success"
+        judged = "other actions: measure the success with `sinew eval --stream PREFIX:HEAD`"
         found.append(Gain(name, "sinew run --stream", whole_ms, between, judged))
     found.append(
         Gain("an observation that repeats to the byte", "--reuse", whole_ms, head_ms, "the same bits")
     )
     each_ms = 1e3 * seconds([batched(part, BATCH) for part in parts], machine) / BATCH
-    same = "the same arithmetic in other shapes: `sinew eval --sweep batch=1,8` pairs it"
+    same = "the same arithmetic in other shapes: `sinew eval --sweep batch=1,8` compares it"
     found.append(
         Gain(f"machine time of a request, {BATCH} at once", f"--max-batch {BATCH}", whole_ms, each_ms, same)
     )
@@ -306,7 +310,7 @@ def _away(
     best = found[0]
     if best.refused or best.server is None or best.latency_ms >= here.latency_ms:
         ways = " + ".join(link.title for link in route)
-        without[f"a server {server.title}"] = f"all here is as quick as any cut over {ways}"
+        without[f"a server {server.title}"] = f"this machine alone is as fast as any cut over {ways}"
         return []
     line = "sinew serve there, sinew run tcp://... here"
     judged = "the same policy; `sinew validate` there states its engine's error"

@@ -59,7 +59,7 @@ class Hardware:
         wider = [name for name in self.peak if BITS[name] >= max(bits, 16)]
         if not wider:
             raise SinewError(
-                f"{self.name}: peak: expected a rate for {dtype}, got {', '.join(self.peak)} alone"
+                f"{self.name}: peak: expected a rate for {dtype}, got only {', '.join(self.peak)}"
             )
         return self.peak[min(wider, key=lambda name: BITS[name])]
 

@@ -242,7 +242,7 @@ def missing(program: PublishedProgram, machine: Hardware, stages: Collection[str
 
 def too_large(nbytes: int) -> str:
     """Return the text of a table for a machine whose memory is too small. ``sinew perf fit`` prints the details."""
-    return f"does not hold it: {nbytes / 2**20:,.0f} MiB too much"
+    return f"has {nbytes / 2**20:,.0f} MiB too little memory"
 
 
 def fits(
@@ -285,7 +285,7 @@ def fits(
         raise SinewError(f"system memory: expected 0 to {memory} bytes, got {system}")
     path = Path(source) if engine == "cpu" else None
     if path is not None and stored_weights(path, 1) and dtypes is not None:
-        raise SinewError(f"dtype: engine {engine} computes on what the bundle stores, got {dtypes!r}")
+        raise SinewError(f"dtype: engine {engine} uses the stored formats of the bundle, got {dtypes!r}; omit it")
     program = PublishedProgram.load(
         source,
         request,
@@ -382,7 +382,7 @@ def weights(
     """
     if embodiments > 1 and not program.model.per_embodiment:
         raise SinewError(
-            f"embodiments: expected 1, as {program.name} has no weights per robot, got {embodiments}"
+            f"embodiments: expected 1, because {program.name} has no weights per robot, got {embodiments}"
         )
     model, readers = program.executed, program.trace.readers()
     modules = dict(model.named_modules())

@@ -106,7 +106,7 @@ def budget(control_hz: float, replan: int, task: str = "") -> Budget:
         SinewError: The task is unknown, or neither or both of task and rate are given.
     """
     if bool(task) == bool(control_hz):
-        raise SinewError("expected either a control rate or a task")
+        raise SinewError("expected either a control rate or a task; pass one of them")
     if replan < 1:
         raise SinewError(f"replan: expected 1 or more, got {replan}")
     if task:

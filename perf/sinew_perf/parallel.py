@@ -40,7 +40,7 @@ def cut(component: Component, devices: int) -> Component:
     found = tuple(_cut(each, devices) for each in component.operators)
     if found == component.operators:
         raise SinewError(
-            f"--parallel {devices}: expected layers that can be cut, got none in {component.name}"
+            f"--parallel {devices}: {component.name} has no layers that can be divided; omit --parallel"
         )
     return replace(component, operators=found)
 

@@ -112,7 +112,7 @@ def placements(
 
     def refused(where: str, *placed: tuple[str, int]) -> bool:
         """Add a row with the reason if the memory of a machine is too small. Returns True in this case."""
-        short = [f"refused, the {name} {too_large(nbytes)}" for name, nbytes in placed if nbytes]
+        short = [f"the {name} {too_large(nbytes)}" for name, nbytes in placed if nbytes]
         if short:
             nbytes = max(nbytes for _, nbytes in placed)
             rows.append({"where": where, "fits": False, "missing_bytes": nbytes, "why": "; ".join(short)})

@@ -94,7 +94,7 @@ class PublishedProgram:
             SinewError: The source does not exist.
         """
         if engine not in ("eager", "plan"):
-            raise SinewError(f"engine {engine!r} is not one of eager, plan")
+            raise SinewError(f"engine: expected one of eager, plan, got {engine!r}")
         if not is_sizes_alone(source):
             return replace(of_bundle(Path(source)), engine=engine).cast(dtypes).at(request)
         dtypes = dtypes or PRESET_DTYPE
@@ -219,7 +219,7 @@ class PublishedProgram:
             SinewError: The traffic is unknown.
         """
         if traffic not in get_args(Traffic):
-            raise SinewError(f"traffic {traffic!r} is not one of {', '.join(get_args(Traffic))}")
+            raise SinewError(f"traffic: expected one of {', '.join(get_args(Traffic))}, got {traffic!r}")
         found = self.trace
         return [
             Component(stage, self._operators(found.of(stage), traffic), _repeats(stage, found))
@@ -291,7 +291,7 @@ def of_bundle(path: Path) -> PublishedProgram:
     except BundleError as error:
         raise SinewError(
             f"{error}{did_you_mean(path.name.lower(), (*PRESETS, *DESCRIBED))}; expected one of "
-            f"{', '.join((*PRESETS, *DESCRIBED))}, FILE.json of a model's sizes, or what `sinew serve` takes"
+            f"{', '.join((*PRESETS, *DESCRIBED))}, FILE.json of a model's sizes, or a policy as for `sinew serve`"
         ) from None
     return of_opened(bundle)
 

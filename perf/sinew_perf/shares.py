@@ -140,7 +140,9 @@ def used(
         return UsedShare(fixed, (), "--efficiency")
     pool = _pool(precision, machine)
     if not pool:
-        return UsedShare(others().share, (), f"of others: no machine of kind {machine.kind} was measured")
+        return UsedShare(
+            others().share, (), f"of other projects: no machine of kind {machine.kind} was measured"
+        )
     roofline_ms = 1e3 * roofline_s
 
     def apart(row: MeasuredShare) -> float:

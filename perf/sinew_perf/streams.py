@@ -93,7 +93,7 @@ def loops(
     """
     if not (camera_hz > 0 and 0 < efficiency <= 1):
         raise SinewError(
-            f"camera_hz above 0 and efficiency in (0, 1] expected, got {camera_hz} and {efficiency}"
+            f"expected camera_hz above 0 and efficiency above 0 and at most 1, got {camera_hz} and {efficiency}"
         )
     *before, head = (timing(part, machine) for part in parts)
     runs = efficiency * parts[-1].repeats

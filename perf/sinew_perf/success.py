@@ -193,7 +193,7 @@ def reasons(ways: Sequence[Way], success: float, deviation_ms: float) -> list[st
     for most, way in budgets:
         first = _rate(*way.measured[min(way.measured)])
         if most < 0:
-            lines.append(f"{way.name}: {first.text()} at the shortest latency, which is too few")
+            lines.append(f"{way.name}: {first.text()} at the shortest latency, which is too low")
         elif most >= int(way.longest_ms):
             lines.append(f"{way.name}: enough up to {most:.0f} ms, the largest latency that was played")
         else:

@@ -105,7 +105,7 @@ def test_the_verb_names_the_reason_of_zero_robots_and_what_works(monkeypatch, ca
     busy, why = record["notes"]
     assert busy.startswith("measured: load average 999.00 on ")
     assert why.startswith(
-        "measured: 0 robots, as one answer takes 114 ms, more than the deadline of 100 ms and"
+        "measured: 0 robots, because one answer takes 114 ms, more than the deadline of 100 ms and"
     )
     flags = re.search(r"`(--hz \S+ --deadline-ms \S+)` works for one robot", why)
     assert flags is not None
@@ -123,7 +123,7 @@ def test_sizes_between_measured_ones():
 def test_the_verb_says_what_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert main(["perf", "fleet", str(BLOCKS), "--threads", "1"]) == 1
-    wanted = f"not calibrated for 1 threads: sinew perf calibrate {BLOCKS} --threads 1 --engine plan"
+    wanted = f"not calibrated for 1 threads; run `sinew perf calibrate {BLOCKS} --threads 1 --engine plan`"
     assert wanted in " ".join(capsys.readouterr().err.split())
 
 

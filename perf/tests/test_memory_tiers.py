@@ -110,10 +110,12 @@ def test_some_tiers(capsys) -> None:
 
 
 def test_what_a_board_cannot_be_asked_is_named() -> None:
-    with pytest.raises(SinewError, match="--alone: nothing is known of h200 without other programs"):
+    with pytest.raises(SinewError, match="--alone: the memory of h200 without other programs is unknown"):
         perf_machine.fit("pi0", hardware="h200", alone=True)
     pen = Path(sinew.__file__).parent / "assets" / "pen.gguf"
-    with pytest.raises(SinewError, match="embodiments: expected 1, as pen has no weights per robot, got 32"):
+    with pytest.raises(
+        SinewError, match="embodiments: expected 1, because pen has no weights per robot, got 32"
+    ):
         perf_machine.fit(str(pen), embodiments=32, search=False)
     with pytest.raises(SinewError, match="device: engine cpu needs cpu, got 'cuda'"):
         perf_machine.fit(str(pen), engine="cpu", device="cuda", search=False)

@@ -55,7 +55,7 @@ def test_formats_without_a_rate_use_the_next_wider():
     assert MACHINE.peak_flops("int4") == 100.0  # unpacked to half precision
     assert MACHINE.peak_flops("fp16") == 100.0
     assert load_hardware("b100").peak_flops("fp8") == 3500e12
-    with pytest.raises(SinewError, match="m: peak: expected a rate for fp32, got bf16 alone"):
+    with pytest.raises(SinewError, match="m: peak: expected a rate for fp32, got only bf16"):
         Hardware("m", "m", {"bf16": 1.0}, 1.0, 1, "test").peak_flops("fp32")
 
 
@@ -267,8 +267,14 @@ def test_two_devices_share_every_layer_and_exchange_its_sums(capsys):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["--parallel", "2"], "--link: expected a rate with --parallel 2 or more, got None and 2"),
-        (["--link", "450"], "--link: expected a rate with --parallel 2 or more, got 450.0 and 1"),
+        (
+            ["--parallel", "2"],
+            "--link: pass a rate together with --parallel 2 or more, got --link None and --parallel 2",
+        ),
+        (
+            ["--link", "450"],
+            "--link: pass a rate together with --parallel 2 or more, got --link 450.0 and --parallel 1",
+        ),
         (["--parallel", "7", "--link", "450"], "--parallel: expected a divisor of 3456"),
     ],
 )
@@ -354,7 +360,7 @@ def test_perf_sync(capsys, tmp_path, count):
 def test_perf_sync_without_the_device(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["perf", "sync", "--device", "cuda"]) == 1
-    assert "sees no CUDA device, got cuda" in " ".join(capsys.readouterr().err.split())
+    assert "finds no CUDA device, got cuda" in " ".join(capsys.readouterr().err.split())
 
 
 def test_perf_run_warns_where_fit_refuses(capsys, tmp_path):
@@ -370,8 +376,8 @@ def test_perf_run_warns_where_fit_refuses(capsys, tmp_path):
         "small": False,
         "orin-nano": True,
     }
-    assert [line.split(",")[0] for line in shown if "MiB too much" in line] == [
-        "small: does not fit its memory"
+    assert [line.split(" by ")[0] for line in shown if "too small" in line] == [
+        "small: the memory is too small"
     ]
     assert run(capsys, "fit", bundle, "--no-search", "--hardware", "orin-nano")[0] == 0
     assert run(capsys, "fit", bundle, "--no-search", "--memory-gib", 0.5, "--system-gib", 0)[0] == 1
@@ -424,7 +430,7 @@ def test_the_quickest_cut_is_named_with_the_next(capsys):
         r"quickest of 29 cuts: all on H200 SXM over WiFi 6: [\d.]+ ms next, ([\d.]+) ms more", said
     )
     assert re.search(r"more \(server \+[\d.]+\): all on RTX 4090 over WiFi 6", said)
-    assert "5 of 29 cuts are refused for their memory" in said
+    assert "5 of 29 cuts need too much memory" in said
     assert re.search("robot: Jetson Orin Nano.*; server: H200 SXM over WiFi 6", said)
     assert main([*line.split(), "--network", "6g"]) == 1
     assert "network '6g': expected one of ethernet-1g" in capsys.readouterr().err
@@ -445,7 +451,7 @@ def test_perf_gains_order_what_there_is(capsys):
     parts = few.components("unfused")
     assert rows[1]["after_ms"] == pytest.approx(1e3 * seconds(parts, load_hardware("cpu")))
     assert rows[1]["line"].endswith("q4_0,language=q4_0, then --engine cpu")  # no other computes in few bits
-    assert result["without"]["engine plan"] == "comes with what was taken"
+    assert result["without"]["engine plan"] == "is included in the changes above"
     taken = [row for row in rows if not row["instead"]]
     assert [row["before_ms"] for row in taken] == [
         result["start_ms"],
@@ -455,8 +461,8 @@ def test_perf_gains_order_what_there_is(capsys):
     assert rows[1]["before_ms"] - rows[1]["after_ms"] > rows[2]["before_ms"] - rows[2]["after_ms"] > 0
     (repeats,) = [row for row in result["under"] if row["line"] == "--reuse"]
     assert repeats["before_ms"] == taken[-1]["after_ms"] > repeats["after_ms"]
-    assert result["without"]["one camera less"] == "the policy was made for 1"
-    assert "all here is as quick as any cut over 4G" in result["without"]["a server H200 SXM"]
+    assert result["without"]["one camera less"] == "the policy needs 1"
+    assert "this machine alone is as fast as any cut over 4G" in result["without"]["a server H200 SXM"]
     assert min(row["before_ms"] / row["after_ms"] for row in result["taken"] + result["under"]) > 1.005
     code, result = run(capsys, "gains", egg, "--hardware", "agx-orin")
     assert (code, result["under"]) == (0, [])  # what engine cuda refuses is not advised
@@ -493,9 +499,7 @@ def test_perf_need_follows_from_a_task(capsys):
     assert {row["machine"] for row in result["found"]} == {"h200"}
     for arguments in ((), ("--rate", 3, "--task", "drone")):
         assert main(["perf", "need", *map(str, arguments)]) == 1
-        assert "expected either --rate, or --task or --control-hz" in " ".join(
-            capsys.readouterr().err.split()
-        )
+        assert "pass either --rate, or --task, or --control-hz" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow
@@ -521,7 +525,7 @@ def test_perf_need(capsys):
     assert main(["perf", "need", "--rate", "1e4", "--model", "smolvla", "--hardware", "agx-orin,thor"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith("nothing of agx-orin, thor reaches 1e+04 Hz with 70%, which others reached")
-    assert "also: none chunks, not actions: of a robot at" in said
+    assert "also: none the rate counts chunks and not actions; for a robot at" in said
     code, result = run(capsys, "need", "--rate", 1e6, "--model", "smolvla")
     assert (code, result["found"]) == (1, [])
 

@@ -284,7 +284,7 @@ def settles_on_one(infer: object, set_threads: Callable[[int], None], many: int)
 
 
 def test_few_samples_make_no_calibration() -> None:
-    with pytest.raises(SinewError, match="samples: expected more than the 5 factors, got 5"):
+    with pytest.raises(SinewError, match="samples: expected more than 5, the number of factors, got 5"):
         calibration.fit(measured_samples()[:5], SPEEDS)
 
 
@@ -362,7 +362,7 @@ def test_bench_prints_what_a_calibration_makes_of_it(
     try:
         before, report = bench()
         command = f"sinew perf calibrate {tiny_bundle()} --threads 1"
-        assert before["roofline"] == {"reason": f"not calibrated for 1 threads: {command}"}
+        assert before["roofline"] == {"reason": f"not calibrated for 1 threads; run `{command}`"}
         assert "roofline: not calibrated" in report
         stored(calibrated, quick)
         after, report = bench()

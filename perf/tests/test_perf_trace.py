@@ -318,10 +318,10 @@ def test_a_bundle_is_traced_as_it_is_stored() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"source": "pi7"}, "expected one of smolvla, pi0, pi0.5, .*, or what"),
+        ({"source": "pi7"}, "expected one of smolvla, pi0, pi0.5, .*, or a policy as for"),
         ({"source": "pi0", "dtypes": "int7"}, "expected one of fp32, .*, got 'int7'"),
         ({"source": "pi0", "dtypes": {"eyes": "int8"}}, "dtype: expected components of vision, .*, got eyes"),
-        ({"source": "pi0", "engine": "warp"}, "engine 'warp' is not one of eager, plan"),
+        ({"source": "pi0", "engine": "warp"}, "engine: expected one of eager, plan, got 'warp'"),
     ],
 )
 def test_bad_requests_are_named(arguments: dict, message: str) -> None:
@@ -332,7 +332,7 @@ def test_bad_requests_are_named(arguments: dict, message: str) -> None:
 def test_sizes_and_traffic_are_checked(pi0: PublishedProgram) -> None:
     with pytest.raises(SinewError, match="cameras: expected 1 to 64, got 0"):
         TracedRequest(cameras=0)
-    with pytest.raises(SinewError, match="traffic 'magic' is not one of fused, unfused"):
+    with pytest.raises(SinewError, match="traffic: expected one of fused, unfused, weights, got 'magic'"):
         pi0.components("magic")  # type: ignore[arg-type]
 
 

@@ -512,7 +512,7 @@ def test_the_demo_of_an_act(tmp_path: Path) -> None:
     """As it is typed, with fewer episodes: it wins."""
     result = sinew("demo", "act", "--episodes", "3", "--sweep-episodes", "0", "--out", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "as numbers of the state" in result.stdout
+    assert "as numbers in the state" in result.stdout
     (played,) = json.loads((tmp_path / "report.json").read_text())["variants"]
     assert (played["wins"], played["episodes"]) == (3, 3)
     made = "closed_loop.gif" if "film       none, small frames instead" in result.stdout else "film.webp"

@@ -131,7 +131,7 @@ def test_an_expert_corrects_and_lerobot_reads_what_it_did(
     assert 20 < counts["frames"] <= by.count("human")
     assert main(["recording", "dataset", str(frames), str(tmp_path / "all"), *made]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "; a pause or hold, another instruction or an error begins another" in said
+    assert "; a pause, a hold, another instruction or an error begins a new episode" in said
     known = {
         np.float32([*record.observation.state, *np.ravel(record.actions)]).tobytes(): record for record in records
     }  # fmt: skip

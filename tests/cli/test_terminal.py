@@ -319,7 +319,7 @@ def test_a_state_with_brackets_is_read() -> None:
 
 def test_no_axis_of_a_misfit_is_zero(capsys) -> None:
     assert main(["perf", "fit", str(PEN), "--memory-gib", "3"]) == 1
-    assert "largest alone: none, even with one of" in flat(capsys)
+    assert "largest values, one at a time: none, even with one of" in flat(capsys)
 
 
 EARLY = """

@@ -255,7 +255,7 @@ def test_closed_once_and_refused_from_then_on(case: InThisProcess) -> None:
 def test_what_it_cannot_open_is_said(kind: type[InThisProcess], world: SimpleNamespace) -> None:
     for source, options, words in (
         ("expert:sinew/Nothing-v0", {}, "no scripted expert for sinew/Nothing-v0"),
-        ("expert:sinew/Pen-v0", {"engine": "eager"}, "an expert takes no option engine"),
+        ("expert:sinew/Pen-v0", {"engine": "eager"}, "an expert has no option engine"),
         (world.records, {"split": "tcp://127.0.0.1:1"}, "a recording takes no option split"),
         ("http://127.0.0.1:1", {}, "expected tcp://HOST:PORT"),
         (world.bundle, {"split": world.address, **OPTIONS}, "expected a policy context.FORM"),

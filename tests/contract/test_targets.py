@@ -52,7 +52,7 @@ def test_an_expert_is_opened_by_its_environment() -> None:
     pytest.importorskip("sinew_eval.sim")
     with connect("expert:sinew/Pen-v0") as expert:
         assert expert.spec.chunk_size > 0
-    with pytest.raises(SinewError, match="expert: expected expert:ENV"):
+    with pytest.raises(SinewError, match="expert: name an environment as expert:ENV"):
         connect("expert")
 
 

@@ -417,7 +417,10 @@ def test_verbs_count_the_views_of_all_moments(golden: Path, case_bundle: Any) ->
     requests = requests_of(policy)
     assert requests == [MeasuredSizes(4, 1, 16)]
     assert {time.stage for time in measure_engine(policy, requests, runs=1)} == {"vision", "prefix", "head"}
-    with pytest.raises(SinewError, match="views: expected 1 to 4, as many of each of 2 moments, got 3"):
+    with pytest.raises(
+        SinewError,
+        match="views: expected 1 to 4, with the same cameras in each of 2 observation steps, got 3",
+    ):
         measure_engine(policy, [MeasuredSizes(3, 1, 16)])
     assert all(component.operators for component in program.components("fused"))
     drawn = next(random_observations(policy))

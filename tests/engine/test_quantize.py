@@ -452,7 +452,7 @@ def test_error_over_episodes_and_gate_of_an_embedded_task(tmp_path, capsys):
     assert 0 < record.validated.error < 1e-3
     assert found["validated"] == asdict(record.validated)
     assert found["warnings"] == []
-    assert "; of 2 episodes it lets no more than" in found["gate"] or "fails" in found["gate"]
+    assert "; of 2 episodes, at most" in found["gate"] or "fails" in found["gate"]
     assert main(["inspect", str(out)]) == 0
     assert "before, plan within" in " ".join(capsys.readouterr().out.split())
 

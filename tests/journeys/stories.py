@@ -644,7 +644,7 @@ def suites(walk: Walk) -> None:
             line,
             instead=("BUNDLE", "policy.gguf") if "BUNDLE" in line else None,
             status=1,
-            says=(f"error: {name} is not installed: sinew eval --setup {name}",),
+            says=(f"error: {name} is not installed; run `sinew eval --setup {name}`",),
         )
     benchmarks = "eval/tests/test_vla_eval.py plays a benchmark, and a task of ours with a model server"
     walk.leaves(
@@ -751,7 +751,7 @@ def learning(walk: Walk) -> None:
     walk.type(
         "sinew recording dataset expert build/libero --env libero_object/3",
         status=1,
-        says=("error: libero is not installed: sinew eval --setup libero",),
+        says=("error: libero is not installed; run `sinew eval --setup libero`",),
     )
     walk.type("sinew recording dataset records/ build/recorded --hz 10 --bundle policy.gguf")
     written(walk, "build/recorded", 1)

@@ -58,12 +58,15 @@ def dataset(
     of_frames = next(Path(source).glob("*.npz"), None) is not None or is_journal(Path(source))
     if of_frames:
         if env is not None or successes:
-            raise SinewError("--env, --successes: belong to episodes that are played, not to records")
+            raise SinewError(
+                "--env, --successes: apply only to episodes that are played now; omit them for a recording"
+            )
         counts: dict[str, Any] = of_records(Path(source), out, hz, bundle, corrections)
     else:
         if hz is not None or bundle is not None or corrections:
             raise SinewError(
-                f"--hz, --bundle, --corrections: belong to records, and {source} has none (*.npz)"
+                f"--hz, --bundle, --corrections: apply only to a recording, but {source} contains no records (*.npz);"
+                " omit these options"
             )
         try:
             task = Task(env or default_env(source, cameras.rename, **cameras.allowed))
@@ -75,7 +78,7 @@ def dataset(
     console = terminal.console(markup=False)
     text = ", ".join(f"{value} {name}" for name, value in counts.items())
     why = (
-        "; a pause or hold, another instruction or an error begins another"
+        "; a pause, a hold, another instruction or an error begins a new episode"
         if of_frames and counts["episodes"] > 1
         else ""
     )

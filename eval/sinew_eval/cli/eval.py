@@ -185,17 +185,21 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     if join is not None:
         return _join(join, _typed(on, target, compare, "--join"), workers, hosts)
     if films and out is None:
-        raise SinewError("--films: expected --out, the folder of the page that shows them")
+        raise SinewError("--films: also pass --out FOLDER; the page in this folder shows the films")
     if repeat is not None:
         for flags in (Cameras(cameras.rename), Runs(runs.engine, dtype=runs.dtype)):
             if given := changed(flags):
-                raise SinewError(f"{given}: expected nothing that changes what --repeat plays")
+                raise SinewError(
+                    f"{given}: cannot be combined with --repeat, which plays the recorded settings; omit it"
+                )
         typed = _typed(on, target, compare, "--repeat")
         if hosts is not None or listen is not None:
-            raise SinewError("--repeat: expected this machine, without --hosts and --listen")
+            raise SinewError("--repeat: plays only on this machine; omit --hosts and --listen")
         return _repeat(repeat, typed, interpreter, workers, out, films)
     if target is None:
-        raise SinewError("expected a bundle file, the address of a server (tcp://host:port), or expert")
+        raise SinewError(
+            "expected a bundle file, the address of a server (tcp://host:port), or expert; try `sinew eval blocks`"
+        )
     _refuse_together(on, runs, workers)
     viewer: Path | str | None = None
     if on.rerun is not None:
@@ -234,7 +238,9 @@ def _effects(run: _Run) -> dict[str, Any]:
     from sinew_eval.episodes.effects import effects_of
 
     if run.elsewhere is not None:
-        raise SinewError("--effects: expected a task that is played in this interpreter")
+        raise SinewError(
+            "--effects: expected a task that runs in this Python environment, such as a built-in one"
+        )
     measured = {}
     for variant in {each.target: each for each in run.variants}.values():
         found = effects_of(run.task, variant, run.seeds[0])
@@ -261,7 +267,9 @@ def _typed(on: EpisodeFlags, target: str | None, compare: Sequence[str], flag: s
     """
     others = replaced(on, env=None, adapter=None, env_options=None, reset_options=None, edge_adapter=None)
     if given := changed(others):
-        raise SinewError(f"{given}: expected nothing that changes what {flag} plays")
+        raise SinewError(
+            f"{given}: cannot be combined with {flag}, which plays the recorded settings; omit it"
+        )
     edges = () if on.edge_adapter is None else (on.edge_adapter,)
     policies = tuple(each for each in (target, *compare) if each is not None)
     return TypedNames(
@@ -277,23 +285,28 @@ def _typed(on: EpisodeFlags, target: str | None, compare: Sequence[str], flag: s
 def _refuse_together(on: EpisodeFlags, runs: Runs, workers: int | None) -> None:
     """Raise :class:`SinewError` for options that cannot be combined."""
     if on.suite is not None and on.env is not None:
-        raise SinewError("--suite and --env: expected one of the two; --env takes a task of a suite as well")
+        raise SinewError("--suite, --env: pass only one of them; --env also accepts a single task of a suite")
     if on.edge_adapter is not None and on.gate is not None:
-        raise SinewError("--edge-adapter: a gate is judged with chunks as they come")
+        raise SinewError(
+            "--edge-adapter: cannot be combined with --gate, which executes chunks unchanged; omit one of them"
+        )
     if on.stream is not None and (on.realtime or on.gate is not None):
         raise SinewError(
-            "--stream: expected simulated time and no gate; `sinew run --stream` runs by the clock"
+            "--stream: cannot be combined with --realtime or --gate; for real time, use `sinew run --stream`"
         )
     if on.realtime and (on.latency is not None or any(text.startswith("latency") for text in on.sweep)):
         raise SinewError(
-            "--latency simulates a latency and cannot be combined with --realtime, which uses the measured one"
+            "--latency simulates a latency and cannot be combined with --realtime, which uses the measured one; omit"
+            " one of them"
         )
     if runs.provider:
         raise SinewError(
-            "--provider: expected a server of yours, `sinew serve --provider`, and its address here"
+            "--provider: not supported here; start `sinew serve --provider NAME`, and pass the server's address"
         )
     if on.rerun is not None and workers not in (None, 1):
-        raise SinewError(f"--rerun: expected one worker, which writes the recording, got --workers {workers}")
+        raise SinewError(
+            f"--rerun: only one worker can write the recording, got --workers {workers}; pass --workers 1"
+        )
     if on.rerun is not None and (on.realtime or on.stream is not None):
         slow = "--rerun would slow down the loop that --realtime and --stream measure"
         raise SinewError(f"{slow}; start `sinew serve --rerun` instead")
@@ -471,19 +484,23 @@ class _Run:
         batched = any(variant.batch > 1 for variant in self.variants)
         if self.viewer and self.elsewhere:
             raise SinewError(
-                "--rerun: this environment asks a server; start `sinew serve --rerun` and give its address"
+                "--rerun: this environment runs in another Python environment; start `sinew serve --rerun` and pass"
+                " the server's address"
             )
         for flag, given in (("--batch", batched), ("--listen", self.listen), ("--hosts", self.hosts)):
             if given and (self.elsewhere or self.viewer or self.task.realtime):
                 raise SinewError(
-                    f"{flag}: expected simulated time in this interpreter, without --rerun and --realtime"
+                    f"{flag}: expected simulated time in this Python environment; omit --rerun and --realtime, and use"
+                    " no suite"
                 )
         if self.hosts is not None:
             from sinew_eval.foreign.cluster import check
 
             check(self.hosts)
             if workers is None:
-                raise SinewError("--hosts: expected --shards, how many play at once on the cluster")
+                raise SinewError(
+                    "--hosts: also pass --shards N, the number of episodes that the cluster plays at once"
+                )
         if self.out is not None:
             repetition.check_place(self.out, self.task, self.variants)
 
@@ -509,8 +526,10 @@ class _Run:
                     listen=self.listen, hosts=self.hosts,
                 )  # fmt: skip
             except KeyboardInterrupt:
-                goes_on = f"the same command goes on from {self.out}"
-                kept = "nothing is kept without --out" if self.out is None else goes_on
+                goes_on = f"run the same command to continue from {self.out}"
+                kept = (
+                    "the episodes are lost; pass --out FOLDER to store them" if self.out is None else goes_on
+                )
                 terminal.say(f"interrupted after {bars.played} episodes; {kept}")
                 raise
         report = document(
@@ -523,7 +542,7 @@ class _Run:
                 told = "; ".join(
                     f"{name} p50 {each['p50']}, p95 {each['p95']}" for name, each in found.items()
                 )
-                terminal.say(f"{entry['label']}: reactions in ms: {told}")
+                terminal.say(f"{entry['label']}: reaction times in ms: {told}")
         return {**report, "episodes": results}
 
     def write(self, report: dict[str, Any], films: int) -> None:
@@ -539,7 +558,9 @@ class _Run:
         whole = {**shown, "outcomes": run_page.outcomes(report["episodes"])}
         (self.out / "report.json").write_text(json.dumps(whole, indent=2) + "\n")
         if films and (self.task.realtime or any(variant.stream for variant in self.variants)):
-            terminal.say("no films: expected chunks in simulated time")
+            terminal.say(
+                "no films were made: --films needs chunks in simulated time; omit --realtime and --stream"
+            )
             films = 0
         made = []
         if films:
@@ -580,7 +601,7 @@ class EpisodeBars:
             todo: Number of episodes that the log lacks.
         """
         if self._fresh:
-            terminal.say(f"{self._fresh} of {self._fresh + todo} episodes were played before")
+            terminal.say(f"{self._fresh} of {self._fresh + todo} episodes are already in the log")
         self._fresh, self._begun = 0, time.monotonic()
         for bar in self._bars.values():
             self._progress.reset(bar, completed=int(self._progress.tasks[bar].completed))
@@ -629,7 +650,10 @@ def _join(run: str, typed: TypedNames, workers: int | None, hosts: str | None) -
     from sinew_eval.farm.shards import join
 
     if hosts is not None:
-        raise SinewError("--hosts: expected the run itself; --join helps one from this machine")
+        raise SinewError(
+            "--hosts: cannot be combined with --join, which plays on this machine; pass --hosts to the command that"
+            " starts the run"
+        )
     policies = tuple(
         each if Target.parse(each).kind != LOCAL else str(resolve(each)) for each in typed.policies
     )

@@ -30,7 +30,7 @@ def leaderboard(*reports: Path, out: Path | None = None) -> None:
     from sinew_eval.evidence import leaderboard as found
 
     if not reports:
-        raise SinewError("expected the folder of a run, as `sinew eval --out` writes it")
+        raise SinewError("expected the folder of a run; pass a folder that `sinew eval --out` has written")
     if out is not None and out.suffix != ".html":
         raise SinewError(f"--out: expected a file NAME.html, got {out}")
     boards = found.boards(reports)
@@ -52,7 +52,9 @@ def leaderboard(*reports: Path, out: Path | None = None) -> None:
         for said in found.plans(board):
             console.print(said, markup=False)
         if len({entry["hardware"] for entry in board["entries"]}) > 1:
-            terminal.say("entries are of several machines: their milliseconds do not compare")
+            terminal.say(
+                "the entries were measured on several machines, so their milliseconds cannot be compared"
+            )
     if out is not None:
         out.write_text(found.markup(record, found.named_reports(reports)), encoding="utf-8")
         terminal.say(f"wrote {out}")

@@ -137,7 +137,9 @@ def trials(
         replace(ChunkFlags(), assist=by.assist, split=by.split)
     )
     if on.episodes is not None or driven:
-        raise SinewError(f"{driven or '--episodes'}: expected none for trials, which are one policy's own")
+        raise SinewError(
+            f"{driven or '--episodes'}: not supported in trials, because one policy drives each trial alone; omit it"
+        )
     from sinew_eval.episodes import episode_log
     from sinew_eval.episodes.settings import Task, Variant
     from sinew_eval.trials.report import write_page
@@ -170,7 +172,7 @@ def trials(
         task = Task(name, options, realtime=True, motion=dict(motion) if motion else None)
         room = TrialSetup(stack, on, by, lead, plan, rigs, key)
         plan.out.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(episode_log.sole(plan.out, "a sitting has one robot"))
+        stack.enter_context(episode_log.sole(plan.out, "wait until that session has ended"))
         rules = {name: getattr(on, name) for name in DRIVEN} | {name: getattr(by, name) for name in BY_CHUNKS}
         sitting = TrialSession(plan.out, task, variants, count, plan.seed, plan.order, plan.sequential, rules)
         failed = room.play(sitting)
@@ -181,7 +183,7 @@ def trials(
         terminal.say(f"wrote {write_page(sitting, record, lead.frames)}")
     elif due is not None:
         left = due.total - due.number + 1
-        terminal.say(f"{left} of {due.total} trials are left; the same command goes on from {plan.out}")
+        terminal.say(f"{left} of {due.total} trials remain; run the same command to continue from {plan.out}")
     terminal.emit({**(record if due is None and record else {}), "complete": due is None, "failed": failed})
     return status.ended(failed)
 
@@ -195,7 +197,9 @@ def _asked(target: str, by: ChunkFlags, plan: TrialFlags, runs: Runs) -> list[Va
             part.partition("=")[0] for part in text.split(",") if "=" in part and not Path(text).exists()
         ]
         if other := [name for name in names if name.replace("-", "_") not in VARIED]:
-            raise SinewError(f"--compare: expected a policy, or one of {', '.join(VARIED)}, got {other[0]}")
+            raise SinewError(
+                f"--compare: expected a policy, or settings of {', '.join(VARIED)}, got {other[0]}"
+            )
     try:
         base = variant_of(target, runs, CAMERAS, replan=parse_replan(by.replan), handover=by.handover)
     except ValueError as error:
@@ -258,19 +262,19 @@ class TrialSetup(Keys):
                 inspect.signature(self.scenes.set_up).bind(0)
             except TypeError as error:
                 raise SinewError(
-                    f"robot: expected a method set_up(seed), which sets a scene up: {error}"
+                    f"robot: expected a method set_up(seed), which prepares a scene: {error}"
                 ) from None
         self.keyboard = sys.stdin.isatty() and sys.stdout.isatty()
         waits = (self.keyboard or flags.judge is not None) and not by.go
         if not (waits or self.alone):
             raise SinewError(
-                "trials: expected a keyboard, --judge FILE, or a robot that sets its scenes up and judges itself"
+                "trials: expected a keyboard, --judge FILE, or a robot that prepares its scenes and judges itself"
                 f" (set_up, success), got {'go=true' if by.go else 'a standard input that is no terminal'}"
             )
         limit = on.ticks(rigs[0].plan.settings.hz)
         if limit is None and not (self.keyboard or self.alone):
             raise SinewError(
-                "--seconds: expected the longest time of a trial where there is no keyboard, got none"
+                "--seconds: pass the longest time of a trial, because there is no keyboard to end a trial"
             )
         self.desk = VerdictInput(waits, self.keyboard and waits, limit, flags.judge)
         stack.callback(self.desk.close)

@@ -46,10 +46,13 @@ def of_records(
     first = next(found, None)
     if first is None and corrections:
         raise SinewError(
-            f"{records}: expected two consecutive control steps in which a human drove, got none"
+            f"{records}: expected two consecutive control steps in which a human drove, got none; omit --corrections"
+            " for all steps"
         )
     if first is None:
-        raise SinewError(f"{records}: expected two consecutive requests of one session, got none")
+        raise SinewError(
+            f"{records}: expected two consecutive requests of one session, got none; record at least two requests"
+        )
     own = next(read_records(records)).names
     state = own.get("state", () if spec is None else spec.state.names)
     action = own.get("action", () if spec is None else spec.action.names)

@@ -79,13 +79,17 @@ def episodes(records: Iterable[Record], hz: float, corrections: bool = False) ->
             session.append(request)
     found += running.values()
     if corrections and not any(found):
-        raise SinewError("--corrections: expected control steps in which a human drove, got none")
+        raise SinewError(
+            "--corrections: expected control steps in which a human drove, got none; omit --corrections for all steps"
+        )
     if not (steps or apart):
-        raise SinewError("records: expected two consecutive requests of one session, got none")
+        raise SinewError(
+            "records: expected two consecutive requests of one session, got none; record at least two requests"
+        )
     if not 0.75 <= (step := float(np.median(steps or apart))) <= 1.25:
         raise SinewError(
-            f"--hz: expected the rate of the requests, which came {hz / step:.3g} times a second, got {hz:g}; a policy"
-            " is asked for chunks, and `sinew run --frames` keeps every control step"
+            f"--hz: expected the rate of the requests, which came {hz / step:.3g} times a second, got {hz:g}. These"
+            " are requests for chunks; to record every control step, use `sinew run --frames FOLDER`"
         )
     for session in found:
         if len(session) > 1:

@@ -88,7 +88,8 @@ class DatasetWriter:
             raise MissingPackageError("a LeRobot data set", "pyarrow") from None
         if not float(fps).is_integer() or not 1 <= fps <= MAX_FPS:
             raise SinewError(
-                f"fps: LeRobot's data sets have a whole number of frames per second, 1 to {MAX_FPS}, got {fps:g}"
+                f"fps: expected a whole number of frames per second from 1 to {MAX_FPS}, which LeRobot requires, got"
+                f" {fps:g}"
             )
         self._refuse_existing(out)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +115,7 @@ class DatasetWriter:
             return
         if self._episodes:
             self.close()
-            progress.say(f"{self.out}: holds the {len(self._episodes)} episodes that were complete")
+            progress.say(f"{self.out}: contains the {len(self._episodes)} complete episodes")
         else:
             self._end()
 
@@ -145,7 +146,10 @@ class DatasetWriter:
         if INTERVENTION in self._features:
             columns[INTERVENTION] = np.array([bool(each.human) for each in frames])
         elif any(each.human is not None for each in frames):
-            raise SinewError(f"{INTERVENTION}: expected none, as of the first frame")
+            raise SinewError(
+                f"{INTERVENTION}: expected no value, because the first frame has none; set `human` in all frames or in"
+                " none"
+            )
         for key in (STATE, ACTION):
             name = "state" if key == STATE else "action"
             columns[key] = np.stack([self._vector(key, getattr(frame, name)) for frame in frames])
@@ -188,7 +192,7 @@ class DatasetWriter:
         try:
             self._end_file()
             if not self._episodes:
-                raise SinewError(f"{self.out}: there was no episode to write")
+                raise SinewError(f"{self.out}: no episode was complete, so no data set was written")
             self._describe_all()
             self._refuse_existing(self.out)
             self._folder.chmod(0o777 & ~_umask())
@@ -263,7 +267,9 @@ class DatasetWriter:
         features: dict[str, dict[str, Any]] = {}
         for camera, picture in frame.images.items():
             if not camera.isprintable() or not camera.strip(". ") or "/" in camera or "\\" in camera:
-                raise SinewError(f"images: expected names of cameras without slashes, got {camera[:80]!r}")
+                raise SinewError(
+                    f"images: expected printable camera names without slashes, got {camera[:80]!r}"
+                )
             shape = np.shape(picture)
             if np.asarray(picture).dtype != np.uint8 or len(shape) != 3 or shape[2] != 3 or not all(shape):
                 raise SinewError(
@@ -299,7 +305,7 @@ class DatasetWriter:
         if found.dtype != np.uint8 or list(found.shape) != shape or len(frame.images) != len(self._cameras):
             raise SinewError(
                 f"images.{camera}: expected uint8 {shape} as in the first frame, got {found.dtype} {list(found.shape)}"
-                f" of {', '.join(frame.images)}"
+                f" with the cameras {', '.join(frame.images)}"
             )
         return found
 
@@ -335,7 +341,7 @@ def _refuse_odd_text(task: str) -> None:
     try:
         task.encode()
     except UnicodeEncodeError:
-        raise SinewError(f"task: expected text, got {task[:80]!r}") from None
+        raise SinewError(f"task: expected a valid Unicode text, got {task[:80]!r}") from None
 
 
 def _umask() -> int:

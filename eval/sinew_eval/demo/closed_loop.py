@@ -33,8 +33,8 @@ from sinew_eval.report.report import document, success_cells
 
 # Policy -> (its environment, how the policy receives the instruction).
 PLAYED = {
-    "blocks": ("sinew/Blocks-v0", "said in many wordings"),
-    "act": ("sinew/BlocksGoal-v0", "as numbers of the state"),
+    "blocks": ("sinew/Blocks-v0", "in many wordings"),
+    "act": ("sinew/BlocksGoal-v0", "as numbers in the state"),
 }
 FIRST_SEED, FILMED = 5000, 4
 # Compare the default chunk merging with two others. At 400 ms, 38, 32 and 16 of 40 episodes succeeded
@@ -90,7 +90,7 @@ def run(
             console.print(f"film       none, small frames instead: {error}", soft_wrap=True)
     bundle = ASSETS / f"{policy}.gguf"
     if not bundle.is_file():
-        raise SinewError(f"{bundle}: the trained demo policy is missing")
+        raise SinewError(f"{bundle}: the trained demo policy is missing; install the package again")
     out_dir.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     # MuJoCo draws the film in another process while the sweep is played.
@@ -200,7 +200,7 @@ def _print_run(report: dict[str, Any], told: str, console: Console) -> None:
     each = [
         f"{name} {part['wins']}/{part['episodes']}" for name, part in entry["by_task"].items() if "/" in name
     ]
-    console.print(f"tasks      {', '.join(each)}: which block into which bin, {told}", soft_wrap=True)
+    console.print(f"tasks      {', '.join(each)}: the policy receives the goal {told}", soft_wrap=True)
     console.print(
         f"success    {wins}, 95 % interval {interval} %, {steps} steps on average; seeds"
         f" {report['seeds']['first']} and up, a new chunk every {rows} actions",
@@ -223,7 +223,7 @@ def _print_run(report: dict[str, Any], told: str, console: Console) -> None:
 
 def _print_sweep(report: dict[str, Any], console: Console) -> None:
     table = Table(title=f"success with injected latency, at most {report['seeds']['count']} episodes each")
-    table.add_column("hand-over")
+    table.add_column("chunk merging")
     table.add_column("latency", justify="right")
     for name in ("success", "95 % interval, %"):
         table.add_column(name, justify="right")
@@ -232,6 +232,7 @@ def _print_sweep(report: dict[str, Any], console: Console) -> None:
         table.add_row(variant["handover"], variant["latency"], *success_cells(entry)[:2])
     console.print(table)
     console.print(
-        "freeze: the robot waits for each chunk; aligned: it goes on, and a late chunk is entered at the row of the"
-        " present; naive: at its first row."
+        "freeze: the robot waits for each chunk. aligned: the robot continues, and a late chunk starts at the action"
+        " for"
+        " the present time. naive: a late chunk starts at its first action."
     )

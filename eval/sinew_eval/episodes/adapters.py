@@ -92,7 +92,7 @@ class Direct:
         self.max_steps = _max_steps(env, None)
         space = env.action_space
         if not isinstance(space, gymnasium.spaces.Box) or len(space.shape) != 1:
-            raise SinewError(f"action space: expected a Box of one dimension, got {space}")
+            raise SinewError(f"action space: expected a gymnasium Box with one dimension, got {space}")
         self._low, self._high = space.low, space.high
 
     def observation(self, raw: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Direct:
             parts = "{'images': {'front': 'PART'}, 'state': ['PART'], 'prompt': 'what to do'}"
             way = hints.choice(f"adapter={parts}", "--adapter mapping.json")
             raise SinewError(
-                "observation: expected a dict with images, state and prompt, as Sinew's environments give;"
+                "observation: expected a dict with images, state and prompt, as Sinew's environments return;"
                 f" got {names}. Name its parts: {way} (docs/eval.md)"
             )
         return dict(raw)
@@ -161,7 +161,10 @@ class Mapped:
         self._convert = ACTIONS[self._action_of(policy)]
         shape, dim = self.env.action_space.shape, int(policy["action"]["dim"])
         if shape and shape != (dim,):
-            raise SinewError(f"the policy's actions have {dim} numbers, the environment takes {shape[0]}")
+            raise SinewError(
+                f"the policy's actions have {dim} numbers, but the environment expects {shape[0]}; choose another"
+                " policy or environment"
+            )
 
     def _frames_for(self, cameras: Sequence[str]) -> dict[str, str]:
         found = {}
@@ -174,8 +177,9 @@ class Mapped:
             known = {**self.mapping.known_as, **{key: (name,) for name, key in self.mapping.images.items()}}
             example = json.dumps({"cameras": {cameras[0]: next(iter(known), "")}})
             raise SinewError(
-                f"the policy's cameras {', '.join(lost or cameras)} are not known here; say which frame is which,"
-                f" from {', '.join(known)}: --env-options '{example}'"
+                f"the environment has no frame for the policy's cameras {', '.join(lost or cameras)}; name a frame for"
+                " each camera,"
+                f" one of {', '.join(known)}: --env-options '{example}'"
             )
         return found
 
@@ -192,8 +196,8 @@ class Mapped:
             return self.mapping.action[""]
         given = ", ".join(filter(None, policy["action"]["units"])) or "none"
         raise SinewError(
-            f"the policy's action.units: expected one of {', '.join(self.mapping.action)}, got {given}; say what its"
-            f" gripper needs, one of {', '.join(ACTIONS)}, as an option of the environment:"
+            f"the policy's action.units: expected one of {', '.join(self.mapping.action)}, got {given}; choose"
+            f" the conversion of its gripper, one of {', '.join(ACTIONS)}, as an option of the environment:"
             f" '{json.dumps({'action': 'as_is'})}' (--env-options, --robot-options of sinew run)"
         )
 
@@ -280,7 +284,11 @@ def make_env(
         # the fields that it uses.
         env = made(**options) if made else gymnasium.make(env_id, disable_env_checker=True, **options)
     except (gymnasium.error.Error, ModuleNotFoundError, TypeError, ValueError) as error:
-        own = "" if made else "; one of your own is MODULE:CLASS, or MODULE:ID where the module registers it"
+        own = (
+            ""
+            if made
+            else "; pass your own environment as MODULE:CLASS, or as MODULE:ID if the module registers it"
+        )
         raise SinewError(f"cannot make the environment {env_id}: {error}{own}") from error
     return env, named_adapter(adapter or "direct", env)
 
@@ -362,7 +370,9 @@ def read_mapping(path: Path) -> Mapping:
         values = read_json(path)
     known = {f.name for f in fields(Mapping)}
     if not isinstance(values, dict) or not {"images", "state"} <= values.keys() <= known:
-        raise SinewError(f"{path}: expected an object with images and state, keys of {sorted(known)}")
+        raise SinewError(
+            f"{path}: expected an object with images and state, and only keys of {sorted(known)}"
+        )
     with SinewError.at(path, SinewError):
         for name, value in values.items():
             words, fits = _MAPPING[name]
@@ -442,7 +452,7 @@ def _control_hz(env: gymnasium.Env, given: float | None) -> float:
     rate = given or getattr(env.unwrapped, "control_hz", None) or env.metadata.get("render_fps")
     if not rate:
         raise SinewError(
-            "the environment has neither control_hz nor render_fps; give control_hz in an adapter"
+            "the environment has neither control_hz nor render_fps; set control_hz in an adapter"
         )
     return float(rate)
 
@@ -451,8 +461,9 @@ def _max_steps(env: gymnasium.Env, given: int | None) -> int:
     limit = given or time_limit(env)
     if not limit:
         raise SinewError(
-            "the environment does not say how many control steps an episode has: expected an attribute max_steps,"
-            " max_episode_steps where it is registered, or max_steps in an adapter"
+            "the environment does not state the number of control steps of an episode; add an attribute max_steps,"
+            " register"
+            " the environment with max_episode_steps, or set max_steps in an adapter"
         )
     return int(limit)
 

@@ -31,7 +31,7 @@ def effects_of(task: Task, variant: Variant, seed: int) -> Effects:
         policy = player.ready(variant)
         if not isinstance(policy, InProcess):
             raise SinewError(
-                f"--effects: expected a bundle, got {variant.target}; measure it where it is loaded"
+                f"--effects: expected a bundle, got {variant.target}; run this command on the machine with the bundle"
             )
         env, adapter = player.env, player.adapter
         found: list[Observation] = []

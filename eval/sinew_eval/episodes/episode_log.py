@@ -98,7 +98,7 @@ def append(file: BinaryIO, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def sole(out: Path, hint: str = "`sinew eval --join {}` helps it") -> Iterator[None]:
+def sole(out: Path, hint: str = "run `sinew eval --join {}` to help it") -> Iterator[None]:
     """Lock the folder of a run, so that only one run writes to it.
 
     If the file system cannot lock (some network file systems), the run continues with a warning.
@@ -120,9 +120,11 @@ def sole(out: Path, hint: str = "`sinew eval --join {}` helps it") -> Iterator[N
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SinewError(f"{out}: another run plays here; {hint.format(out)}") from None
+            raise SinewError(f"{out}: another run uses this folder; {hint.format(out)}") from None
         except OSError as error:
-            logger.warning("%s: %s, so nothing keeps a second run from this folder", out, error.strerror)
+            logger.warning(
+                "%s: %s, so the folder is not locked; do not start a second run in it", out, error.strerror
+            )
         yield
     finally:
         os.close(held)

@@ -91,21 +91,20 @@ def _advice(env: str, error: MisfitError) -> str:
     """Return the next step for a policy that does not fit, as options of the command line."""
     spec, (cameras, state, action) = error.spec, error.shown
     plays = [task for task in TASKS if task != env and _plays(spec, task)]
-    others = [f"this policy plays {plays[0]}"] if plays else []
+    others = [f"this policy fits {plays[0]}"] if plays else []
     if env in TASKS:
-        others.append(f"`sinew eval {TASKS[env]} --env {env}` plays this one")
+        others.append(f"`sinew eval {TASKS[env]} --env {env}` plays this environment")
     if (spec.state.dim, spec.action.dim) != (state, action):
         sizes = (
-            f"its state and actions have {spec.state.dim} and {spec.action.dim} numbers, the environment's {state} and"
-            f" {action}: they do not belong together"
+            f"the policy's state and actions have {spec.state.dim} and {spec.action.dim} numbers, the environment's"
+            " have"
+            f" {state} and {action}, so they do not fit"
         )
         if not plays and spec.name not in TASKS.values():
-            others = ["its own environment is --env ID, MODULE:CLASS or a suite's task (docs/eval.md)"]
+            others = ["pass its own environment as --env ID, MODULE:CLASS or a suite's task (docs/eval.md)"]
         return ", ".join([sizes, *others])
     renames = renames_for([camera.name for camera in spec.cameras], cameras)
-    return (
-        ", ".join([f"{renames} says which camera is which"] * bool(renames) + others) or "choose an --adapter"
-    )
+    return ", ".join([f"rename the cameras with {renames}"] * bool(renames) + others) or "choose an --adapter"
 
 
 def _plays(spec: PolicySpec, env: str) -> bool:
@@ -155,5 +154,5 @@ def _check(
     except SinewError as error:
         raise MisfitError(f"{begins}: {error}", spec, shown) from error
     if isinstance(adapter, Direct) and spec.action.dim != width:
-        got = f"actions: expected {spec.action.dim} numbers, the environment takes {width}"
+        got = f"actions: the policy has {spec.action.dim} numbers, the environment expects {width}"
         raise MisfitError(f"{begins}: {got}", spec, shown)

@@ -172,7 +172,7 @@ class Meeting:
             asked = {seat: what for seat, (name, what) in sorted(self._asked.items()) if name == kind}
             if asked and (len(asked) == len(self._asked) or kind not in self.together):
                 return kind, asked
-        raise AssertionError(f"nobody answers {self._asked}")
+        raise AssertionError(f"no kind of request can be answered: {self._asked}")
 
 
 class _Asking:

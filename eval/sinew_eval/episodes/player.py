@@ -95,7 +95,8 @@ class EpisodePlayer:
         if variant.stream:
             if not isinstance(policy, InProcess):
                 raise SinewError(
-                    "stream: expected a bundle; a server streams by its own clock (`sinew run --stream`)"
+                    "stream: expected a bundle, because a server streams in real time; use `sinew run --stream` with a"
+                    " server"
                 )
             costs = StreamCosts.parse(variant.stream)
             return run_stream_episode(self.env, self.adapter, policy.policy, conduct, seed, costs)

@@ -116,7 +116,7 @@ class EpisodePolicy:
     def one_by_one(self) -> str:
         """Return why several observations are computed one after the other. "" if they are computed in one batch."""
         if not hasattr(self.policy, "run_batch"):
-            return f"expected a policy that computes here, got {type(self.policy).__name__}"
+            return f"expected a policy that is loaded in this process, got {type(self.policy).__name__}"
         return str(getattr(self.policy, "unbatched", ""))
 
     def _request(self, observation: Mapping[str, Any], seed: int) -> dict[str, Any]:
@@ -206,7 +206,9 @@ class ServerPolicy(EpisodePolicy):
         """Return why several observations are computed one after the other. "" if they are computed in one batch."""
         if self.max_batch > 1:
             return ""
-        return "this server computes one observation at a time; `sinew serve --max-batch auto`, or a number"
+        return (
+            "this server computes one observation at a time; restart it with `sinew serve --max-batch auto`"
+        )
 
     def infer_all(
         self, requests: Sequence[tuple[Mapping[str, Any], int, str]]

@@ -203,7 +203,7 @@ class ExpertLeader:
         spec = robot.env.spec
         if spec is None:
             raise SinewError(
-                "--takeover expert: expected an environment with an expert, got one without a name"
+                "--takeover expert: the environment has no id, so its expert is unknown; use a built-in task"
             )
         if after is not None and (isinstance(after, bool) or not isinstance(after, int) or after < 1):
             raise SinewError(f"takeover_options: after: expected a whole number of steps, got {after!r}")

@@ -139,7 +139,9 @@ class Episode:
         types = {field.name: str(field.type) for field in fields(cls)}
         for name, value in values.items():
             if name not in types:
-                raise SinewError(f"episode: expected fields that this version knows, got {named(name)}")
+                raise SinewError(
+                    f"episode: expected fields of this version of Sinew, got {named(name)}; update Sinew"
+                )
             if not _FITS[types[name]](value):
                 raise SinewError(f"episode.{name}: expected {types[name]}, got {shown(value)}")
         try:

@@ -52,7 +52,9 @@ class Latency:
                 f"latency: expected N, Nms, uniform:LOW-HIGH[ms] or normal:MEAN,DEVIATION[ms], got {shown(self.text)}"
             )
         if found["kind"] is None and not found["unit"] and not float(found["first"]).is_integer():
-            raise SinewError(f"latency: expected a whole number of control steps, or ms, got {self.text!r}")
+            raise SinewError(
+                f"latency: expected a whole number of control steps, or milliseconds such as 50ms, got {self.text!r}"
+            )
         if found["kind"] == "uniform" and float(found["first"]) > float(found["second"]):
             raise SinewError(f"latency: the lower end is above the upper end in {self.text!r}")
         if max(float(found["first"]), float(found["second"] or 0)) > MOST_DELAY:
@@ -175,13 +177,15 @@ class Variant:
         if self.dtype is not None:
             dtype_word(self.dtype)
         if self.edge_adapter and self.stream:
-            raise SinewError("edge_adapter: expected chunks; a stream has its own head beside the robot")
+            raise SinewError(
+                "edge_adapter: cannot be combined with a stream, whose action head already runs in every control step"
+            )
         if self.batch < 1:
             raise SinewError(f"batch: expected 1 or more, got {self.batch}")
         alone = Target.parse(self.target).kind in (MODEL_SERVER, EXPERT)
         if self.batch > 1 and (self.stream or alone):
             got = "a stream" if self.stream else self.target
-            raise SinewError(f"batch: expected a bundle or a server that is asked for chunks, got {got}")
+            raise SinewError(f"batch: expected a bundle or a server that answers with chunks, got {got}")
         if self.engine not in (None, AUTO, *BACKENDS):
             raise SinewError(f"engine: expected one of {', '.join((AUTO, *BACKENDS))}, got {self.engine!r}")
 
@@ -463,7 +467,9 @@ def _checked(where: str, values: Any, known: Mapping[str, tuple[str, Any]]) -> d
         raise SinewError(f"{where}: expected an object, got {shown(values)}")
     for name, value in values.items():
         if name not in known:
-            raise SinewError(f"{where}: expected fields that this version knows, got {named(name)}")
+            raise SinewError(
+                f"{where}: expected fields of this version of Sinew, got {named(name)}; update Sinew"
+            )
         words, fits = known[name]
         if not fits(value):
             raise SinewError(f"{where}.{name}: expected {words}, got {shown(value)}")

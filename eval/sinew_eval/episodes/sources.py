@@ -116,9 +116,7 @@ def way(latency: Latency) -> float:
     milliseconds.
     """
     if latency.text != "0" and not (latency.text.endswith("ms") and latency.text[0].isdigit()):
-        raise SinewError(
-            f"latency: expected milliseconds, such as 50ms, beside --stream, got {latency.text!r}"
-        )
+        raise SinewError(f"latency: with --stream, expected milliseconds such as 50ms, got {latency.text!r}")
     return latency.milliseconds(1.0) / 1e3
 
 

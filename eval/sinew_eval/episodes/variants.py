@@ -47,7 +47,7 @@ def default_env(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allow
     except ModuleNotFoundError:
         return ENV
     found = task_of(target, rename, **allowed)
-    progress.say(f"env {found}: none was given" + " and the policy fits it" * (found != ENV))
+    progress.say(f"env {found}: chosen because --env is missing" + " and the policy fits it" * (found != ENV))
     return found
 
 
@@ -104,7 +104,7 @@ def variants(base: Variant, sweeps: Sequence[str] = (), compares: Sequence[str] 
         else:
             other = replaced(found[0], target=text)
         if other in found:
-            raise SinewError(f"--compare {text}: that variant is already there")
+            raise SinewError(f"--compare {text}: this variant is already in the list; change or omit it")
         found.append(other)
     for path in dict.fromkeys(each.edge_adapter for each in found if each.edge_adapter):
         with SinewError.at("edge_adapter", ClientError):
@@ -138,7 +138,8 @@ def settled(variant: Variant, task: Task | None = None, said: set[str] | None = 
         flags = (variant.dtype, variant.engine, device, variant.ignore_recipe, variant.rename)
         if any(flags) or variant.allow_missing_cameras or variant.allow_empty_prompt:
             raise SinewError(
-                "engine, dtype, device, cameras and empty prompts belong to the server; start it with them"
+                "engine, dtype, device, cameras and empty prompts are settings of the server; pass them to `sinew"
+                " serve`"
             )
     variant = _handed_over(variant, task, set() if said is None else said)
     if kind.kind != LOCAL:
@@ -192,7 +193,7 @@ def in_lockstep(
     policy = open_policy(variant, task.env)
     try:
         if isinstance(policy, ServerPolicy):
-            batch, why = policy.max_batch, policy.one_by_one or "the most that this server computes at once"
+            batch, why = policy.max_batch, policy.one_by_one or "the largest batch of this server"
         else:
             assert isinstance(policy, InProcess)
             batch, why = fastest(policy.policy)

@@ -97,7 +97,7 @@ def reports(paths: Sequence[Path]) -> list[Path]:
         else:
             found.append(path)
     if len(found) > MAX_REPORTS:
-        raise SinewError(f"expected at most {MAX_REPORTS} reports, got {len(found)}")
+        raise SinewError(f"expected at most {MAX_REPORTS} reports, got {len(found)}; pass fewer reports")
     return list(dict.fromkeys(found))
 
 
@@ -137,7 +137,9 @@ def boards(paths: Sequence[Path]) -> list[dict[str, Any]]:
         board = tasks.setdefault(key, [])
         board.extend(standings)
         if len(board) > MAX_STANDINGS:
-            raise SinewError(f"{path}: expected at most {MAX_STANDINGS} variants of one task, got more")
+            raise SinewError(
+                f"{path}: expected at most {MAX_STANDINGS} variants of one task; pass fewer reports"
+            )
     return [_board(titles[key], board) for key, board in tasks.items()]
 
 
@@ -187,7 +189,7 @@ def _standing(
     else:
         wins = {each["seed"]: each["success"] for each in outcomes}
     if not wins:
-        raise SinewError("outcomes: expected an episode, got none")
+        raise SinewError("outcomes: expected at least one episode, got none")
     variant = _object("variant", entry.get("variant"))
     bundle = _object("bundle", entry.get("bundle", {}))
     target = file_name(_text("variant.target", variant.get("target")))
@@ -549,5 +551,8 @@ def _parts(record: Mapping[str, Any], paths: Mapping[str, Path]) -> Iterator[str
             "reports", page.table(("policy", "precision", "machine", "SHA-256", "report"), rest)
         )
         if len(machines) > 1:
-            yield '<p class="note">Entries are of several machines: their milliseconds do not compare.</p>'
+            yield (
+                '<p class="note">The entries were measured on several machines, so their milliseconds cannot be'
+                " compared.</p>"
+            )
     yield f'<p class="note">{page.text(record["date"])}, sinew {page.text(record["sinew"])}</p>'

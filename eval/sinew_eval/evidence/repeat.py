@@ -71,7 +71,8 @@ class Recorded:
             if Target.parse(place).kind == LOCAL and (found := file_hash(place)) not in hashes:
                 ids = ", ".join(sorted(each[:16] for each in hashes)) or "none"
                 raise SinewError(
-                    f"{each}: expected a policy of {self.path} (SHA-256 {ids}), got {found[:16]}"
+                    f"{each}: expected a policy of {self.path} (SHA-256 {ids}), got {found[:16]}; pass a recorded"
+                    " policy"
                 )
         here = replace(typed, policies=tuple(files.values()))
         return allowed(self.path, self.task, self.variants, self.facts, here)
@@ -133,8 +134,8 @@ def check_place(out: Path, task: Task, variants: Sequence[Variant]) -> None:
     now = {"task": portable(task.record()), "variants": portable(asked)}
     if portable(before.get("task")) != now["task"] or any(each not in now["variants"] for each in had):
         raise SinewError(
-            f"--out {out}: expected a new folder, or that of the same evaluation, got one with the report of {labels}"
-            f" on {env}, which would be replaced"
+            f"--out {out}: the folder contains the report of another evaluation ({labels} on {env}), which would be"
+            " replaced; choose a new folder"
         )
 
 
@@ -157,7 +158,9 @@ def read(path: Path) -> Recorded:
 
 def _recorded(path: Path, record: dict[str, Any]) -> Recorded:
     if "plan" in record:
-        raise SinewError("expected episodes that follow from their seeds, got trials on a robot in real time")
+        raise SinewError(
+            "expected an evaluation in simulation, got trials on a robot, which cannot be repeated"
+        )
     if "outcomes" not in record:
         raise SinewError("expected the outcome of each episode, got none; repeat the run with --out")
     task = Task.from_dict(record.get("task"))
@@ -170,7 +173,7 @@ def _recorded(path: Path, record: dict[str, Any]) -> Recorded:
     seeds = [tuple(each["seed"] for each in trials) for trials in outcomes]
     if len(set(seeds)) != 1 or len(set(seeds[0])) != len(seeds[0]) or not seeds[0]:
         raise SinewError(
-            f"outcomes: expected the same seeds of each of {len(variants)} variants, each once, got others"
+            f"outcomes: expected the same seeds, each once, for each of the {len(variants)} variants, got other seeds"
         )
     return Recorded(path, record, task, tuple(variants), tuple(facts), seeds[0])
 

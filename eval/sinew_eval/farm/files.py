@@ -157,10 +157,12 @@ class FarmPlan:
     def _of(cls, values: Any) -> FarmPlan:
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             got = values.get("format") if isinstance(values, dict) else values
-            raise SinewError(f"expected format {FORMAT}, got {shown(got)}; use one release of Sinew")
+            raise SinewError(
+                f"expected format {FORMAT}, got {shown(got)}; use the same release of Sinew on all machines"
+            )
         records, keys, jobs, lease_s = (values.get(name) for name in ("variants", "keys", "jobs", "lease_s"))
         if not (isinstance(records, list) and isinstance(keys, list) and len(records) == len(keys)):
-            raise SinewError(f"variants, keys: expected two lists of one length, got {shown(keys)}")
+            raise SinewError(f"variants, keys: expected two lists with the same length, got {shown(keys)}")
         if not all(isinstance(each, str) for each in keys):
             raise SinewError(f"keys: expected texts, got {shown(keys)}")
         if (
@@ -176,10 +178,10 @@ class FarmPlan:
         groups_ = []
         for job in jobs:
             if not (isinstance(job, list) and len(job) > 1 and all(type(each) is int for each in job)):
-                raise SinewError(f"jobs: expected a variant and seeds, got {shown(job)}")
+                raise SinewError(f"jobs: expected the index of a variant and seeds, got {shown(job)}")
             index, *seeds = job
             if not 0 <= index < len(keys) or not all(0 <= seed < MAX_SEED for seed in seeds):
-                raise SinewError(f"jobs: expected a variant and seeds from 0, got {shown(job)}")
+                raise SinewError(f"jobs: expected the index of a variant and seeds from 0, got {shown(job)}")
             groups_.append(SeedBatch.of(keys[index], index, tuple(seeds)))
         variants = tuple(map(Variant.from_dict, records))
         return cls(Task.from_dict(values.get("task")), variants, tuple(keys), tuple(groups_), float(lease_s))
@@ -220,7 +222,7 @@ class FarmPlan:
         here = variant or recorded
         if key(self.task, here) != self.keys[index]:
             raise SinewError(
-                f"{named(here.target)}: this bundle differs from the one that the run began with"
+                f"{named(here.target)}: this bundle differs from the run's bundle; pass the same file as the run"
             )
 
 

@@ -86,7 +86,9 @@ class QueueServer:
             raise SinewError(f"--listen: expected HOST:PORT, got {address!r}")
         key = key_from_environment()
         if not is_loopback(host) and not key:
-            raise SinewError(f"--listen {address}: expected a key in {KEY_VARIABLE}, as others can reach it")
+            raise SinewError(
+                f"--listen {address}: other machines can reach this address, so set a key in {KEY_VARIABLE}"
+            )
         self.drawn = "" if key else _drawn_key(folder / KEY_FILE)
         self._keys = (key or self.drawn,)
         self._folder, self._plan = folder, plan
@@ -136,12 +138,12 @@ class QueueServer:
         # The headers have all methods of a mapping that are used below.
         headers: Any = request.headers
         if refused_page(request.command, request.path, headers, self._listen, keyed=True) is not None:
-            request.send_error(403, "requests of web pages are refused")
+            request.send_error(403, "requests from web pages are rejected")
             return
         try:
             check_key(key_in(headers), self._keys)
         except UnauthorizedError:
-            request.send_error(401, f"expected the key of the run in {KEY_VARIABLE}")
+            request.send_error(401, f"set the key of the run in {KEY_VARIABLE}")
             return
         request.connection.settimeout(4 * AWAY_S)
         length = request.headers.get("Content-Length", "0")
@@ -278,7 +280,9 @@ class RemoteQueue:
             found = parse_json(self.ask("POST", "/claim", {"worker": self.worker}))
             name, self.over = found["job"], bool(found["over"])
         except (ValueError, TypeError, KeyError) as error:
-            raise SinewError(f"{self.address}: expected a group to play, got none ({error})") from None
+            raise SinewError(
+                f"{self.address}: expected a group to play, got an invalid answer ({error})"
+            ) from None
         job = next((job for job in left if job.name == name), None)
         if job is None and name is not None:
             raise SinewError(
@@ -332,7 +336,7 @@ class RemoteQueue:
             except (OSError, http.client.HTTPException) as error:
                 self._local.connection = None
                 if time.monotonic() - began > AWAY_S:
-                    why = f"no answer for {AWAY_S:g} s ({error}); the run has ended, or is to be begun again"
+                    why = f"no answer for {AWAY_S:g} s ({error}); if the run was killed, start it again"
                     raise SinewError(f"{self.address}: {why}") from None
                 time.sleep(AGAIN_S)
                 continue

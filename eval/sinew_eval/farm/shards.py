@@ -47,8 +47,8 @@ HEAD = "head"  # prefix of the names of the run's own shards
 SHARD, CLUSTER = "sinew_eval.farm.shards", "sinew_eval.foreign.cluster"
 SAID = "said: "  # prefix of the lines in a shard's log that the run prints for the user
 NOTHING = (
-    "nothing is played here; expected the folder of a running `sinew eval --shards N --out FOLDER`, or the http://"
-    " address of one with --listen"
+    "no run is active here; pass the folder of a running `sinew eval --shards N --out FOLDER`, or the http:// address"
+    " of a run with --listen"
 )
 
 
@@ -105,7 +105,7 @@ def play(
     server = None if listen is None else QueueServer(folder, plan, listen)
     if server is not None:
         key = f"{KEY_VARIABLE}={server.drawn} " if server.drawn else ""
-        logger.warning("others help with `%ssinew eval --join %s`", key, server.address)
+        logger.warning("to help from another machine, run `%ssinew eval --join %s`", key, server.address)
     shards = min(shards, len(left))
     names = TypedNames.of(task, variants).to_json()
     if hosts is None:
@@ -241,7 +241,7 @@ class WorkerPool:
 
     def _died(self, code: int, released: Sequence[str], said: Sequence[str]) -> None:
         self._deaths.count(released, f"with exit code {code}", said)
-        logger.warning("a shard ended with exit code %d; another one takes over", code)
+        logger.warning("a shard ended with exit code %d; a new shard continues", code)
         self.start()
 
     def _hear(self, name: str) -> None:

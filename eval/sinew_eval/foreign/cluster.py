@@ -97,9 +97,11 @@ def connected(hosts: str, patience_s: float) -> Any:
         except (OSError, RuntimeError, ValueError) as error:
             why = " ".join(str(error).split())[:300]
             if time.monotonic() - begun >= patience_s:
-                raise SinewError(f"{where}: expected a Ray cluster that runs, got none ({why})") from None
+                raise SinewError(
+                    f"{where}: no Ray cluster answers ({why}); start one with `ray start --head`"
+                ) from None
             if not said:
-                logger.warning("%s: no cluster answers; waiting for it for %g s (%s)", hosts, patience_s, why)
+                logger.warning("%s: no cluster answers; waiting up to %g s (%s)", hosts, patience_s, why)
             said = True
             with suppress(Exception):
                 ray.shutdown()
@@ -214,9 +216,9 @@ def _actor() -> Any:
             try:
                 import sinew
             except ImportError as error:
-                return {**said, "problem": f"expected Sinew {release} there, got {error}"}
+                return {**said, "problem": f"expected Sinew {release} on this host, got {error}"}
             if sinew.__version__ != release:
-                return {**said, "problem": f"expected Sinew {release} there, got {sinew.__version__}"}
+                return {**said, "problem": f"expected Sinew {release} on this host, got {sinew.__version__}"}
             try:
                 from sinew_eval.foreign.cluster import RemoteWorker as Player
 
@@ -330,13 +332,15 @@ class Hosts:
         except RefusedError as error:
             if seat.node not in self._refused:
                 self._refused[seat.node] = f"{seat.name}: {error}"
-                logger.warning("%s does not play: %s", seat.name, " ".join(str(error).split()))
+                logger.warning("%s cannot play: %s", seat.name, " ".join(str(error).split()))
             self._again(seat)
         except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
             why = " ".join(str(error).split())
             where = f"on {seat.name or 'the cluster'} ({why[:200]})"
             self._deaths.count([seat.held[0][0].name] if seat.held else [], where)
-            logger.warning("a shard on %s died; another one takes over", seat.name or "the cluster")
+            logger.warning(
+                "a worker process (shard) on %s died; a new one continues", seat.name or "the cluster"
+            )
             self._again(seat)
 
     def _again(self, seat: RemoteWorkerSlot) -> None:
@@ -392,9 +396,12 @@ class Hosts:
     def _send(self, seat: RemoteWorkerSlot, index: int) -> Life:
         path = Path(self._plan.variants[index].target)
         if not path.is_file():
-            raise RefusedError(f"{path}: expected it there as well, as only bundles of one file are sent")
+            raise RefusedError(
+                f"{path}: expected this folder on the host too, because only bundles of one file are sent; copy it"
+                " there"
+            )
         size, place = path.stat().st_size, 0
-        logger.warning("%s is sent %s, %.1f MB", seat.name, path.name, size / 1e6)
+        logger.warning("%s: receives %s, %.1f MB", seat.name, path.name, size / 1e6)
         with open_regular(path) as file:
             while block := file.read(BLOCK):
                 last = place + len(block) >= size
@@ -407,7 +414,7 @@ class Hosts:
         waiting = sum(not seat.node for seat in self._seats)
         if waiting and not self._told and time.monotonic() - self._begun > PLACE_S:
             there = self._ray.cluster_resources().get("CPU", 0)
-            text = "%s of %s shards wait for a place on the cluster, which has %g CPUs"
+            text = "%s of %s shards wait for a free CPU; the cluster has %g CPUs"
             logger.warning(text, waiting, len(self._seats), there)
             self._told = True
 
@@ -434,7 +441,9 @@ def work(folder: Path, worker: str, typed: TypedNames, hosts: str, count: int) -
         there = Hosts(ray, folder, queue, count, typed)
         there.play()
     except (ConnectionError, ray.exceptions.RayError) as error:
-        logger.warning("%s: the cluster has gone (%s)", hosts, " ".join(str(error).split())[:200])
+        logger.warning(
+            "%s: the connection to the cluster is lost (%s)", hosts, " ".join(str(error).split())[:200]
+        )
         raise SystemExit(GONE) from None
     finally:
         ended.set()

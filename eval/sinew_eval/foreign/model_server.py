@@ -106,11 +106,11 @@ class ModelServer:
         if action.dtype.kind not in KINDS or action.ndim != 1 or not 1 <= action.size <= MAX_NUMBERS:
             raise SinewError(
                 f"{self.address}: expected one action for an observation, got {action.dtype} {list(action.shape)};"
-                " start it with a chunk_size, so that it hands its chunk out row by row"
+                " start the server with a chunk_size, so that it returns one action per request"
             )
         row = action.astype(np.float32)
         if not np.isfinite(row).all():
-            raise SinewError(f"{self.address}: expected finite actions, got others")
+            raise SinewError(f"{self.address}: expected finite actions, got NaN or infinity")
         return row[None], 1e3 * (time.perf_counter() - begun)
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class ModelServer:
                 self._socket.send_bytes(self._msgpack.packb(message, default=_to_map))
             )
         except (ConnectionError, self._aiohttp.ClientError) as error:
-            raise SinewError(f"{self.address}: the connection ended ({error})") from None
+            raise SinewError(f"{self.address}: the server closed the connection ({error})") from None
 
     async def _receive(self) -> Any:
         try:
@@ -158,7 +158,7 @@ class ModelServer:
             raise SinewError(f"{self.address}: no answer within {TIMEOUT_S:g} s") from None
         if message.type != self._aiohttp.WSMsgType.BINARY:
             raise SinewError(
-                f"{self.address}: the connection ended ({named(message.extra or message.data, 200)})"
+                f"{self.address}: the server closed the connection ({named(message.extra or message.data, 200)})"
             )
         try:
             return unpack_msgpack(message.data, max_values=MAX_VALUES, max_text=MAX_BYTES)
@@ -169,7 +169,7 @@ class ModelServer:
 def _to_map(value: Any) -> Any:
     """Convert an array to the map that model servers of vla-eval read."""
     if not isinstance(value, np.ndarray):
-        raise TypeError(f"{type(value).__name__} does not travel")
+        raise TypeError(f"cannot send a value of type {type(value).__name__}")
     dense = np.ascontiguousarray(value)
     return {
         "__ndarray__": True,

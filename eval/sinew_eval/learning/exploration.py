@@ -62,7 +62,7 @@ class Exploration:
             raise SinewError(f"exploration: level: expected a number above 0{most}, got {self.level:g}")
         if self.step is not None and (self.kind == "tokens" or self.step < 0):
             raise SinewError(
-                f"exploration: step: expected one of a flow's steps, got {self.step} of {self.kind}"
+                f"exploration: step: expected a step of a flow from 0, got {self.step} with kind {self.kind}"
             )
 
     def of_flow(self, s: float, d: float) -> tuple[float, float, float]:
@@ -140,7 +140,7 @@ def exploring(solver: Solver, exploration: Exploration | None) -> Solver:
         return solver
     if solver.kind != "euler":
         raise SinewError(
-            "exploration: expected tokens of a policy that says them, noise of one that integrates a velocity,"
+            "exploration: expected kind tokens for an autoregressive policy, or a kind of noise for a flow policy,"
             f" got {exploration.kind} of solver {solver.kind}"
         )
     return ExploringSolver(solver.kind, solver.start, solver.end, solver.noise, exploration=exploration)

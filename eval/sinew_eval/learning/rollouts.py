@@ -108,10 +108,8 @@ class RolloutPolicy(Policy):
         model = self.engine.model
         self._speaks = hasattr(model, "action_tokens")
         if exploration is not None and (exploration.kind == "tokens") != self._speaks:
-            says = "one that says them" if exploration.kind == "tokens" else "one that integrates a velocity"
-            raise SinewError(
-                f"exploration: {exploration.kind}: expected a policy, {says}, got {manifest.architecture}"
-            )
+            says = "an autoregressive policy" if exploration.kind == "tokens" else "a flow policy"
+            raise SinewError(f"exploration: {exploration.kind}: expected {says}, got {manifest.architecture}")
         if batch > 1 and self.unbatched:
             raise SinewError(f"batch: expected 1, got {batch}: {self.unbatched}")
 
@@ -187,7 +185,8 @@ class RolloutPolicy(Policy):
 
         if self.bundle.lowbit:
             raise SinewError(
-                f"{self.bundle.path}: expected float weights, got {next(iter(self.bundle.lowbit.values()))}"
+                f"{self.bundle.path}: expected float weights, got {next(iter(self.bundle.lowbit.values()))}; load a"
+                " bundle without low-bit weights"
             )
         with self.lock:
             state = self.engine.model.state_dict()

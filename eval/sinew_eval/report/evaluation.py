@@ -270,14 +270,16 @@ def _evaluate(
         if not slash or importlib.util.find_spec(module) is None:
             package = f"the package {module}" if slash else "a simulator of its own"
             raise SinewError(
-                f"env: {env} needs {package} in this interpreter, which has none; install it, pass an environment"
-                f" object, or run `sinew eval --env {env}`, which plays suites in interpreters of their own"
+                f"env: {env} needs {package}, which this Python environment lacks; install it, pass an environment"
+                f" object, or run `sinew eval --env {env}`, which plays suites in their own Python environments"
             )
     named = isinstance(policy, (str, os.PathLike))
     target = _target(policy) if named else type(policy).__name__
     if env is None:
         if not named:
-            raise SinewError("env: expected an environment together with an open policy, got none")
+            raise SinewError(
+                "env: expected an environment together with an open policy, got none; pass `env`"
+            )
         env = default_env(target)
     label = env if isinstance(env, str) else _name(env)
     task = Task(
@@ -301,11 +303,15 @@ def _evaluate(
         return Evaluation(target, label, hz, tuple(played), batch)
     if workers != 1 or out is not None:
         raise SinewError(
-            "workers, out: expected a policy, an environment and an adapter by name, which other processes can open and"
-            f" a log can tell from others, got {target} and {label}"
+            "workers, out: pass the policy, the environment and the adapter by name, so that other processes can open"
+            " them"
+            f" and a log can identify them; got {target} and {label}"
         )
     if env_options is not None and not isinstance(env, str):
-        raise SinewError("env_options: expected a gymnasium id beside it; make the environment with them")
+        raise SinewError(
+            "env_options: expected a gymnasium id as env; otherwise pass these options to your environment's"
+            " constructor"
+        )
     asked = None if named else EpisodePolicy(_checked(policy), solver_steps)
     with one_thread([variant] if named else []):
         if isinstance(env, gymnasium.vector.VectorEnv):
@@ -324,7 +330,8 @@ def _single(
 ) -> Evaluation:
     if isinstance(env, gymnasium.Env) and variant.batch > 1:
         raise SinewError(
-            f"batch {variant.batch}: expected an id, what makes environments, or a vectorised one, got {task.env}"
+            f"batch {variant.batch}: expected a gymnasium id, a function that makes environments, or a vectorised one,"
+            f" got {task.env}"
         )
 
     def make() -> tuple[gymnasium.Env, EnvAdapter]:
@@ -337,7 +344,9 @@ def _single(
         else:
             made = env if isinstance(env, gymnasium.Env) else env()
         if not isinstance(made, gymnasium.Env):
-            raise SinewError(f"env: expected a gymnasium.Env, or what makes one, got {type(made).__name__}")
+            raise SinewError(
+                f"env: expected a gymnasium.Env, or a function that makes one, got {type(made).__name__}"
+            )
         return made, adapted(made, adapter)
 
     player = GivenPlayer(task, make, policy, keeps=isinstance(env, gymnasium.Env))
@@ -366,10 +375,10 @@ def _vectorised(
 ) -> Evaluation:
     if variant.batch not in (1, env.num_envs):
         raise SinewError(
-            f"batch: expected {env.num_envs}, the vectorised environment's parts, got {variant.batch}"
+            f"batch: expected {env.num_envs}, the number of the vectorised environment's parts, got {variant.batch}"
         )
     if variant.target == EXPERT:
-        raise SinewError("env: expected a single environment, which an expert reads, got a vectorised one")
+        raise SinewError("env: expected a single environment for an expert, got a vectorised one")
     shared = VectorParts(env)
     parts = shared.parts()
     waiting = iter(parts)
@@ -469,6 +478,6 @@ def _name(env: Any) -> str:
         return env.spec.id if env.spec is not None else type(env.unwrapped).__name__
     if not callable(env):
         raise SinewError(
-            f"env: expected a gymnasium id, an environment or what makes one, got {type(env).__name__}"
+            f"env: expected a gymnasium id, an environment, or a function that makes one, got {type(env).__name__}"
         )
     return getattr(env, "__name__", type(env).__name__)

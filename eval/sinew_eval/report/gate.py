@@ -110,7 +110,8 @@ class Gate:
         if foreign := sorted(run.keys() - recorded.keys()):
             last = self.first_seed + self.episodes - 1
             raise SinewError(
-                f"gate: the record has seeds {self.first_seed} to {last}, the run has {foreign[0]}"
+                f"gate: the record has seeds {self.first_seed} to {last}, the run has {foreign[0]}; choose --seed and"
+                " --episodes in this range"
             )
         wins, count = sum(run.values()), len(run)
         reference_wins = sum(recorded[seed] for seed in run)
@@ -122,7 +123,7 @@ class Gate:
         )
         faults = self._faults(wins, count, reference_wins, test.p_value)
         if self.fails_from(run):
-            text += f"; of {count} episodes it lets no more than {self.fails_from(run) - 1} be lost"
+            text += f"; of {count} episodes, at most {self.fails_from(run) - 1} may be lost"
         return not faults, f"{'fails' if faults else 'passes'}: {'; '.join([text, *faults])}"
 
     def fails_from(self, seeds: Iterable[int]) -> int:
@@ -202,12 +203,12 @@ class Gate:
             typed = getattr(task, name)
             if flag is not None and comparable(typed) != comparable(self.protocol[name]):
                 raise SinewError(
-                    f"--{name.replace('_', '-')}: the gate's is {shown(self.protocol[name])}, got {flag!r}"
+                    f"--{name.replace('_', '-')}: the gate requires {shown(self.protocol[name])}, got {flag!r}"
                 )
         if task.realtime:
-            raise SinewError("a gate is judged with simulated latency, not in real time")
+            raise SinewError("a gate is judged with simulated latency, not in real time; omit --realtime")
         if task.motion is not None:
-            raise SinewError("--motion: a gate is judged with rows as they come")
+            raise SinewError("--motion: a gate executes actions unchanged; omit --motion")
         own = {name: self.protocol[name] if value is None else value for name, value in given.items()}
         names = {name: getattr(task, name) for name, flag in flags.items() if flag and name != "noise"}
         return self.task(TypedNames(**names)), own
@@ -276,7 +277,9 @@ def read_gate(path: Path) -> Gate:
 def _gate(path: Path, values: Any) -> Gate:
     schema = values.get("schema") if isinstance(values, dict) else values
     if schema != SCHEMA:
-        raise SinewError(f"expected schema {SCHEMA}, got {shown(schema)}")
+        raise SinewError(
+            f"expected schema {SCHEMA}, got {shown(schema)}; record the gate again with this version of Sinew"
+        )
     first = _whole("first_seed", values.get("first_seed"), 0, MAX_SEED)
     count = _whole("episodes", values.get("episodes"), 1, MAX_EPISODES)
     failed = values.get("failed_seeds")
@@ -299,7 +302,9 @@ def _whole(name: str, value: Any, least: int, most: int) -> int:
 
 def _rule(values: Any) -> GateRule:
     if not isinstance(values, dict) or values.keys() - set(GateRule.__slots__):
-        raise SinewError(f"rule: expected an object of {', '.join(GateRule.__slots__)}, got {shown(values)}")
+        raise SinewError(
+            f"rule: expected an object with the keys {', '.join(GateRule.__slots__)}, got {shown(values)}"
+        )
     for name, value in values.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not (isinstance(value, bool) if name == "inside" else number and 0 <= value <= 1):
@@ -313,7 +318,9 @@ def record(report: dict[str, Any]) -> Gate:
     entry = report["variants"][0]
     task, variant = report["task"], entry["variant"]
     if task["realtime"]:
-        raise SinewError("a gate needs simulated latency: real time depends on the machine")
+        raise SinewError(
+            "a gate needs simulated latency, because real time depends on the machine; omit --realtime"
+        )
     protocol = {
         **{name: task[name] for name in TASK},
         **{name: variant[name] for name in ("replan", "latency", "handover", "solver_steps")},

@@ -369,7 +369,7 @@ def conditions(report: dict[str, Any]) -> str:
     dtype = report["variants"][0]["dtype"] or "scripted"
     return (
         f"{task['env']} at {report['control_hz']:g} Hz, seeds {seeds['first']} to"
-        f" {seeds['first'] + seeds['count'] - 1}, {clock}, hand-over {variant['handover']};"
+        f" {seeds['first'] + seeds['count'] - 1}, {clock}, chunk merging {variant['handover']};"
         f" {variant['target']} ({dtype}, {ran},"
         f" solver steps {variant['solver_steps'] or 'of the bundle'});"
         f" {report['workers']} workers on {report['hardware']}; sinew {report['sinew']}, {report['date'][:10]}."

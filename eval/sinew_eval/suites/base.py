@@ -45,7 +45,7 @@ class Tasks(gymnasium.Env):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         if seed is None:
-            raise SinewError("reset: these environments need a seed, which chooses the task")
+            raise SinewError("reset: these environments need a seed, which determines the task; pass one")
         task, trial = self.tasks[seed % len(self.tasks)], seed // len(self.tasks)
         if task != self._current:
             self.close()

@@ -193,13 +193,13 @@ def _root() -> Path:
     spec = importlib.util.find_spec("libero")
     root = Path(next(iter(spec.submodule_search_locations or ("",)))) / "libero" if spec is not None else None
     if root is None or not (root / "bddl_files").is_dir():
-        raise SinewError("LIBERO is not installed in this interpreter: sinew eval --setup libero")
+        raise SinewError("LIBERO is not installed in this interpreter; run `sinew eval --setup libero`")
     meshes = SIMULATORS["libero"].meshes
     assert meshes is not None
     if not (root / "assets" / meshes.has).is_file():
         raise SinewError(
-            f"{root / 'assets'} has no {meshes.has}: sinew eval --setup libero, or link the data set {meshes.hub}"
-            " of the Hugging Face hub there"
+            f"{root / 'assets'} has no {meshes.has}; run `sinew eval --setup libero`, or link the data set {meshes.hub}"
+            " of the Hugging Face hub to this folder"
         )
     config = Path(os.environ.setdefault("LIBERO_CONFIG_PATH", str(root / "sinew")))
     config.mkdir(parents=True, exist_ok=True)

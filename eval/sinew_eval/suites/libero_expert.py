@@ -62,16 +62,16 @@ def begin(simulator: Any) -> Act:
     goals = env.parsed_problem["goal_state"]
     on = [goal[2] for goal in goals if goal[0] == "on"]
     if any(goal[0] not in ("in", "on") and not _holds(env, goal) for goal in goals):
-        wanted = "goals of putting things in or on others"
+        wanted = "goals of putting objects in or on other objects"
     elif any(goal[0] == "in" and not _open(env, goal[2]) for goal in goals):
-        wanted = "a place that is open from above"
+        wanted = "places that are open from above"
     elif len(set(on)) < len(on):
-        wanted = "a place for each thing"
+        wanted = "a separate place for each object"
     else:
         actions = _play(env, goals)
         return lambda: next(actions)[None]
     got = "; ".join(" ".join(goal) for goal in goals)
-    raise SinewError(f"{simulator.current}: the scripted expert expected {wanted}, got {got}")
+    raise SinewError(f"{simulator.current}: the scripted expert supports only {wanted}, got {got}")
 
 
 def _play(env: Any, goals: list[list[str]]) -> Iterator[np.ndarray]:
@@ -250,7 +250,7 @@ def grasp(
                 best = float(cost), place @ axes, yaw + turned, bool(slack < 0)
     if best is None:
         raise SinewError(
-            f"grasp: expected an object of at most {1e3 * WIDEST:g} mm, or a rim with room beside it, got"
+            f"grasp: expected an object of at most {1e3 * WIDEST:g} mm, or a rim with free space next to it, got"
             f" {1e3 * narrowest:.0f} mm"
         )
     return best[1:]

@@ -132,6 +132,6 @@ def _sentences() -> dict[str, str]:
         if path.is_file():
             return read_json(path)["TASK_DESCRIPTIONS"]
     raise SinewError(
-        "the tasks' sentences are missing: pip install --no-deps lerobot into this interpreter, or make it with"
-        " sinew eval --setup metaworld"
+        "the instructions of the tasks are missing; run `pip install --no-deps lerobot` in this interpreter, or"
+        " `sinew eval --setup metaworld`"
     )

@@ -47,7 +47,7 @@ class Simulator(Tasks):
 
     def __init__(self, tasks: Sequence[str]):
         if importlib.util.find_spec("simpler_env") is None:
-            raise SinewError(f"no simpler_env in this interpreter. {SIMULATORS['simpler'].by_hand}")
+            raise SinewError(f"this interpreter has no package simpler_env. {SIMULATORS['simpler'].by_hand}")
         super().__init__(tasks)
         self._env: Any = None
 

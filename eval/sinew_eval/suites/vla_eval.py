@@ -59,7 +59,7 @@ class Simulator(gymnasium.Env):
         hz = control_hz or (known[1] if known else None)
         if hz is None:
             raise SinewError(
-                f"{name}: expected its control rate, which vla-eval does not say: --env-options"
+                f"{name}: vla-eval does not state the control rate; pass it with --env-options"
                 """ '{"control_hz": 20}'"""
             )
         self.control_hz = float(hz)
@@ -74,7 +74,7 @@ class Simulator(gymnasium.Env):
         self._loop = asyncio.new_event_loop()
         self._tasks = list(self.benchmark.get_tasks())
         if not self._tasks:
-            raise SinewError(f"{name}: expected tasks, got none")
+            raise SinewError(f"{name}: the benchmark has no tasks")
         self.max_steps = int(self.benchmark.get_metadata().get("max_steps", MAX_STEPS))
         self.action_space = _action_space(self.benchmark)
         self.task_description = ""
@@ -96,9 +96,9 @@ class Simulator(gymnasium.Env):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         if seed is None:
-            raise SinewError("reset: these environments need a seed, which chooses the task")
+            raise SinewError("reset: these environments need a seed, which determines the task; pass one")
         if options:
-            raise SinewError("--reset-options: expected none for a benchmark of vla-eval")
+            raise SinewError("--reset-options: not supported by benchmarks of vla-eval; omit it")
         task = self._tasks[seed % len(self._tasks)]
         self._steps = 0
         self._wait(self.benchmark.start_episode({**task, "episode_idx": seed // len(self._tasks)}))
@@ -122,7 +122,7 @@ class Simulator(gymnasium.Env):
             held = self.benchmark.get_hold_action(None if last is None else {"actions": last})
         except NotImplementedError:
             raise SinewError(
-                f"{type(self.benchmark).__name__} does not say what holds its robot: expected no --latency"
+                f"{type(self.benchmark).__name__} has no action that holds its robot; omit --latency"
             ) from None
         return np.asarray(held["actions"], np.float32)
 

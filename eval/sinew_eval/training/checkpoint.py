@@ -113,7 +113,7 @@ def write_weights(folder: Path, model: SmolVLA, state: dict[str, Tensor]) -> Non
     tensors = {upstream_name(name): state[name].detach().float().contiguous() for name in wanted}
     for upstream in tensors:
         if bundle_name(upstream) not in wanted:
-            raise AssertionError(f"{upstream} does not come back as a name of the model")
+            raise AssertionError(f"{upstream} cannot be converted back to a name of the model")
     # LeRobot's class has an output head over the vocabulary, which a policy never evaluates.
     tensors[LM_HEAD] = torch.zeros_like(state["language.embed_tokens.weight"])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

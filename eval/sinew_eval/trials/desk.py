@@ -74,7 +74,7 @@ class VerdictInput:
                 raise SinewError(f"--judge {judge}: expected a file or a FIFO, got a directory")
             if stat.S_ISREG(mode) and os.lseek(self._file, 0, os.SEEK_END):
                 progress.say(
-                    f"--judge {judge}: what stands in it already is of no trial; lines count as they are added"
+                    f"--judge {judge}: existing lines of this file are ignored; only new lines count"
                 )
 
     def begin(self, loop: Loop) -> None:
@@ -168,7 +168,7 @@ class VerdictInput:
                 text, state = line.decode("utf-8", "replace").strip(), self.state
                 if not self.take(text, "file"):
                     expected = "go" if state == SET_UP else "success, failure or discard REASON"
-                    refused.append(f"expected {expected}, as the trial {state}, got {text[:80]!r}")
+                    refused.append(f"expected {expected}, because the trial {state}, got {text[:80]!r}")
             # Print only one sentence, because the robot is moving.
             if refused:
                 more = f", and {len(refused) - 1} more lines" if refused[1:] else ""

@@ -103,7 +103,7 @@ def _parts(record: dict[str, Any], films: Sequence[Film]) -> Iterator[str]:
     yield from run_page.trials_of(record)
     lost = [[each["trial"], str(each["seed"]), each["label"], each["note"]] for each in plan["discarded"]]
     lost += [[name, "", "", "interrupted"] for name in plan["interrupted"]]
-    yield f"<h2>Not counted, and played anew: {len(lost)}</h2>"
+    yield f"<h2>Not counted, and played again: {len(lost)}</h2>"
     yield page.table(["trial", ">seed", "policy", "why"], lost) if lost else ""
     yield from run_page.how_run(record)
 
@@ -136,6 +136,6 @@ def _moment(path: Path, control_hz: float) -> WatchedMoment:
     images = {name: parts.pixels(record, name) for name in seen.images}
     rows = parts.rows(record)
     if rows is None or not images:
-        raise SinewError(f"{path}: a record is not a control step with a frame and a command")
+        raise SinewError(f"{path}: the record contains no frame or no command")
     step = round(control_hz * parts.seconds(record, "time", seen.time or 0.0))
     return WatchedMoment(step, images, np.asarray(seen.state), rows[0], str(seen.prompt))

@@ -137,20 +137,22 @@ class TrialSession:
             try:
                 before = read_json(path)
             except (OSError, ValueError) as error:
-                raise SinewError(f"{path}: expected the plan of a sitting, got {error}") from None
+                raise SinewError(f"{path}: expected the plan of a session, got {error}") from None
             if not isinstance(before, dict):
-                raise SinewError(f"{path}: expected the plan of a sitting, got {shown(before)}")
+                raise SinewError(f"{path}: expected the plan of a session, got {shown(before)}")
             asked["order"] = before.get("order") if order is None else order
             for name, value in asked.items():
                 if (planned := before.get(name)) != value:
                     if name == "policies" and isinstance(planned, list):
                         name, planned, value = _unlike(path, planned, value)
                     raise SinewError(
-                        f"--out {self.out}: expected a new folder, or the sitting that was planned there, with"
-                        f" {name} {named(planned)}, got {value}"
+                        f"--out {self.out}: the session in this folder was planned with {name} {named(planned)}, got"
+                        f" {value!r}; use the planned value, or choose a new folder"
                     )
         elif (self.out / campaign.LOG).exists():
-            raise SinewError(f"--out {self.out}: expected a new folder, got one of `sinew eval`")
+            raise SinewError(
+                f"--out {self.out}: this folder contains a run of `sinew eval`; choose a new folder"
+            )
         else:
             self.out.mkdir(parents=True, exist_ok=True)
             asked["order"] = secrets.randbits(32) if order is None else order
@@ -229,13 +231,14 @@ class TrialSession:
         played, kept = len(self.pairs()), self.due() is None
         if self.sequential:
             said = (
-                f"Sequential: a look after each scene, at most {self.scenes}; {played} were played. The test holds"
-                f" whenever one stops (a mixture of coins: Ville 1939, Robbins 1970): p = {self.p:.3g}."
+                f"Sequential: a test after each scene, at most {self.scenes}; {played} were played. The p-value is"
+                " valid"
+                f" whenever the session stops (Ville 1939, Robbins 1970): p = {self.p:.3g}."
             )
         else:
             said = f"Fixed before the first trial: {self.scenes} scenes; {played} were played."
         kept_text = (
-            "The plan was kept." if kept else "The plan was NOT kept: p-values and intervals suppose its end."
+            "The plan was kept." if kept else "The plan was NOT kept: p-values and intervals assume its end."
         )
         return {
             "scenes": self.scenes,

@@ -94,7 +94,7 @@ def fleet(
                 alone, hertz=hz, deadline_s=deadline_ms / 1e3, overhead_s=overhead_ms / 1e3
             )
             notes.append(
-                f"{origin}: 0 robots, as {short.text}; `--hz {short.hertz:g} --deadline-ms"
+                f"{origin}: 0 robots, because {short.text}; `--hz {short.hertz:g} --deadline-ms"
                 f" {1e3 * short.deadline_s:g}` works for one robot"
             )
     console = terminal.console()
@@ -106,7 +106,7 @@ def fleet(
     for origin, times in tables.items():
         costs.add_row(origin, *(f"{1e3 * times[n]:.1f}" if n in times else "" for n in timed))
     console.print(costs)
-    title = f"robots at {hz:g} Hz of whose moments {share:.0%} are answered within {deadline_ms:g} ms"
+    title = f"robots at {hz:g} Hz with {share:.0%} of their requests answered within {deadline_ms:g} ms"
     table = terminal.table(title, "times", ">max batch", "requests", ">robots", ">p99, ms", ">mean batch")
     for row in rows:
         p99 = "" if row["p99_ms"] is None else f"{row['p99_ms']:.0f}"

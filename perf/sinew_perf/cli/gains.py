@@ -40,7 +40,9 @@ def gains(
     from sinew_perf.memory import too_large
 
     if network and not server:
-        raise SinewError(f"--network {network[0]}: expected --server, the machine at its other end")
+        raise SinewError(
+            f"--network {network[0]}: also pass --server, the machine at the other end of the link"
+        )
     machine = load_hardware(hardware, data)
     other = load_hardware(server, data) if server else None
     route = [load_network(name, links) for name in network or ("wifi7",)]
@@ -49,19 +51,19 @@ def gains(
     columns = ("do", "type", ">before, ms", ">after, ms", "times as fast", "the actions")
     for title, rows in (
         (f"{source} on {machine.title}, from {found.start_ms:,.1f} ms of eager float32", found.taken),
-        ("upon all of these, under a condition", found.under),
+        ("in addition to all of these, under a condition", found.under),
     ):
         table = terminal.table(title, *columns)
         for gain in rows:
             name = f"or, for {gain.instead}: {gain.name}" if gain.instead else gain.name
-            short = f"; the memory {too_large(gain.missing_bytes)}" if gain.missing_bytes else ""
+            short = f"; the machine {too_large(gain.missing_bytes)}" if gain.missing_bytes else ""
             times = f"{gain.before_ms / gain.after_ms:.2f}"
             ms = (f"{gain.before_ms:,.1f}", f"{gain.after_ms:,.1f}", times)
             table.add_row(name, gain.line, *ms, gain.fidelity + short)
         if rows:
             console.print(table)
     for name, why in found.without.items():
-        console.print(f"not here: {name}: {why}", markup=False)
+        console.print(f"not available here: {name}: {why}", markup=False)
     record = asdict(found) | {"source": source, "machine": machine.name}
     terminal.emit({"schema": "sinew.perf.gains/1", **record})
     return 0 if found.taken or found.under else 1

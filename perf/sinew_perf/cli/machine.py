@@ -66,7 +66,7 @@ def fit(
     usual = board.alone_gib if alone else board.system_gib
     if system_gib is None and usual is None:
         raise SinewError(
-            f"--alone: nothing is known of {board.name} without other programs: give --system-gib"
+            f"--alone: the memory of {board.name} without other programs is unknown; pass --system-gib"
         )
     taken = (usual or 0.0) if system_gib is None else system_gib
     found = fits(
@@ -87,7 +87,7 @@ def fit(
         left = found.headroom + round((taken - board.alone_gib) * 2**30)
         fits_alone = left >= 0
         if fits_alone and not found.fits:
-            text = f"fits with {_mib(left)} MiB to spare where nothing else runs there (--alone)"
+            text = f"fits with {_mib(left)} MiB to spare if no other program runs on the machine (--alone)"
             console.print(text)
     record = asdict(found) | {"fits": found.fits, "headroom": found.headroom, "total": found.report.total}
     record["fits_alone"] = fits_alone
@@ -112,12 +112,14 @@ def print_fit(found: Fit, board: str, console: Console) -> None:
     if report.kept:
         table.add_row("freed blocks that the C library keeps", "", _mib(report.kept))
     table.add_row("libraries' workspace", "", _mib(report.workspace))
-    table.add_row("actions that wait", "", _mib(report.actions))
+    table.add_row("chunks that wait to be executed", "", _mib(report.actions))
     table.add_row("runtime", "", _mib(report.runtime), end_section=True)
     table.add_row("total", "", _mib(report.total), style="bold")
     table.add_row("at the end of loading", "", _mib(report.loading))
     if report.mapped:
-        table.add_row("of it pages of the file, which the system can take back", "", _mib(report.of_the_file))
+        table.add_row(
+            "of the total, pages of the file, which the system can reclaim", "", _mib(report.of_the_file)
+        )
     table.add_row("available", "", _mib(found.available))
     console.print(table)
     verdict = f"fits with {_mib(found.headroom)} MiB to spare"
@@ -126,7 +128,7 @@ def print_fit(found: Fit, board: str, console: Console) -> None:
     largest = ", ".join(f"{axis} {value}" for axis, value in found.largest.items() if value)
     if not largest and found.largest:
         largest = f"none, even with one of {', '.join(found.largest)}"
-    console.print(verdict + (f"; largest alone: {largest}" if largest else ""))
+    console.print(verdict + (f"; largest values, one at a time: {largest}" if largest else ""))
 
 
 def calibrate(
@@ -259,7 +261,7 @@ def print_calibration(found: Calibration, console: Console) -> None:
 
 def too_wide(found: Calibration) -> str:
     """Return the message for a calibration whose error band is so wide that it gives no upper bound of a time."""
-    return f"a band of {found.band:.0%} bounds no time from above: calibrate again when the machine is idle"
+    return f"an error band of {found.band:.0%} gives no upper bound of a time; calibrate again when the machine is idle"
 
 
 def _mib(count: int) -> str:

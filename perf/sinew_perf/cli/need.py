@@ -61,24 +61,24 @@ def need(
         plot: File for a figure of success over latency, for --success.
     """
     if (success is None) != (report is None):
-        raise SinewError("--success, --report: expected both or neither")
+        raise SinewError("--success, --report: pass both or neither")
     if success is not None and report is not None:
         if rate is not None or task is not None or control_hz is not None:
-            raise SinewError("--success: expected no --rate, --task or --control-hz with it")
+            raise SinewError("--success: cannot be combined with --rate, --task or --control-hz; omit them")
         from sinew_perf.cli.need_success import need_success
 
         return need_success(
             success, report, model, hardware, network, jitter_ms, request, efficiency, data, links, plot
         )
     if network or jitter_ms or links or plot:
-        raise SinewError("--network, --jitter-ms, --links, --plot: expected --success with them")
+        raise SinewError("--network, --jitter-ms, --links, --plot: also pass --success and --report")
     from sinew_perf.hardware import hardware as known
     from sinew_perf.hardware import load_machines
     from sinew_perf.needs import budget, needs
     from sinew_perf.shares import others
 
     if (rate is None) == (task is None and control_hz is None):
-        raise SinewError("expected either --rate, or --task or --control-hz with --replan")
+        raise SinewError("pass either --rate, or --task, or --control-hz with --replan")
     asked = None if rate is not None else budget(control_hz or 0.0, replan, task or "")
     wanted = rate if asked is None else asked.rate
     assert wanted is not None
@@ -97,7 +97,7 @@ def need(
     for row in found:
         numbers = (str(row.steps), f"{row.hz:.1f}", f"{row.share.share:.1%}", row.share.why)
         table.add_row(row.title, row.precision, *numbers, f"{row.others_hz:.1f}")
-    console.print(table if found else f"nothing {among_what} reaches {wanted:.3g} Hz")
+    console.print(table if found else f"no machine {among_what} reaches {wanted:.3g} Hz")
     if efficiency is None:
         print_sources(row.share for row in found)
         here = {(row.machine, row.precision) for row in found}
@@ -106,14 +106,16 @@ def need(
             for row in needs(model, among, wanted, by_others.share, request)
             if (row.machine, row.precision) not in here
         ]
-        also = f"with {by_others.share:.0%}, which others reached ({by_others.source})"
+        also = f"with {by_others.share:.0%}, which other projects reached ({by_others.source})"
         console.print(f"{also}, also: {', '.join(more) or 'none'}", soft_wrap=True, markup=False)
     if any("int4" in row.precision for row in found):
-        console.print("int4: only a bound, because the engine for GPUs widens 4 bits when it loads them")
+        console.print(
+            "int4: only an upper bound, because the engine for GPUs widens 4-bit weights when it loads them"
+        )
     if asked is None:
         console.print(
-            f"chunks, not actions: of a robot at {wanted:g} Hz say --control-hz {wanted:g} --replan K, the actions that"
-            " it executes of each"
+            f"the rate counts chunks and not actions; for a robot at {wanted:g} Hz, pass --control-hz {wanted:g}"
+            " --replan K, where K is the number of actions executed per chunk"
         )
     record = {
         "rate": wanted,

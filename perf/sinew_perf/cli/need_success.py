@@ -57,7 +57,7 @@ def need_success(
         plots.check()
     task, ways = read_surface(report)
     console = terminal.console(markup=False)
-    console.print(f"{task}, {wanted:.0%} success wanted:")
+    console.print(f"{task}, {wanted:.0%} success required:")
     for line in reasons(ways, wanted, jitter_ms):
         console.print(f"  {line}", soft_wrap=True)
     among = {each.name: each for each in load_machines(machines or known(data), data)}
@@ -89,13 +89,14 @@ def need_success(
         table.add_row(
             row.title, row.precision, str(row.steps), place, f"{latency_ms:.0f}", way.name, rate.text()
         )
-    terminal.console().print(table if enough else f"no machine keeps {wanted:.0%}")
+    terminal.console().print(table if enough else f"no machine reaches {wanted:.0%}")
     late = [each for each in rows if each[3] is None]
     if late:
-        console.print(f"{len(late)} are slower than any latency that was played")
+        console.print(f"{len(late)} are slower than every latency in the report")
     if not jitter_ms:
         console.print(
-            "all requests are assumed to be equally late; --jitter-ms takes what `sinew bench` measured"
+            "all requests are assumed to have the same latency; for a deviation, pass --jitter-ms as `sinew bench`"
+            " measures it"
         )
     if efficiency is None:
         print_sources(each[0].share for each in enough)

@@ -68,7 +68,9 @@ def run(
     from sinew_perf.hardware import load_machines
 
     if (parallel > 1) != bool(link):
-        raise SinewError(f"--link: expected a rate with --parallel 2 or more, got {link} and {parallel}")
+        raise SinewError(
+            f"--link: pass a rate together with --parallel 2 or more, got --link {link} and --parallel {parallel}"
+        )
     # Check the names before the slow import of torch.
     machines = load_machines(hardware or ("thor", "rtx4090", "h200"), data)
     from sinew_perf import plots
@@ -100,7 +102,8 @@ def run(
     console.print(_component_table(source, records))
     gib = memory_report(program).weights_nbytes / 2**30
     console.print(
-        f"weights, tables included: {_shown(gib)} GiB; every operator at its best, nothing else counted",
+        f"weights with token tables: {_shown(gib)} GiB; each operator is as fast as possible, and nothing else is"
+        " counted",
     )
     for machine, record in zip(machines, records, strict=True):
         shared = replace(
@@ -109,8 +112,8 @@ def run(
         excess = missing(program, shared)
         record["fits"] = not excess
         if excess:
-            why = f"`sinew perf fit {source} --hardware {machine.name}` says what takes it"
-            warning = f"{machine.title}: does not fit its memory, {excess / 2**20:,.0f} MiB too much; {why}"
+            why = f"`sinew perf fit {source} --hardware {machine.name}` prints the parts"
+            warning = f"{machine.title}: the memory is too small by {excess / 2**20:,.0f} MiB; {why}"
             console.print(f"[yellow]{warning}[/]")
     if plot is not None:
         formats = {operator.compute_dtype for part in parts for operator in part.operators}

@@ -97,11 +97,12 @@ def scenario(
     notes = [f"{row['where']}: {row['why']}" for row in rows if "why" in row] + [
         f"robot: {near.title}; server: {far.title} over {ways}",
         f"{size.up / 1e3:.0f} kB up, {size.down / 1e3:.1f} kB down",
-        f"split: vision and language there, action here, {cache / 1e6:.1f} MB of keys and values in between",
+        f"split: vision and language there, action on the robot, {cache / 1e6:.1f} MB of keys and values in between",
     ]
     if any(row["where"].startswith("dual") and "why" not in row for row in rows):
         notes.append(
-            f"dual: System 1 (vision, action) beside System 2 (language) at {cap_hz:g} Hz; age: of System 2's result"
+            f"dual: System 1 (vision, action) and System 2 (language) at {cap_hz:g} Hz; the age is that of System 2's"
+            " result"
         )
     if camera_ms or actuation_ms:
         notes.append(f"with {camera_ms:g} ms of the camera and {actuation_ms:g} ms of the actuator")
@@ -109,7 +110,7 @@ def scenario(
         why = f", {cut.against(fitting[0])}" if cut is not fitting[0] else f" of {len(cuts)} cuts"
         notes.append(f"{name}{why}: {cut.where}: {cut.latency_ms:.1f} ms")
     if len(fitting) < len(cuts):
-        notes.append(f"{len(cuts) - len(fitting)} of {len(cuts)} cuts are refused for their memory")
+        notes.append(f"{len(cuts) - len(fitting)} of {len(cuts)} cuts need too much memory")
     for note in notes:
         console.print(note)
     fits = [row for row in rows if "why" not in row]

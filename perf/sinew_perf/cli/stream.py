@@ -115,8 +115,8 @@ def stream(
     console = terminal.console()
     console.print(table)
     console.print(
-        f"image to motion: with {camera_ms:g} ms of the camera and {actuation_ms:g} ms of the actuator; "
-        "at once: a bound that no scheduler was measured to reach",
+        f"image to motion: includes {camera_ms:g} ms of the camera and {actuation_ms:g} ms of the actuator; "
+        "at once: an upper bound that no measured scheduler has reached",
         highlight=False,
         soft_wrap=True,
     )

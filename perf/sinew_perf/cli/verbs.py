@@ -13,7 +13,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "sinew_perf.cli.run:run",
     ),
     "perf fit": (
-        "Does it fit a board's memory?",
+        "Check whether a policy fits a board's memory.",
         "perf fit policy.gguf --hardware orin-nano",
         "sinew_perf.cli.machine:fit",
     ),
@@ -23,7 +23,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "sinew_perf.cli.need:need",
     ),
     "perf gains": (
-        "What to do first to make it faster.",
+        "Rank the changes that make a policy faster.",
         "perf gains policy.gguf --hardware agx-orin",
         "sinew_perf.cli.gains:gains",
     ),
@@ -38,7 +38,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "sinew_perf.cli.scenario:scenario",
     ),
     "perf stream": (
-        "How fast the loops of a stream turn.",
+        "Predict the rates of a stream's two loops.",
         "perf stream policy.gguf --camera-hz 30 --hz 480",
         "sinew_perf.cli.stream:stream",
     ),
@@ -53,22 +53,22 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "sinew_perf.cli.machine:calibrate",
     ),
     "perf predict": (
-        "What an engine will take on this machine.",
+        "Predict the time of an engine on this machine.",
         "perf predict policy.gguf --threads 4",
         "sinew_perf.cli.machine:predict",
     ),
     "perf sync": (
-        "What lies between two kernels here.",
+        "Measure the gap between two kernels on this machine.",
         "perf sync --products 1378",
         "sinew_perf.cli.machine:sync",
     ),
     "perf tiers": (
-        "Seven policies on three boards, printed and traced.",
+        "Compare published measurements of seven policies with predictions.",
         "perf tiers",
         "sinew_perf.cli.tiers:tiers",
     ),
     "perf machines": (
-        "The machines and networks that are known.",
+        "List the known machines and networks.",
         "perf machines",
         "sinew_perf.cli.need:machines",
     ),

@@ -51,7 +51,7 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
         runs_torch = policy.engine.model is not None
         if fitted is None and runs_torch:
             command = f"sinew perf calibrate {policy.bundle.path} --threads {threads}"
-            return {"reason": f"not calibrated for {threads} threads: {command}"}
+            return {"reason": f"not calibrated for {threads} threads; run `{command}`"}
         # Measurements of PyTorch's kernels do not predict ONNX Runtime, and measurements in fp32 do not predict int8.
         predictable = (own is not None or runs_torch) and not policy.facts.recipe
         image = policy.manifest.processing.image

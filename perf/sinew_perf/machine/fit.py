@@ -182,7 +182,9 @@ def _inverses(factors: Mapping[str, float]) -> np.ndarray:
 
 def _peak(speeds: Speeds, dtype: str) -> float:
     if dtype not in speeds.peak_flops:
-        raise SinewError(f"dtype {dtype}: expected one that was measured ({', '.join(speeds.peak_flops)})")
+        raise SinewError(
+            f"dtype {dtype}: expected a measured one ({', '.join(speeds.peak_flops)}); calibrate with this dtype"
+        )
     return speeds.peak_flops[dtype]
 
 
@@ -202,8 +204,9 @@ def fit(samples: Sequence[Sample], speeds: Speeds, engine: str = "eager") -> Cal
     """
     if len(samples) <= len(FACTORS):
         raise SinewError(
-            f"samples: expected more than the {len(FACTORS)} factors, got {len(samples)}: one whose sizes are fixed"
-            " gives one per stage; calibrate another policy before it, whose samples are kept"
+            f"samples: expected more than {len(FACTORS)}, the number of factors, got {len(samples)}. A policy with"
+            " fixed"
+            " sizes gives one sample per stage; calibrate another policy first, because its samples stay in the fit"
         )
     factors = fit_factors(samples, speeds)
     errors = tuple(error(sample, speeds, factors) for sample in samples)
@@ -318,7 +321,7 @@ def calibrated(
     if found is None:
         option = "" if engine == "eager" else f" --engine {engine}"
         raise SinewError(
-            f"not calibrated for {threads} threads: sinew perf calibrate {source} --threads {threads}{option}"
+            f"not calibrated for {threads} threads; run `sinew perf calibrate {source} --threads {threads}{option}`"
         )
     return found
 

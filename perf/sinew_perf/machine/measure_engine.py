@@ -76,7 +76,9 @@ def observe(policy: Any, request: MeasuredSizes) -> Observation:
     """
     spec, rng = policy.spec, np.random.default_rng(0)
     if not 1 <= request.views <= spec.views or request.views % spec.history:
-        each = f", as many of each of {spec.history} moments" if spec.history > 1 else ""
+        each = (
+            f", with the same cameras in each of {spec.history} observation steps" if spec.history > 1 else ""
+        )
         raise SinewError(f"views: expected 1 to {spec.views}{each}, got {request.views}")
     frames = {
         camera.name: rng.integers(0, 256, (camera.height, camera.width, 3), dtype=np.uint8)

@@ -50,7 +50,9 @@ def measure(count: int, device: str, threads: int | None = None) -> list[SyncSet
         SinewError: The device is missing, or a chain has a wrong result.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise SinewError(f"device: expected cpu, as torch {torch.__version__} sees no CUDA device, got cuda")
+        raise SinewError(
+            f"device: expected cpu, because torch {torch.__version__} finds no CUDA device, got cuda"
+        )
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
