@@ -57,15 +57,15 @@ class Cut:
     @property
     def where(self) -> str:
         """Return a text such as "action on the robot, vision and language on H200 over WiFi 7"."""
-        said = []
+        texts = []
         for place in (ROBOT, SERVER):
             here = [CALLED[stage] for stage, at in zip(STAGES, self.places, strict=True) if at == place]
             title = (
                 f"{self.server.title} over {self.network}" if self.server and place == SERVER else "the robot"
             )
             if here:
-                said.append(f"{'all' if len(here) == len(STAGES) else ' and '.join(here)} on {title}")
-        return ", ".join(said)
+                texts.append(f"{'all' if len(here) == len(STAGES) else ' and '.join(here)} on {title}")
+        return ", ".join(texts)
 
     def record(self) -> dict[str, Any]:
         """Return the cut, ready for JSON."""
@@ -96,15 +96,15 @@ def crossing(program: PublishedProgram) -> dict[tuple[str, str], int]:
         the program's format of the cache.
     """
     scale = cache_scale(program)
-    found = {}
+    sizes = {}
     for number, maker in enumerate(STAGES):
         for reader in STAGES[number + 1 :]:
             read = dict.fromkeys(
                 o.block for call in program.trace.of(reader) for o in call.operands if not o.written
             )
             blocks = [block for block in read if block.maker is not None and block.maker.stage == maker]
-            found[maker, reader] = sum(round(b.nbytes * (scale if b.kind == "cache" else 1)) for b in blocks)
-    return found
+            sizes[maker, reader] = sum(round(b.nbytes * (scale if b.kind == "cache" else 1)) for b in blocks)
+    return sizes
 
 
 def all_cuts(
@@ -136,7 +136,7 @@ def all_cuts(
     nearby = program.components(traffic)
     idle = [not part.operators for part in parts]
     here = [1e3 * timing(part, near).seconds for part in nearby]
-    found = []
+    cuts = []
     for places in product((ROBOT, SERVER), repeat=len(STAGES)):
         if any(empty and places[n] != places[n - 1 if n else 1] for n, empty in enumerate(idle)):
             continue
@@ -159,8 +159,8 @@ def all_cuts(
                 for way, nbytes in messages
                 for link in route
             )
-            found.append(Cut(places, server, tuple(route), robot_ms, there, ms, up, down, refused))
-    return sorted(found, key=lambda cut: (bool(cut.refused), cut.latency_ms))
+            cuts.append(Cut(places, server, tuple(route), robot_ms, there, ms, up, down, refused))
+    return sorted(cuts, key=lambda cut: (bool(cut.refused), cut.latency_ms))
 
 
 def _messages(
@@ -177,13 +177,13 @@ def _messages(
         (destination, bytes) of each message.
     """
     messages: list[tuple[str, float]] = []
-    at, held = ROBOT, {stage: {place} for stage, place in zip(STAGES, places, strict=True)}
+    at, places_of = ROBOT, {stage: {place} for stage, place in zip(STAGES, places, strict=True)}
     for number, (stage, place) in enumerate(zip(STAGES, places, strict=True)):
         nbytes = size.up if number == 0 and place == SERVER else 0.0
         for maker in STAGES[:number]:
-            if place not in held[maker]:
+            if place not in places_of[maker]:
                 nbytes += between[maker, stage]
-                held[maker].add(place)
+                places_of[maker].add(place)
         if nbytes or place != at:
             messages.append((place, nbytes))
         at = place

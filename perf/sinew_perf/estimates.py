@@ -77,9 +77,9 @@ def _memory_apart(
     except subprocess.TimeoutExpired:
         raise SinewError(f"{path}: counting its memory took more than {COUNT_S:g} s") from None
     except (OSError, ValueError, IndexError, TypeError) as error:
-        said = child.stderr.strip().splitlines() if isinstance(error, (ValueError, IndexError)) else []
+        error_lines = child.stderr.strip().splitlines() if isinstance(error, (ValueError, IndexError)) else []
         raise SinewError(
-            f"{path}: its memory could not be counted: {(said or [str(error)])[-1][:300]}"
+            f"{path}: its memory could not be counted: {(error_lines or [str(error)])[-1][:300]}"
         ) from None
 
 

@@ -161,7 +161,7 @@ def asynchronous(
     first, world = way[0][0], _World()
     ages: list[float] = []
     times: list[float] = []
-    asked, newest = -replan, None
+    last_request, newest = -replan, None
     underruns = counted = 0
     for step in range(int(duration_s * control_hz)):
         now = step * period
@@ -170,8 +170,8 @@ def asynchronous(
             at, newest = world.arrived.popleft()
             times.append(at)
         room = in_flight is None or world.under_way < in_flight
-        if step - asked >= replan and room and not first.busy:
-            asked = step
+        if step - last_request >= replan and room and not first.busy:
+            last_request = step
             world.send(now, _Request(now, list(way)))
         if newest is None:
             continue

@@ -187,12 +187,12 @@ def most_robots(
     if best.in_time < share:
         return None
     low, high = 1, 2
-    while high <= MOST and (found := at(high)).in_time >= share:
-        best, low, high = found, high, 2 * high
+    while high <= MOST and (result := at(high)).in_time >= share:
+        best, low, high = result, high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        if (found := at(middle)).in_time >= share:
-            best, low = found, middle
+        if (result := at(middle)).in_time >= share:
+            best, low = result, middle
         else:
             high = middle
     return best

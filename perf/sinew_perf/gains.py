@@ -255,11 +255,11 @@ def _bits(on_cpu: bool, machine: Hardware, without: dict[str, str]) -> list[_Opt
         ]
     without["int8, 4 bits"] = f"engine {engine} widens them when it loads them"
     judged = "rounded: `sinew validate` states the error, `sinew eval --gate` the success"
-    found = [_Option("bf16", "--dtype bf16", judged, lambda now: replace(now, dtypes="bf16"), "bits")]
+    options = [_Option("bf16", "--dtype bf16", judged, lambda now: replace(now, dtypes="bf16"), "bits")]
     if "fp8" in machine.peak:
-        return [*found, narrow("fp8", "fp8", judged, "fp8/fp8", "bf16")]
+        return [*options, narrow("fp8", "fp8", judged, "fp8/fp8", "bf16")]
     without["fp8"] = f"{machine.title} has no rate for it"
-    return found
+    return options
 
 
 def _under(
@@ -305,9 +305,9 @@ def _away(
     without: dict[str, str],
 ) -> list[Gain]:
     """Return the fastest division of the stages over both machines, if it is faster than this machine alone."""
-    found = all_cuts(program, machine, [server], [route], payload(source, program, "raw"), traffic)
-    here = next(cut for cut in found if cut.server is None)
-    best = found[0]
+    cuts = all_cuts(program, machine, [server], [route], payload(source, program, "raw"), traffic)
+    here = next(cut for cut in cuts if cut.server is None)
+    best = cuts[0]
     if best.refused or best.server is None or best.latency_ms >= here.latency_ms:
         ways = " + ".join(link.title for link in route)
         without[f"a server {server.title}"] = f"this machine alone is as fast as any cut over {ways}"

@@ -176,12 +176,14 @@ def _packaged(name: str) -> dict[str, Any]:
 def _entry(kind: type[Entry], name: str, values: Any) -> Entry:
     if not isinstance(values, dict):
         raise SinewError(f"{name}: expected a table of values, got {type(values).__name__}")
-    given: dict[str, Any] = {"title": name, "source": "user"} | values
+    fields_by_name: dict[str, Any] = {"title": name, "source": "user"} | values
     # A user's numbers for a machine of this package do not change the kind of the machine.
     if kind is Hardware:
-        given = {"kind": _packaged("hardware.toml").get(name, {}).get("kind", "gpu")} | given
+        fields_by_name = {
+            "kind": _packaged("hardware.toml").get(name, {}).get("kind", "gpu")
+        } | fields_by_name
     try:
-        made = kind(name=name, **given)
+        made = kind(name=name, **fields_by_name)
     except TypeError as error:
         raise SinewError(f"{name}: {error}") from None
     if isinstance(made, Hardware) and not isinstance(made.peak, dict):

@@ -218,18 +218,18 @@ def memory_report(
     """
     if device not in RUNTIME:
         raise SinewError(f"device: expected one of {', '.join(RUNTIME)}, got {device!r}")
-    found = program.trace
+    trace = program.trace
     return MemoryReport(
         name=program.name,
         shapes=program.shapes,
         chunk=program.chunk,
         weights=weights(program, whole_tables, embodiments, stages),
-        cache=_cache(program, found),
-        peaks=tuple(peak for peak in peaks(found, cache_scale(program)) if peak.stage in stages),
+        cache=_cache(program, trace),
+        peaks=tuple(peak for peak in peaks(trace, cache_scale(program)) if peak.stage in stages),
         workspace=WORKSPACE[device] if workspace is None else workspace,
         runtime=RUNTIME[device] if runtime is None else runtime,
         actions=4 * CHUNKS * math.prod(program.model.noise_shape),
-        kept=kept(found) if device == "cpu" else 0,
+        kept=kept(trace) if device == "cpu" else 0,
         mapped=device == "cpu" and program.precision is None,
     )
 
@@ -333,31 +333,31 @@ def largest_fitting(excess: Callable[[int], int], limit: int, start: int = 1) ->
     Returns:
         The number. 0 if no n fits.
     """
-    known = {n: excess(n) for n in {1, min(start, limit)}}
-    if known[1] > 0:
+    evaluations = {n: excess(n) for n in {1, min(start, limit)}}
+    if evaluations[1] > 0:
         return 0
-    while max(known.values()) <= 0:
-        if limit in known:
+    while max(evaluations.values()) <= 0:
+        if limit in evaluations:
             return limit
-        n = min(8 * max(known), limit)
-        known[n] = excess(n)
+        n = min(8 * max(evaluations), limit)
+        evaluations[n] = excess(n)
     for turn in range(2 * limit.bit_length()):
-        low = max(n for n, value in known.items() if value <= 0)
-        high = min(n for n, value in known.items() if value > 0)
+        low = max(n for n, value in evaluations.items() if value <= 0)
+        high = min(n for n, value in evaluations.items() if value > 0)
         if high - low == 1:
             break
-        guess = _root(known, low, high) if turn % 4 < 3 else (low + high) // 2
+        guess = _root(evaluations, low, high) if turn % 4 < 3 else (low + high) // 2
         guess = min(max(guess, low + 1), high - 1)
-        known[guess] = excess(guess)
+        evaluations[guess] = excess(guess)
     return low
 
 
-def _root(known: Mapping[int, int], low: int, high: int) -> int:
+def _root(evaluations: Mapping[int, int], low: int, high: int) -> int:
     """Return the root of the parabola through the three points closest to [low, high], or of the line through two
     points.
     """
-    nearest = sorted(known, key=lambda n: min(abs(n - low), abs(n - high)))[:3]
-    coefficients = np.polyfit(nearest, [known[n] for n in nearest], len(nearest) - 1)
+    nearest = sorted(evaluations, key=lambda n: min(abs(n - low), abs(n - high)))[:3]
+    coefficients = np.polyfit(nearest, [evaluations[n] for n in nearest], len(nearest) - 1)
     roots = [root.real for root in np.roots(coefficients) if abs(root.imag) < 1 and low <= root.real <= high]
     return math.floor(roots[0] + 1e-6) if roots else (low + high) // 2
 
@@ -465,17 +465,17 @@ def _format(program: PublishedProgram, name: str, stored: str, readers: Mapping)
     return stored
 
 
-def peaks(found: ProgramTrace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
+def peaks(recorded: ProgramTrace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
     """Find the largest sum of live blocks in each stage, from the recorded allocations and releases.
 
     Args:
-        found: The trace.
+        recorded: The trace.
         cache_scale: Factor for the size of the prefix's keys and values.
     """
     live = cache = 0
     highest: dict[str, Peak] = {}
     prefix: set[TracedBlock] = set()
-    for event in found.events:
+    for event in recorded.events:
         block, size = event.block, event.block.nbytes
         if event.change > 0 and block.kind == "cache" and event.stage != "head":
             # Copies of the cache that the head makes count as activations.
@@ -489,9 +489,9 @@ def peaks(found: ProgramTrace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
     return tuple(highest.values())
 
 
-def kept(found: ProgramTrace) -> int:
+def kept(recorded: ProgramTrace) -> int:
     """Return the bytes of freed memory that the C library may keep: twice the largest block that it keeps."""
-    largest = max((event.block.nbytes for event in found.events), default=0)
+    largest = max((event.block.nbytes for event in recorded.events), default=0)
     return 2 * min(largest, MAPPED[1]) if largest >= MAPPED[0] else 0
 
 
@@ -503,5 +503,5 @@ def cache_scale(program: PublishedProgram) -> float:
     return bits(precision.cache) / bits(dtype_name(precision.stream))
 
 
-def _cache(program: PublishedProgram, found: ProgramTrace) -> int:
-    return round(found.cache_nbytes * cache_scale(program))
+def _cache(program: PublishedProgram, recorded: ProgramTrace) -> int:
+    return round(recorded.cache_nbytes * cache_scale(program))

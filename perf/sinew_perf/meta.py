@@ -34,17 +34,17 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """
     try:
         key = (func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ())
-        found = _layouts.get(key, ())
+        layouts = _layouts.get(key, ())
     # An argument that cannot be hashed raises TypeError.
     except (_UnknownError, TypeError):
         return func(*args, **kwargs)
-    if found:
+    if layouts:
         made = [
-            torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in found
+            torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in layouts
         ]
         return made[0] if len(made) == 1 else tuple(made)
     out = func(*args, **kwargs)
-    if found is not None:
+    if layouts is not None:
         if len(_layouts) >= ENTRIES:
             _layouts.clear()
         _layouts[key] = _layout(func, args, kwargs, out)
@@ -72,13 +72,13 @@ def _signature(values: Sequence[Any]) -> tuple[Hashable, ...]:
 
 def tensors(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among the operands or the results of a call, including those in lists and tuples."""
-    found = []
+    properties = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            properties.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors(value)
-    return found
+            properties += tensors(value)
+    return properties
 
 
 def _layout(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> tuple[Layout, ...] | None:
@@ -90,10 +90,10 @@ def _layout(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) ->
         return None
     if not all(type(tensor) is Tensor and tensor.is_meta for tensor in made):
         return None
-    held = [tensor.untyped_storage() for tensor in (*made, *tensors(args), *tensors(kwargs.values()))]
-    keys = [storage._cdata for storage in held]  # noqa: SLF001 - identity
+    storages = [tensor.untyped_storage() for tensor in (*made, *tensors(args), *tensors(kwargs.values()))]
+    keys = [storage._cdata for storage in storages]  # noqa: SLF001 - identity
     layouts = []
-    for tensor, storage, key in zip(made, held, keys, strict=False):
+    for tensor, storage, key in zip(made, storages, keys, strict=False):
         fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         owns = tensor.storage_offset() == 0 and storage.nbytes() == fresh.untyped_storage().nbytes()
         # The result is a view. Some operators that return a view, such as _unsafe_view, do not declare it.

@@ -112,11 +112,12 @@ def budget(control_hz: float, replan: int, task: str = "") -> Budget:
     if task:
         if task not in TASKS:
             raise SinewError(f"task: expected one of {', '.join(TASKS)}, got {task!r}")
-        known = TASKS[task]
-        control_hz = known.high_hz
-        ms = 1e3 * replan / control_hz if replan > 1 else known.latency_ms
+        task_class = TASKS[task]
+        control_hz = task_class.high_hz
+        ms = 1e3 * replan / control_hz if replan > 1 else task_class.latency_ms
         rates = (
-            f"{known.low_hz:g} to {known.high_hz:g} Hz, {known.latency_ms:g} ms for a policy asked each step"
+            f"{task_class.low_hz:g} to {task_class.high_hz:g} Hz, {task_class.latency_ms:g} ms for a policy asked each"
+            " step"
         )
         return Budget(1e3 / ms, ms, f"{task}: {rates}; {replan} actions of each chunk: {ms:,.0f} ms")
     ms = 1e3 * replan / control_hz
@@ -231,9 +232,9 @@ def _with(
         if total > machine.free_bytes:
             continue
         share = used(program.family, precision.name, machine, seconds(parts, machine), efficiency)
-        found = reach(parts, machine, rate_hz, share.share)
-        if found is not None and program.fixed.get("steps") in (None, found[0]):
-            steps, hz = found
+        result = reach(parts, machine, rate_hz, share.share)
+        if result is not None and program.fixed.get("steps") in (None, result[0]):
+            steps, hz = result
             by_others = hz * others().share / share.share
             rows.append(
                 MachineResult(machine.name, machine.title, precision.title, steps, hz, by_others, share)

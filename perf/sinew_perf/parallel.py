@@ -37,12 +37,12 @@ def cut(component: Component, devices: int) -> Component:
     Raises:
         SinewError: No layer can be divided, or a width is not a multiple of ``devices``.
     """
-    found = tuple(_cut(each, devices) for each in component.operators)
-    if found == component.operators:
+    operators = tuple(_cut(each, devices) for each in component.operators)
+    if operators == component.operators:
         raise SinewError(
             f"--parallel {devices}: {component.name} has no layers that can be divided; omit --parallel"
         )
-    return replace(component, operators=found)
+    return replace(component, operators=operators)
 
 
 def _cut(operator: Operator, devices: int) -> Operator:

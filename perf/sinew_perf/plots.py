@@ -187,8 +187,8 @@ def placements(rows: Sequence[tuple[str, Mapping[str, float]]], path: Path, titl
 
 def _components(rows: Sequence[StageTiming]) -> list[str]:
     """Return the names of the components, with the usual ones first."""
-    found = {row.name for row in rows}
-    return [name for name in COMPONENTS if name in found] + sorted(found - set(COMPONENTS))
+    names = {row.name for row in rows}
+    return [name for name in COMPONENTS if name in names] + sorted(names - set(COMPONENTS))
 
 
 def _style(name: str) -> dict[str, Any]:
@@ -210,13 +210,13 @@ def _tera(flops: float) -> str:
 
 
 def success(
-    ways: Sequence[Way], wanted: float, machines: Iterable[tuple[str, float]], path: Path, title: str
+    ways: Sequence[Way], required: float, machines: Iterable[tuple[str, float]], path: Path, title: str
 ) -> None:
     """Draw the success over the latency for each way of driving, with its interval, and the latency of machines.
 
     Args:
         ways: The measured ways of driving.
-        wanted: Required success, from 0 to 1.
+        required: Required success, from 0 to 1.
         machines: Names and latencies in milliseconds. A name is drawn at the foot of its line.
         path: File of the figure.
         title: Title of the figure.
@@ -236,7 +236,7 @@ def success(
             for column in zip(*((r.low, r.high) for r in rates), strict=True)
         )
         axes.fill_between(times, low, high, color=color, alpha=0.15, linewidth=0)
-    axes.axhline(100 * wanted, color=figures.GREY, linewidth=1, linestyle="--")
+    axes.axhline(100 * required, color=figures.GREY, linewidth=1, linestyle="--")
     drawn: list[float] = []
     for name, latency_ms in sorted(machines, key=lambda each: each[1]):
         if latency_ms > longest or any(abs(latency_ms - each) < longest / 25 for each in drawn):

@@ -108,10 +108,10 @@ class PublishedProgram:
         """
         now = {"cameras": self.shapes.views, "chunk": self.chunk, "steps": self.shapes.steps}
         for name, own in now.items():
-            asked = getattr(request, name)
-            if asked not in (None, own) and name in self.fixed:
+            requested_size = getattr(request, name)
+            if requested_size not in (None, own) and name in self.fixed:
                 raise SinewError(
-                    f"{name}: expected {self.fixed[name]}, which {self.name} cannot change, got {asked}"
+                    f"{name}: expected {self.fixed[name]}, which {self.name} cannot change, got {requested_size}"
                 )
         shapes = replace(
             self.shapes,
@@ -220,9 +220,9 @@ class PublishedProgram:
         """
         if traffic not in get_args(Traffic):
             raise SinewError(f"traffic: expected one of {', '.join(get_args(Traffic))}, got {traffic!r}")
-        found = self.trace
+        recorded = self.trace
         return [
-            Component(stage, self._operators(found.of(stage), traffic), _repeats(stage, found))
+            Component(stage, self._operators(recorded.of(stage), traffic), _repeats(stage, recorded))
             for stage in STAGES
         ]
 
@@ -275,8 +275,8 @@ def _weights_fix_chunk(model: Model) -> bool:
     return shapes[0] != shapes[1]
 
 
-def _repeats(stage: str, found: ProgramTrace) -> int:
-    return found.steps if stage == "head" else 1
+def _repeats(stage: str, recorded: ProgramTrace) -> int:
+    return recorded.steps if stage == "head" else 1
 
 
 def is_sizes_alone(source: str | Path) -> bool:
@@ -346,9 +346,15 @@ def preset(name: str) -> PublishedProgram:
     in fp32.
     """
     if name in PRESETS:
-        found = published(name)
+        description = published(name)
     else:
-        found = described(_MODELS / f"{name}.json" if name in DESCRIBED else Path(name))
-    model = build_on_meta(found.architecture, found.config).eval().requires_grad_(False)
-    shapes = Shapes(found.views, found.side, found.width or found.side, found.tokens, found.steps)
-    return PublishedProgram(name, model, shapes, family=found.architecture)
+        description = described(_MODELS / f"{name}.json" if name in DESCRIBED else Path(name))
+    model = build_on_meta(description.architecture, description.config).eval().requires_grad_(False)
+    shapes = Shapes(
+        description.views,
+        description.side,
+        description.width or description.side,
+        description.tokens,
+        description.steps,
+    )
+    return PublishedProgram(name, model, shapes, family=description.architecture)

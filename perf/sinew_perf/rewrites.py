@@ -44,8 +44,8 @@ class Cost:
 
 def cost(plan: Plan, shapes: Shapes) -> Cost:
     """Return the cost of one observation, for a plan over a model on the meta device (:func:`on_meta`)."""
-    found = trace(plan.model, shapes, plan)
-    calls = [(call, found.steps if call.stage == "head" else 1) for call in found.calls]
+    recorded = trace(plan.model, shapes, plan)
+    calls = [(call, recorded.steps if call.stage == "head" else 1) for call in recorded.calls]
     return Cost(
         sum(runs * call.flops for call, runs in calls),
         sum(runs * operand.nbytes for call, runs in calls for operand in call.operands),

@@ -173,9 +173,9 @@ def _pool(precision: str, machine: Hardware) -> Sequence[MeasuredShare]:
     sheet) and the same precision. Shorter measurements with another precision are added. Of equal measurements with
     several engines, the fastest counts.
     """
-    known = hardware()
-    rows = [row for row in measured() if known[row.machine].kind == machine.kind]
-    rows = [row for row in rows if known[row.machine].measured == machine.measured] or rows
+    machines = hardware()
+    rows = [row for row in measured() if machines[row.machine].kind == machine.kind]
+    rows = [row for row in rows if machines[row.machine].measured == machine.measured] or rows
     same = [row for row in rows if row.precision == precision] or rows
     shortest = min((row.roofline_ms for row in same), default=0.0)
     rows = same + [row for row in rows if row.roofline_ms < shortest]

@@ -153,8 +153,8 @@ def read_surface(path: Path) -> tuple[str, list[Way]]:
             # A latency that is a distribution is not a point of a curve.
             if constant is None:
                 continue
-            given = float(constant[1])
-            steps = math.ceil(given * hz / 1e3 - 1e-9) if constant[2] else int(given)
+            latency = float(constant[1])
+            steps = math.ceil(latency * hz / 1e3 - 1e-9) if constant[2] else int(latency)
             wins, episodes = (int(checked_number(entry[name], name, 0, 1e9)) for name in ("wins", "episodes"))
             if not wins <= episodes or not episodes:
                 raise ValueError(f"wins: expected 0 to {episodes} of at least one episode, got {wins}")

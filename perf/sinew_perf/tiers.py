@@ -102,12 +102,12 @@ def tiers(titles: Collection[str] = ()) -> Iterator[Tier]:
     Raises:
         SinewError: A name is unknown.
     """
-    known = {name.lower(): row for row in measured() for name in (row.title, row.preset)}
-    if unknown := [name for name in titles if name.lower() not in known]:
+    by_name = {name.lower(): row for row in measured() for name in (row.title, row.preset)}
+    if unknown := [name for name in titles if name.lower() not in by_name]:
         raise SinewError(
             f"policy: expected one of {', '.join(r.preset for r in measured())}, got {unknown[0]!r}"
         )
-    for row in [known[name.lower()] for name in titles] or measured():
+    for row in [by_name[name.lower()] for name in titles] or measured():
         yield _traced(row)
 
 
@@ -118,7 +118,7 @@ def _traced(row: MeasuredTier) -> Tier:
     report = memory_report(program, "cuda", whole_tables=whole, embodiments=row.embodiments)
     parts = program.components()
     boards = {name: load_hardware(name) for name in (*BOARDS, SHARES_ON)}
-    found = {name: [timing(part, board) for part in parts] for name, board in boards.items()}
+    times = {name: [timing(part, board) for part in parts] for name, board in boards.items()}
     nano = boards["orin-nano"]
     left = round(nano.memory_gib * 2**30) - report.total
     alone = 0.0 if nano.alone_gib is None else nano.alone_gib
@@ -129,9 +129,9 @@ def _traced(row: MeasuredTier) -> Tier:
         row,
         sum(weights.parameters for weights in report.weights) / 1e9,
         0 if program.model.solver.fixed_steps == 1 else program.shapes.steps,
-        {name: 1e3 * _total(found[name]) for name in BOARDS},
-        100 * (1 - found[SHARES_ON][-1].seconds / _total(found[SHARES_ON])),
-        {name: stage.intensity for name, stage in zip(STAGES, found[SHARES_ON], strict=True) if stage.nbytes},
+        {name: 1e3 * _total(times[name]) for name in BOARDS},
+        100 * (1 - times[SHARES_ON][-1].seconds / _total(times[SHARES_ON])),
+        {name: stage.intensity for name, stage in zip(STAGES, times[SHARES_ON], strict=True) if stage.nbytes},
         report.total / 2**20,
         tier,
     )

@@ -230,8 +230,8 @@ class TraceRecorder(TorchDispatchMode):
         self._blocks: dict[int, TracedBlock] = {}
         # Storage -> list of (first byte, name of the parameter), sorted by the byte.
         self._weights: dict[int, list[tuple[int, str]]] = {}
-        held = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
-        for name, tensor in held:
+        tensors = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
+        for name, tensor in tensors:
             key = _key(tensor)
             self._blocks[key] = TracedBlock(tensor.untyped_storage().nbytes(), "weight")
             self._weights.setdefault(key, []).append(
@@ -265,9 +265,9 @@ class TraceRecorder(TorchDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         operator = func._overloadpacket.__name__  # noqa: SLF001 - the only way from an overload to its operator
         read, made = meta.tensors((*args, *kwargs.values())), meta.tensors((out,))
-        held = {_key(tensor) for tensor in read}
+        operand_keys = {_key(tensor) for tensor in read}
         mutates = func._schema.is_mutable  # noqa: SLF001
-        if not mutates and all(_key(tensor) in held for tensor in made):
+        if not mutates and all(_key(tensor) in operand_keys for tensor in made):
             # The result is a view, although the operator's schema does not declare it.
             return
         counts = PRODUCTS.get(operator)

@@ -188,9 +188,9 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         raise SinewError("--films: also pass --out FOLDER; the page in this folder shows the films")
     if repeat is not None:
         for flags in (Cameras(cameras.rename), Runs(runs.engine, dtype=runs.dtype)):
-            if given := changed(flags):
+            if options := changed(flags):
                 raise SinewError(
-                    f"{given}: cannot be combined with --repeat, which plays the recorded settings; omit it"
+                    f"{options}: cannot be combined with --repeat, which plays the recorded settings; omit it"
                 )
         typed = _typed(on, target, compare, "--repeat")
         if hosts is not None or listen is not None:
@@ -206,8 +206,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         from sinew.records.viewers.rerun_log import target_of
 
         viewer = target_of(on.rerun)
-    held = None if on.gate is None else read_gate(on.gate)
-    task, first, seeds = _asked(target, on, cameras, runs, held)
+    gate = None if on.gate is None else read_gate(on.gate)
+    task, first, seeds = _asked(target, on, cameras, runs, gate)
     if out is not None:
         plots.check()
     asked, shards = variants_of(first, on.sweep, compare), workers if viewer is None else 1
@@ -217,7 +217,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         run = replaced(run, variants=[in_lockstep(each, task, out, _fastest_batch) for each in run.variants])
     run.check(workers)
     report = run.play()
-    failed = held is not None and not held.judge_report(report)
+    failed = gate is not None and not gate.judge_report(report)
     broken = sum((Counter(each.faults) for played in report["episodes"] for each in played), Counter())
     report["failed"] = [f"{count} answers could not be executed: {kind}" for kind, count in broken.items()]
     run.write(report, films)
@@ -243,10 +243,10 @@ def _effects(run: _Run) -> dict[str, Any]:
         )
     measured = {}
     for variant in {each.target: each for each in run.variants}.values():
-        found = effects_of(run.task, variant, run.seeds[0])
-        terminal.console().print(effects_table(found))
-        terminal.console(markup=False).print(f"{variant.target}: {found.text()}")
-        measured[variant.target] = found.to_dict()
+        effects = effects_of(run.task, variant, run.seeds[0])
+        terminal.console().print(effects_table(effects))
+        terminal.console(markup=False).print(f"{variant.target}: {effects.text()}")
+        measured[variant.target] = effects.to_dict()
     return measured
 
 
@@ -266,9 +266,9 @@ def _typed(on: EpisodeFlags, target: str | None, compare: Sequence[str], flag: s
         SinewError: An option would change what is played.
     """
     others = replaced(on, env=None, adapter=None, env_options=None, reset_options=None, edge_adapter=None)
-    if given := changed(others):
+    if options := changed(others):
         raise SinewError(
-            f"{given}: cannot be combined with {flag}, which plays the recorded settings; omit it"
+            f"{options}: cannot be combined with {flag}, which plays the recorded settings; omit it"
         )
     edges = () if on.edge_adapter is None else (on.edge_adapter,)
     policies = tuple(each for each in (target, *compare) if each is not None)
@@ -313,7 +313,7 @@ def _refuse_together(on: EpisodeFlags, runs: Runs, workers: int | None) -> None:
 
 
 def _asked(
-    target: str, on: EpisodeFlags, cameras: Cameras, runs: Runs, held: Gate | None
+    target: str, on: EpisodeFlags, cameras: Cameras, runs: Runs, recorded_gate: Gate | None
 ) -> tuple[Task, Variant, range]:
     """Return the task, the first variant and the seeds. Each setting comes from an option, else from the gate, else
     from its default.
@@ -323,7 +323,7 @@ def _asked(
         on: Options of the episodes.
         cameras: Options of the cameras.
         runs: Options of the engine.
-        held: The gate. None without --gate.
+        recorded_gate: The gate. None without --gate.
     """
     env = suites.named(on.suite) if on.suite is not None else on.env
     task = Task(
@@ -338,20 +338,20 @@ def _asked(
     )
     if on.record_gate is not None and on.motion is None:
         task = replaced(task, motion=dict(AS_IS))
-    given = {name: getattr(on, name) for name in ("replan", "latency", "handover", "solver_steps")}
+    values = {name: getattr(on, name) for name in ("replan", "latency", "handover", "solver_steps")}
     first, count = SEED, EPISODES
-    if held is not None:
+    if recorded_gate is not None:
         flags = {name: getattr(on, name) for name in ("env_options", "reset_options", "adapter", "noise")}
-        task, given = held.held(task, given, {"env": env, **flags})
-        say_names(on.gate, task, [], held.episodes if on.episodes is None else on.episodes)
-        first, count = held.first_seed, held.episodes
+        task, values = recorded_gate.held(task, values, {"env": env, **flags})
+        say_names(on.gate, task, [], recorded_gate.episodes if on.episodes is None else on.episodes)
+        first, count = recorded_gate.first_seed, recorded_gate.episodes
     first = first if on.seed is None else on.seed
     seeds = range(first, first + (count if on.episodes is None else on.episodes))
     with SinewError.at("--replan", ValueError):
-        replan = parse_replan(str(REPLAN if given["replan"] is None else given["replan"]))
+        replan = parse_replan(str(REPLAN if values["replan"] is None else values["replan"]))
     variant = variant_of(
-        target, runs, cameras, replan=replan, latency=Latency(given["latency"] or "0"),
-        handover=given["handover"] or HANDOVER, solver_steps=given["solver_steps"], stream=on.stream or "",
+        target, runs, cameras, replan=replan, latency=Latency(values["latency"] or "0"),
+        handover=values["handover"] or HANDOVER, solver_steps=values["solver_steps"], stream=on.stream or "",
         edge_adapter=on.edge_adapter or "", batch=1 if on.batch == "auto" else on.batch,
     )  # fmt: skip
     return task, variant, seeds
@@ -392,7 +392,7 @@ def elsewhere_for(task: Task, interpreter: Path | None = None, out: Path | None 
     Returns:
         The player in another interpreter. None to play in this interpreter.
     """
-    simulator = "" if (found := suites.find(task.env)) is None else found[0].simulator
+    simulator = "" if (suite := suites.find(task.env)) is None else suite[0].simulator
     if interpreter is None and not simulator:
         return None
     from sinew_eval.foreign import run as foreign
@@ -450,7 +450,7 @@ class _Run:
     def of(
         cls,
         task: Task,
-        asked: Sequence[Variant],
+        requested: Sequence[Variant],
         seeds: Sequence[int],
         interpreter: Path | None,
         workers: int | None,
@@ -460,16 +460,16 @@ class _Run:
 
         Args:
             task: The task.
-            asked: Variants as they were requested.
+            requested: Variants as they were requested.
             seeds: Seeds of the episodes.
             interpreter: Python executable that the user chose. None for none.
             workers: Number of processes. None for the default.
             out: Folder of the run. None for none.
         """
         elsewhere = elsewhere_for(task, interpreter, out)
-        rate = elsewhere.control_hz(task) if elsewhere is not None else control_hz(task, asked)
+        rate = elsewhere.control_hz(task) if elsewhere is not None else control_hz(task, requested)
         said: set[str] = set()
-        variants = [settled(variant, task, said) for variant in asked]
+        variants = [settled(variant, task, said) for variant in requested]
         return cls(task, variants, seeds, rate, workers or usual_workers(task.realtime), elsewhere, out)
 
     def check(self, workers: int | None) -> None:
@@ -527,22 +527,22 @@ class _Run:
                 )  # fmt: skip
             except KeyboardInterrupt:
                 goes_on = f"run the same command to continue from {self.out}"
-                kept = (
+                next_step = (
                     "the episodes are lost; pass --out FOLDER to store them" if self.out is None else goes_on
                 )
-                terminal.say(f"interrupted after {bars.played} episodes; {kept}")
+                terminal.say(f"interrupted after {bars.played} episodes; {next_step}")
                 raise
         report = document(
             self.task, self.control_hz, self.variants, results, workers=self.workers, command=terminal.typed(),
             simulator=None if self.elsewhere is None else self.elsewhere.versions,
         )  # fmt: skip
         for entry, episodes in zip(report["variants"], results, strict=True):
-            if found := reactions(episodes):
-                entry["reactions_ms"] = found
-                told = "; ".join(
-                    f"{name} p50 {each['p50']}, p95 {each['p95']}" for name, each in found.items()
+            if reaction_times := reactions(episodes):
+                entry["reactions_ms"] = reaction_times
+                summary = "; ".join(
+                    f"{name} p50 {each['p50']}, p95 {each['p95']}" for name, each in reaction_times.items()
                 )
-                terminal.say(f"{entry['label']}: reaction times in ms: {told}")
+                terminal.say(f"{entry['label']}: reaction times in ms: {summary}")
         return {**report, "episodes": results}
 
     def write(self, report: dict[str, Any], films: int) -> None:
@@ -677,12 +677,12 @@ def _repeat(
     say_names(path, task, variants, len(recorded.seeds))
     run = _Run.of(task, variants, recorded.seeds, interpreter, workers, out)
     report = run.play()
-    report["repeat"] = found = repetition.compare(recorded, report, report["episodes"])
+    report["repeat"] = comparison = repetition.compare(recorded, report, report["episodes"])
     run.write(report, films)
     console = terminal.console()
-    rows = [list(map(escape, row)) for row in repetition.rows(found)]
+    rows = [list(map(escape, row)) for row in repetition.rows(comparison)]
     console.print(terminal.table(None, *repetition.COLUMNS, rows=rows))
-    for text in repetition.sentences(found):
+    for text in repetition.sentences(comparison):
         console.print(text, markup=False)
     terminal.emit(_told(report))
-    return 0 if found["passed"] else status.EXIT_ERROR
+    return 0 if comparison["passed"] else status.EXIT_ERROR

@@ -278,7 +278,7 @@ class TrialSetup(Keys):
             )
         self.desk = VerdictInput(waits, self.keyboard and waits, limit, flags.judge)
         stack.callback(self.desk.close)
-        self.kept = None if lead.frames is None else FrameKeeper(lead.frames, rigs[0].plan, stack)
+        self.frame_keeper = None if lead.frames is None else FrameKeeper(lead.frames, rigs[0].plan, stack)
 
     def play(self, sitting: TrialSession) -> list[str]:
         """Play the trials that are due. Returns one sentence for each failure."""
@@ -342,9 +342,9 @@ class TrialSetup(Keys):
         simulated = isinstance(machine, SimulatedRobot)
         # A simulation that waits between its steps is never late, so its pace must not skip steps.
         pace = StepByStep(rig.plan.settings.period / rig.plan.settings.substeps) if simulated else None
-        if self.kept is not None:
-            self.kept.episode = sitting.take(turn.name)
-        listeners = [] if self.kept is None else [Keep(self.kept)]
+        if self.frame_keeper is not None:
+            self.frame_keeper.episode = sitting.take(turn.name)
+        listeners = [] if self.frame_keeper is None else [Keep(self.frame_keeper)]
         driving = own.enter_context(rig.run(connect, pace=pace, listeners=listeners))
         self.loop = loop = driving.loop
         loop.prompt = self.on.prompt or rig.plan.facts.task() or loop.prompt
@@ -404,13 +404,13 @@ class TrialSetup(Keys):
         """Return the panel for the judge. It does not reveal which policy runs."""
         desk, loop = self.desk, self.loop
         limit = "" if self.on.seconds is None else f" of {self.on.seconds:g} s"
-        said = f"{desk.state} {desk.verdict} {desk.by and f'({desk.by})'}".strip()
-        said = "is paused" if said == "runs" and loop.controller.paused else said
+        status_text = f"{desk.state} {desk.verdict} {desk.by and f'({desk.by})'}".strip()
+        status_text = "is paused" if status_text == "runs" and loop.controller.paused else status_text
         rows = [
             (f"{self._where}\n", "bold"),
             (f"instruction  {loop.prompt}\n", ""),
             (f"time         {desk.tally.steps / loop.settings.hz:.1f} s{limit}\n", ""),
-            (f"the trial    {said}\n", "green" if said == "runs" else "bold yellow"),
+            (f"the trial    {status_text}\n", "green" if status_text == "runs" else "bold yellow"),
         ]
         help_line = HELP.get(desk.state, "")
         if self.typing is not None:

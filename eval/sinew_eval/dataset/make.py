@@ -42,8 +42,8 @@ def of_records(
         raise SinewError(
             "--hz: expected the rate of the requests in Hz, got none; pass --hz HZ, or a --bundle that states its rate"
         )
-    found = episodes(read_records(records), rate, corrections)
-    first = next(found, None)
+    groups = episodes(read_records(records), rate, corrections)
+    first = next(groups, None)
     if first is None and corrections:
         raise SinewError(
             f"{records}: expected two consecutive control steps in which a human drove, got none; omit --corrections"
@@ -61,7 +61,7 @@ def of_records(
         progress.task(f"writing {out}"),
     ):
         writer.add(first)
-        for each in found:
+        for each in groups:
             writer.add(each)
     return writer.close()
 

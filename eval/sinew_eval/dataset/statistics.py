@@ -40,20 +40,20 @@ class Statistics:
         """Return the statistics as lists by column and name. Images have values in [0, 1] and shape [3, 1, 1], as in
         LeRobot.
         """
-        found = {key: _of_vectors(np.concatenate(parts)) for key, parts in self._vectors.items()}
-        return found | {key: _of_counts(each, self._pictures[key]) for key, each in self._counts.items()}
+        columns = {key: _of_vectors(np.concatenate(parts)) for key, parts in self._vectors.items()}
+        return columns | {key: _of_counts(each, self._pictures[key]) for key, each in self._counts.items()}
 
 
 def _of_vectors(values: np.ndarray) -> dict[str, Any]:
     numbers = values.astype(np.float64)  # [n, D]
-    found = {
+    entries = {
         "min": numbers.min(0),
         "max": numbers.max(0),
         "mean": numbers.mean(0),
         "std": numbers.std(0),
         **{name: np.quantile(numbers, part, axis=0) for name, part in QUANTILES.items()},
     }
-    return {name: value.tolist() for name, value in found.items()} | {"count": [len(numbers)]}
+    return {name: value.tolist() for name, value in entries.items()} | {"count": [len(numbers)]}
 
 
 def _of_counts(counts: np.ndarray, pictures: int) -> dict[str, Any]:
@@ -68,11 +68,11 @@ def _of_counts(counts: np.ndarray, pictures: int) -> dict[str, Any]:
     mean = (counts @ values) / total[:, 0]
     variance = (counts @ values**2) / total[:, 0] - mean**2
     rising = counts.cumsum(1) / total
-    found = {
+    entries = {
         "min": values[(counts > 0).argmax(1)],
         "max": values[255 - (counts > 0)[:, ::-1].argmax(1)],
         "mean": mean,
         "std": np.sqrt(np.maximum(variance, 0.0)),
         **{name: values[(rising >= part).argmax(1)] for name, part in QUANTILES.items()},
     }
-    return {name: value.reshape(3, 1, 1).tolist() for name, value in found.items()} | {"count": [pictures]}
+    return {name: value.reshape(3, 1, 1).tolist() for name, value in entries.items()} | {"count": [pictures]}

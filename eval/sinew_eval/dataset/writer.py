@@ -300,14 +300,14 @@ class DatasetWriter:
         return vector
 
     def _picture(self, camera: str, frame: DatasetFrame) -> np.ndarray:
-        found = np.asarray(frame.images.get(camera, ()))
+        pixels = np.asarray(frame.images.get(camera, ()))
         shape = self._features[IMAGES + camera]["shape"]
-        if found.dtype != np.uint8 or list(found.shape) != shape or len(frame.images) != len(self._cameras):
+        if pixels.dtype != np.uint8 or list(pixels.shape) != shape or len(frame.images) != len(self._cameras):
             raise SinewError(
-                f"images.{camera}: expected uint8 {shape} as in the first frame, got {found.dtype} {list(found.shape)}"
-                f" with the cameras {', '.join(frame.images)}"
+                f"images.{camera}: expected uint8 {shape} as in the first frame, got {pixels.dtype}"
+                f" {list(pixels.shape)} with the cameras {', '.join(frame.images)}"
             )
-        return found
+        return pixels
 
     def _write(self, columns: Mapping[str, np.ndarray], pictures: Mapping[str, list], number: int) -> None:
         arrow = self._arrow
@@ -345,9 +345,9 @@ def _refuse_odd_text(task: str) -> None:
 
 
 def _umask() -> int:
-    found = os.umask(0)
-    os.umask(found)
-    return found
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _png(picture: np.ndarray) -> bytes:

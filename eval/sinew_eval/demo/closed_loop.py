@@ -95,8 +95,8 @@ def run(
     started = time.perf_counter()
     # MuJoCo draws the film in another process while the sweep is played.
     with _served(bundle, out_dir, console) as address, ThreadPoolExecutor(1) as drawing:
-        env, told = PLAYED[policy]
-        report, drawn = _drive(address, out_dir, episodes, console, bool(film), env, told, drawing)
+        env, wording = PLAYED[policy]
+        report, drawn = _drive(address, out_dir, episodes, console, bool(film), env, wording, drawing)
         if sweep_episodes:
             report["injected_latency"] = _sweep(address, sweep_episodes, console, env)
         if drawn is not None:
@@ -129,7 +129,7 @@ def _drive(
     console: Console,
     film: bool,
     played: str,
-    told: str,
+    wording: str,
     drawing: ThreadPoolExecutor,
 ) -> tuple[dict[str, Any], Future[None] | None]:
     """Play and print the episodes of the animation.
@@ -141,7 +141,7 @@ def _drive(
         console: Rich console for the output.
         film: True to draw a film with MuJoCo's renderer.
         played: The environment.
-        told: How the policy receives the instruction, for the output.
+        wording: How the policy receives the instruction, for the output.
         drawing: Executor in which the film is drawn.
 
     Returns:
@@ -164,7 +164,7 @@ def _drive(
         else:
             shots = shoot(policy, env, adapter, range(FIRST_SEED, FIRST_SEED + FILMED // 2))
             drawn = drawing.submit(write_film, shots, out_dir / FILM, adapter.control_hz)
-        _print_run(report, told, console)
+        _print_run(report, wording, console)
         return report, drawn
     finally:
         policy.close()
@@ -193,14 +193,14 @@ def _sweep(address: str, episodes: int, console: Console, played: str) -> dict[s
     return report
 
 
-def _print_run(report: dict[str, Any], told: str, console: Console) -> None:
+def _print_run(report: dict[str, Any], wording: str, console: Console) -> None:
     entry = report["variants"][0]
     wins, interval, steps = success_cells(entry)
     rows = rows_between(entry["variant"]["replan"], entry["chunk_size"])
     each = [
         f"{name} {part['wins']}/{part['episodes']}" for name, part in entry["by_task"].items() if "/" in name
     ]
-    console.print(f"tasks      {', '.join(each)}: the policy receives the goal {told}", soft_wrap=True)
+    console.print(f"tasks      {', '.join(each)}: the policy receives the goal {wording}", soft_wrap=True)
     console.print(
         f"success    {wins}, 95 % interval {interval} %, {steps} steps on average; seeds"
         f" {report['seeds']['first']} and up, a new chunk every {rows} actions",

@@ -66,10 +66,10 @@ def shoot(policy: ServerPolicy, env: gymnasium.Env, adapter: EnvAdapter, seeds: 
         counts: list[int] = []
 
         def watch(
-            _step: int, _seen: dict[str, Any], asked: bool, poses: list = poses, latencies: list = latencies,
+            _step: int, _seen: dict[str, Any], requested: bool, poses: list = poses, latencies: list = latencies,
             counts: list = counts,
         ) -> None:  # fmt: skip
-            if asked and policy.last is not None:
+            if requested and policy.last is not None:
                 latencies.append(policy.last.round_trip_ms)
             counts.append(len(latencies))
             poses.append(scene.pose())

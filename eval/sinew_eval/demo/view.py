@@ -118,11 +118,11 @@ class ReportView:
         conduct = EpisodeSettings(variant.replan, variant.latency, variant.handover)
         chunks, seen = 0, {}
 
-        def watch(step: int, observation: dict[str, Any], asked: bool) -> None:
+        def watch(step: int, observation: dict[str, Any], requested: bool) -> None:
             nonlocal chunks, seen
-            chunks += asked
+            chunks += requested
             seen = observation
-            if asked:
+            if requested:
                 self._time(policy)
             if filmed:
                 self._film(observation, f"step {step}, chunk {chunks}")

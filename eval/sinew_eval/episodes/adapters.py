@@ -167,21 +167,24 @@ class Mapped:
             )
 
     def _frames_for(self, cameras: Sequence[str]) -> dict[str, str]:
-        found = {}
+        frames = {}
         for camera in cameras:
             names = [key for key, others in self.mapping.known_as.items() if camera in others]
             if key := self.mapping.images.get(camera) or next(iter(names), ""):
-                found[camera] = key
-        lost = [camera for camera in cameras if camera not in found and camera not in self.mapping.unseen]
-        if lost or not found:
-            known = {**self.mapping.known_as, **{key: (name,) for name, key in self.mapping.images.items()}}
-            example = json.dumps({"cameras": {cameras[0]: next(iter(known), "")}})
+                frames[camera] = key
+        lost = [camera for camera in cameras if camera not in frames and camera not in self.mapping.unseen]
+        if lost or not frames:
+            names_by_key = {
+                **self.mapping.known_as,
+                **{key: (name,) for name, key in self.mapping.images.items()},
+            }
+            example = json.dumps({"cameras": {cameras[0]: next(iter(names_by_key), "")}})
             raise SinewError(
                 f"the environment has no frame for the policy's cameras {', '.join(lost or cameras)}; name a frame for"
                 " each camera,"
-                f" one of {', '.join(known)}: --env-options '{example}'"
+                f" one of {', '.join(names_by_key)}: --env-options '{example}'"
             )
-        return found
+        return frames
 
     def _action_of(self, policy: AnyMapping[str, Any]) -> str:
         if isinstance(self.mapping.action, str):
@@ -194,9 +197,9 @@ class Mapped:
                 return action
         if "" in self.mapping.action:
             return self.mapping.action[""]
-        given = ", ".join(filter(None, policy["action"]["units"])) or "none"
+        stated_units = ", ".join(filter(None, policy["action"]["units"])) or "none"
         raise SinewError(
-            f"the policy's action.units: expected one of {', '.join(self.mapping.action)}, got {given}; choose"
+            f"the policy's action.units: expected one of {', '.join(self.mapping.action)}, got {stated_units}; choose"
             f" the conversion of its gripper, one of {', '.join(ACTIONS)}, as an option of the environment:"
             f" '{json.dumps({'action': 'as_is'})}' (--env-options, --robot-options of sinew run)"
         )
@@ -368,10 +371,10 @@ def read_mapping(path: Path) -> Mapping:
     """
     with SinewError.at(path, ValueError, OSError):
         values = read_json(path)
-    known = {f.name for f in fields(Mapping)}
-    if not isinstance(values, dict) or not {"images", "state"} <= values.keys() <= known:
+    field_names = {f.name for f in fields(Mapping)}
+    if not isinstance(values, dict) or not {"images", "state"} <= values.keys() <= field_names:
         raise SinewError(
-            f"{path}: expected an object with images and state, and only keys of {sorted(known)}"
+            f"{path}: expected an object with images and state, and only keys of {sorted(field_names)}"
         )
     with SinewError.at(path, SinewError):
         for name, value in values.items():
@@ -448,8 +451,8 @@ def _find(raw: Any, key: str) -> np.ndarray:
     return np.asarray(raw)
 
 
-def _control_hz(env: gymnasium.Env, given: float | None) -> float:
-    rate = given or getattr(env.unwrapped, "control_hz", None) or env.metadata.get("render_fps")
+def _control_hz(env: gymnasium.Env, override: float | None) -> float:
+    rate = override or getattr(env.unwrapped, "control_hz", None) or env.metadata.get("render_fps")
     if not rate:
         raise SinewError(
             "the environment has neither control_hz nor render_fps; set control_hz in an adapter"
@@ -457,8 +460,8 @@ def _control_hz(env: gymnasium.Env, given: float | None) -> float:
     return float(rate)
 
 
-def _max_steps(env: gymnasium.Env, given: int | None) -> int:
-    limit = given or time_limit(env)
+def _max_steps(env: gymnasium.Env, override: int | None) -> int:
+    limit = override or time_limit(env)
     if not limit:
         raise SinewError(
             "the environment does not state the number of control steps of an episode; add an attribute max_steps,"

@@ -115,10 +115,10 @@ def sole(out: Path, hint: str = "run `sinew eval --join {}` to help it") -> Iter
     except ImportError:  # Windows has no fcntl
         yield
         return
-    held = os.open(out, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    folder = os.open(out, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SinewError(f"{out}: another run uses this folder; {hint.format(out)}") from None
         except OSError as error:
@@ -127,4 +127,4 @@ def sole(out: Path, hint: str = "run `sinew eval --join {}` to help it") -> Iter
             )
         yield
     finally:
-        os.close(held)
+        os.close(folder)

@@ -61,9 +61,9 @@ class Shared(Protocol):
             ask: Function of the seat, the kind of the request, and its data.
         """
 
-    def reset(self, asked: Mapping[int, Any]) -> Mapping[int, Any]: ...
+    def reset(self, requests: Mapping[int, Any]) -> Mapping[int, Any]: ...
 
-    def step(self, asked: Mapping[int, Any]) -> Mapping[int, Any]: ...
+    def step(self, requests: Mapping[int, Any]) -> Mapping[int, Any]: ...
 
 
 class _Ended(BaseException):
@@ -110,10 +110,10 @@ class Meeting:
                 self._changed.wait()
             if self._error is not None:
                 raise _Ended
-            told = self._told.pop(seat)
-        if isinstance(told, Exception):
-            raise told
-        return told
+            answer = self._told.pop(seat)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def run(self, play: Callable[[int], None]) -> None:
         """Run ``play`` for every seat until all seats have ended. Raises the first error of any seat."""
@@ -157,21 +157,21 @@ class Meeting:
                 raise self._error
             if not self._alive:
                 return False
-            kind, asked = self._due()
-            for seat in asked:
+            kind, requests = self._due()
+            for seat in requests:
                 del self._asked[seat]
-        told = self.answers[kind](asked)
+        answers = self.answers[kind](requests)
         with self._changed:
-            self._told.update(told)
+            self._told.update(answers)
             self._changed.notify_all()
         return True
 
     def _due(self) -> tuple[str, dict[int, Any]]:
         """Return the kind that is answered next, and its requests."""
         for kind in ORDER:
-            asked = {seat: what for seat, (name, what) in sorted(self._asked.items()) if name == kind}
-            if asked and (len(asked) == len(self._asked) or kind not in self.together):
-                return kind, asked
+            requests = {seat: what for seat, (name, what) in sorted(self._asked.items()) if name == kind}
+            if requests and (len(requests) == len(self._asked) or kind not in self.together):
+                return kind, requests
         raise AssertionError(f"no kind of request can be answered: {self._asked}")
 
 
@@ -219,20 +219,20 @@ def play_together(
         SinewError: An episode failed.
     """
     seats = seats[: len(seeds)]
-    meeting, found = Meeting(len(seats)), dict[int, Episode]()
+    meeting, episodes = Meeting(len(seats)), dict[int, Episode]()
     left = iter(seeds)
 
-    def next_seeds(asked: Mapping[int, Any]) -> dict[int, int | None]:
-        for episode in asked.values():
+    def next_seeds(by_seat: Mapping[int, Any]) -> dict[int, int | None]:
+        for episode in by_seat.values():
             if episode is not None:
-                found[episode.seed] = episode
+                episodes[episode.seed] = episode
                 if on_episode is not None:
                     on_episode(episode)
-        given = {seat: next(left, None) for seat in asked}
-        for seat, seed in given.items():
+        next_by_seat = {seat: next(left, None) for seat in by_seat}
+        for seat, seed in next_by_seat.items():
             if seed is not None:
                 policy.begin(_session(seat))
-        return given
+        return next_by_seat
 
     def play(seat: int) -> None:
         env, adapter = seats[seat].env, seats[seat].adapter
@@ -241,9 +241,9 @@ def play_together(
             played = run_episode(env, adapter, asking, conduct, seed)
             episode = replace(played, peak_bytes=peak_of(policy))
 
-    def infer(asked: Mapping[int, Any]) -> dict[int, Any]:
-        requests = [(observation, seed, _session(seat)) for seat, (observation, seed) in asked.items()]
-        return dict(zip(asked, policy.infer_all(requests), strict=True))
+    def infer(by_seat: Mapping[int, Any]) -> dict[int, Any]:
+        requests = [(observation, seed, _session(seat)) for seat, (observation, seed) in by_seat.items()]
+        return dict(zip(by_seat, policy.infer_all(requests), strict=True))
 
     meeting.answers = {NEXT: next_seeds, INFER: infer}
     if shared is not None:
@@ -251,7 +251,7 @@ def play_together(
         meeting.together = {RESET} if shared.together else set()
         shared.attend(meeting.ask)
     meeting.run(play)
-    return [found[seed] for seed in seeds]
+    return [episodes[seed] for seed in seeds]
 
 
 def _session(seat: int) -> str:

@@ -103,13 +103,13 @@ class EpisodePolicy:
         Returns:
             For each request, its actions and the milliseconds of its batch, or its error.
         """
-        asked = [{**self._request(seen, seed), "session": session} for seen, seed, session in requests]
-        if self.one_by_one or len(asked) == 1:
-            return [_caught(self._infer, each) for each in asked]
+        batch = [{**self._request(seen, seed), "session": session} for seen, seed, session in requests]
+        if self.one_by_one or len(batch) == 1:
+            return [_caught(self._infer, each) for each in batch]
         policy: Any = self.policy
         return [
             each if isinstance(each, Exception) else (each.actions, each.timing.total_ms)
-            for each in policy.infer_all(asked)
+            for each in policy.infer_all(batch)
         ]
 
     @property
@@ -144,14 +144,14 @@ def checked_chunk(answer: Any, policy: Any) -> ActionChunk:
         SinewError: The result is not a chunk of the policy's actions.
     """
     dim = policy.spec.action.dim
-    wanted = f"expected sinew_client.ActionChunk(actions) with actions of [rows, {dim}]"
+    expectation = f"expected sinew_client.ActionChunk(actions) with actions of [rows, {dim}]"
     actions = getattr(answer, "actions", None)
     if actions is None or not hasattr(answer, "timing"):
         shape = f" of {list(np.shape(answer))}" if isinstance(answer, (np.ndarray, list, tuple)) else ""
-        raise SinewError(f"{type(policy).__name__}.infer: {wanted}, got {type(answer).__name__}{shape}")
+        raise SinewError(f"{type(policy).__name__}.infer: {expectation}, got {type(answer).__name__}{shape}")
     shape = np.shape(actions)
     if len(shape) != 2 or not shape[0] or shape[1] != dim:
-        raise SinewError(f"{type(policy).__name__}.infer: {wanted}, got actions of {list(shape)}")
+        raise SinewError(f"{type(policy).__name__}.infer: {expectation}, got actions of {list(shape)}")
     found: ActionChunk = answer
     return found
 
@@ -300,8 +300,8 @@ def stated_facts(target: str, env_id: str) -> dict[str, Any]:
         Field of ``STATED`` -> value, or None if the policy states nothing.
     """
     if target == EXPERT:
-        found = (spec.to_dict() for start, (spec, _) in EXPERTS.items() if env_id.startswith(start))
-        whole: Mapping[str, Any] = next(found, {})
+        specs = (spec.to_dict() for start, (spec, _) in EXPERTS.items() if env_id.startswith(start))
+        whole: Mapping[str, Any] = next(specs, {})
     elif Target.parse(target).remote:
         whole = identity(target)
     else:

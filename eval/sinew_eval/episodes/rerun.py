@@ -59,8 +59,8 @@ class LoggedPlayer(EpisodePlayer):
         wins = self._wins.setdefault(label, [])
         wins.append(episode.success)
         self._mark()
-        said = f"seed {seed}: {'success' if episode.success else 'no success'} after {episode.steps} steps"
-        self.log.text(self.root, "episode", said, level="INFO" if episode.success else "WARN")
+        outcome = f"seed {seed}: {'success' if episode.success else 'no success'} after {episode.steps} steps"
+        self.log.text(self.root, "episode", outcome, level="INFO" if episode.success else "WARN")
         self.log.number(self.root, "success", sum(wins) / len(wins))
         self.log.send()
         self._episodes += 1

@@ -255,7 +255,7 @@ def run_episode(
         loop.controller.listeners.append(tally.hear)
         if watch is not None:
             CommandListener(
-                lambda command: watch(command.step, robot.observe(), tally.asked == command.step)
+                lambda command: watch(command.step, robot.observe(), tally.last_request == command.step)
             ).attach(loop)
         report = driving.run()
     seam, jerk = smoothness(robot.actions, tally.seams)
@@ -410,7 +410,7 @@ class Tally:
     """Listener of a controller that counts events of an episode.
 
     Attributes:
-        asked: Control step of the newest request.
+        last_request: Control step of the newest request.
         held: Control steps after the first answer without an action to execute.
         misses: Chunks that arrived after the remaining actions had run out.
         delays: Control steps from request to answer, for each answer.
@@ -418,7 +418,7 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self.asked = -1
+        self.last_request = -1
         self.held = self.misses = 0
         self.delays: list[int] = []
         self.seams: list[int] = []
@@ -427,10 +427,10 @@ class Tally:
 
     def hear(self, event: str, values: dict[str, Any]) -> None:
         if event == "ask":
-            self.asked, self._waiting, self._starved = values["step"], True, False
+            self.last_request, self._waiting, self._starved = values["step"], True, False
         elif event in ("arrived", "bad_chunk") and self._waiting:
             self._waiting = False
-            self.delays.append(values["step"] - self.asked)
+            self.delays.append(values["step"] - self.last_request)
             # The first chunk has no deadline, because no earlier actions can run out.
             self.misses += self._starved and len(self.delays) > 1
         elif event == "command":

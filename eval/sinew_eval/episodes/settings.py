@@ -46,18 +46,18 @@ class Latency:
     text: str = "0"
 
     def __post_init__(self) -> None:
-        found = _LATENCY.fullmatch(self.text) if isinstance(self.text, str) else None
-        if found is None or (found["kind"] is None) != (found["second"] is None):
+        match = _LATENCY.fullmatch(self.text) if isinstance(self.text, str) else None
+        if match is None or (match["kind"] is None) != (match["second"] is None):
             raise SinewError(
                 f"latency: expected N, Nms, uniform:LOW-HIGH[ms] or normal:MEAN,DEVIATION[ms], got {shown(self.text)}"
             )
-        if found["kind"] is None and not found["unit"] and not float(found["first"]).is_integer():
+        if match["kind"] is None and not match["unit"] and not float(match["first"]).is_integer():
             raise SinewError(
                 f"latency: expected a whole number of control steps, or milliseconds such as 50ms, got {self.text!r}"
             )
-        if found["kind"] == "uniform" and float(found["first"]) > float(found["second"]):
+        if match["kind"] == "uniform" and float(match["first"]) > float(match["second"]):
             raise SinewError(f"latency: the lower end is above the upper end in {self.text!r}")
-        if max(float(found["first"]), float(found["second"] or 0)) > MOST_DELAY:
+        if max(float(match["first"]), float(match["second"] or 0)) > MOST_DELAY:
             raise SinewError(f"latency: expected at most {MOST_DELAY}, got {self.text!r}")
 
     def steps(self, rng: np.random.Generator, control_hz: float) -> int:
@@ -70,26 +70,26 @@ class Latency:
         Returns:
             The delay in control steps.
         """
-        found = _LATENCY.fullmatch(self.text)
-        assert found is not None
-        first, second = float(found["first"]), float(found["second"] or 0)
-        if found["kind"] == "uniform" and not found["unit"]:
+        match = _LATENCY.fullmatch(self.text)
+        assert match is not None
+        first, second = float(match["first"]), float(match["second"] or 0)
+        if match["kind"] == "uniform" and not match["unit"]:
             return int(rng.integers(int(first), int(second) + 1))
-        if found["kind"] == "uniform":
+        if match["kind"] == "uniform":
             first = float(rng.uniform(first, second))
-        elif found["kind"] == "normal":
+        elif match["kind"] == "normal":
             first = max(0.0, float(rng.normal(first, second)))
-        steps = first * control_hz / 1e3 if found["unit"] else first
+        steps = first * control_hz / 1e3 if match["unit"] else first
         # Subtract a small number before rounding up: 100 ms at 60 Hz must be six steps despite rounding in the product.
         return math.ceil(steps - 1e-9)
 
     def milliseconds(self, control_hz: float) -> float:
         """Return the expected delay in milliseconds, for the axes of figures."""
-        found = _LATENCY.fullmatch(self.text)
-        assert found is not None
-        first = float(found["first"])
-        mean = (first + float(found["second"])) / 2 if found["kind"] == "uniform" else first
-        return mean if found["unit"] else 1e3 * mean / control_hz
+        match = _LATENCY.fullmatch(self.text)
+        assert match is not None
+        first = float(match["first"])
+        mean = (first + float(match["second"])) / 2 if match["kind"] == "uniform" else first
+        return mean if match["unit"] else 1e3 * mean / control_hz
 
 
 NONE = "none"  # value of --sweep for no stream or no edge adapter
@@ -117,12 +117,12 @@ class StreamCosts:
     @classmethod
     def parse(cls, text: str) -> StreamCosts:
         """Read ``PREFIX:HEAD[:GUIDANCE]`` in milliseconds. Raises :class:`SinewError` for another format."""
-        found = _COSTS.fullmatch(text)
-        if found is None:
+        match = _COSTS.fullmatch(text)
+        if match is None:
             raise SinewError(
                 f"stream: expected PREFIX:HEAD[:GUIDANCE] in milliseconds, such as 33:2, got {text!r}"
             )
-        return cls(float(found["prefix"]) / 1e3, float(found["head"]) / 1e3, found["guidance"] or "none")
+        return cls(float(match["prefix"]) / 1e3, float(match["head"]) / 1e3, match["guidance"] or "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,13 +449,13 @@ PROTOCOL_FIELDS = {
 }
 
 
-def _checked(where: str, values: Any, known: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+def _checked(where: str, values: Any, expected_fields: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
     """Check the fields of a record.
 
     Args:
         where: Name of the record, for messages.
         values: The record.
-        known: Field -> (description of the expected value, test of the value).
+        expected_fields: Field -> (description of the expected value, test of the value).
 
     Returns:
         The fields.
@@ -466,11 +466,11 @@ def _checked(where: str, values: Any, known: Mapping[str, tuple[str, Any]]) -> d
     if not isinstance(values, dict):
         raise SinewError(f"{where}: expected an object, got {shown(values)}")
     for name, value in values.items():
-        if name not in known:
+        if name not in expected_fields:
             raise SinewError(
                 f"{where}: expected fields of this version of Sinew, got {named(name)}; update Sinew"
             )
-        words, fits = known[name]
+        words, fits = expected_fields[name]
         if not fits(value):
             raise SinewError(f"{where}.{name}: expected {words}, got {shown(value)}")
     return dict(values)

@@ -164,9 +164,9 @@ class SimulatedLink:
     def windows(self) -> list[StreamWindow]:
         now = self._now()
         self._advance(now)
-        found = [window for arrives, window in self._sent if arrives <= now + 1e-9]
-        del self._sent[: len(found)]
-        return found
+        arrivals = [window for arrives, window in self._sent if arrives <= now + 1e-9]
+        del self._sent[: len(arrivals)]
+        return arrivals
 
     def restart(self) -> None:
         """Start a new stream with the next sample, without any state of the previous one."""

@@ -46,9 +46,9 @@ def default_env(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allow
     # The error for the missing package is raised later, when the environment is made.
     except ModuleNotFoundError:
         return ENV
-    found = task_of(target, rename, **allowed)
-    progress.say(f"env {found}: chosen because --env is missing" + " and the policy fits it" * (found != ENV))
-    return found
+    task = task_of(target, rename, **allowed)
+    progress.say(f"env {task}: chosen because --env is missing" + " and the policy fits it" * (task != ENV))
+    return task
 
 
 def control_hz(task: Task, variants: Sequence[Variant]) -> float:
@@ -94,37 +94,37 @@ def variants(base: Variant, sweeps: Sequence[str] = (), compares: Sequence[str] 
     Raises:
         SinewError: A variant is repeated, or an edge adapter is invalid.
     """
-    found = parse_sweep(base, sweeps)
+    result = parse_sweep(base, sweeps)
     for text in compares:
         if "=" in text and not Path(text).exists():
-            other = found[0]
+            other = result[0]
             for part in re.split(r",(?=[a-z_-]+=)", text):
                 key, _, value = part.partition("=")
                 other = other.with_text(key.replace("-", "_"), value)
         else:
-            other = replaced(found[0], target=text)
-        if other in found:
+            other = replaced(result[0], target=text)
+        if other in result:
             raise SinewError(f"--compare {text}: this variant is already in the list; change or omit it")
-        found.append(other)
-    for path in dict.fromkeys(each.edge_adapter for each in found if each.edge_adapter):
+        result.append(other)
+    for path in dict.fromkeys(each.edge_adapter for each in result if each.edge_adapter):
         with SinewError.at("edge_adapter", ClientError):
             Adapter.read(path)
     return [
         variant
         if Target.parse(variant.target).kind != LOCAL
         else replaced(variant, target=str(resolve(variant.target)))
-        for variant in found
+        for variant in result
     ]
 
 
-def settled(variant: Variant, task: Task | None = None, said: set[str] | None = None) -> Variant:
+def settled(variant: Variant, task: Task | None = None, printed: set[str] | None = None) -> Variant:
     """Return a variant with the chunk merging, engine and device that will be used, so that logs and reports name
     them.
 
     Args:
         variant: The variant.
         task: The task. None if it does not matter.
-        said: Reasons that were printed before. New reasons are added.
+        printed: Reasons that were printed before. New reasons are added.
 
     Returns:
         The variant.
@@ -141,14 +141,14 @@ def settled(variant: Variant, task: Task | None = None, said: set[str] | None = 
                 "engine, dtype, device, cameras and empty prompts are settings of the server; pass them to `sinew"
                 " serve`"
             )
-    variant = _handed_over(variant, task, set() if said is None else said)
+    variant = _handed_over(variant, task, set() if printed is None else printed)
     if kind.kind != LOCAL:
         return replaced(variant, device="cpu")
-    found = chosen(variant)
-    return replaced(variant, engine=found.engine, device=found.options.device)
+    choice = chosen(variant)
+    return replaced(variant, engine=choice.engine, device=choice.options.device)
 
 
-def _handed_over(variant: Variant, task: Task | None, said: set[str]) -> Variant:
+def _handed_over(variant: Variant, task: Task | None, printed: set[str]) -> Variant:
     """Replace the chunk merging ``auto`` by the chosen one, and print the reason."""
     if variant.handover != AUTO:
         return variant
@@ -158,11 +158,11 @@ def _handed_over(variant: Variant, task: Task | None, said: set[str]) -> Variant
         AUTO, None if task is None else task.motion, policy, refined=bool(variant.edge_adapter), replan=replan
     )
     text = f"{variant.show('target')}: {choice}"
-    if not variant.stream and text not in said:
+    if not variant.stream and text not in printed:
         progress.say(text)
         if choice.replan_reason:
             progress.say(f"{variant.show('target')}: requests {choice.replan}: {choice.replan_reason}")
-        said.add(text)
+        printed.add(text)
     rule = variant.replan if choice.replan == replan else parse_replan(choice.replan)
     return replaced(variant, handover=choice.handover, replan=rule)
 

@@ -56,61 +56,61 @@ class VectorParts:
         for part in self._parts:
             part.ask = ask
 
-    def reset(self, asked: Mapping[int, Any]) -> dict[int, Any]:
+    def reset(self, requests: Mapping[int, Any]) -> dict[int, Any]:
         """Reset the parts that requested it.
 
         Args:
-            asked: Number of a part -> (seed, options).
+            requests: Number of a part -> (seed, options).
 
         Returns:
             Number of a part -> (observation, info).
         """
-        options = next(iter(asked.values()))[1]
-        observations, infos = self._reset({part: seed for part, (seed, _) in asked.items()}, options)
-        return {part: (observations[part], _of(infos, part)) for part in asked}
+        options = next(iter(requests.values()))[1]
+        observations, infos = self._reset({part: seed for part, (seed, _) in requests.items()}, options)
+        return {part: (observations[part], _of(infos, part)) for part in requests}
 
-    def step(self, asked: Mapping[int, Any]) -> dict[int, Any]:
+    def step(self, requests: Mapping[int, Any]) -> dict[int, Any]:
         """Step all parts at the same time.
 
         Args:
-            asked: Number of a part -> its action. A part whose episode has ended repeats its last action.
+            requests: Number of a part -> its action. A part whose episode has ended repeats its last action.
 
         Returns:
-            Number of a part -> result of its step, for the parts in ``asked``.
+            Number of a part -> result of its step, for the parts in ``requests``.
         """
-        for part, action in asked.items():
+        for part, action in requests.items():
             self._last[part] = np.asarray(action, self._rest.dtype)
-        idle = {int(part): 0 for part in np.flatnonzero(self._over) if part not in asked}
+        idle = {int(part): 0 for part in np.flatnonzero(self._over) if part not in requests}
         if idle and not self.together:
             # An environment whose episode has ended cannot be stepped, so reset it.
             self._reset(idle, None)
         seen, rewards, ends, cuts, infos = self.env.step(np.stack(self._last))
         observations, self._over = self._apart(seen), np.asarray(ends) | np.asarray(cuts)
-        found = {}
-        for part in asked:
-            shown, said = observations[part], infos
+        steps = {}
+        for part in requests:
+            shown, info = observations[part], infos
             if self._over[part] and self.mode is AutoresetMode.SAME_STEP:
-                shown, said = infos["final_obs"][part], infos["final_info"]
-            found[part] = (shown, rewards[part], bool(ends[part]), bool(cuts[part]), _of(said, part))
-        return found
+                shown, info = infos["final_obs"][part], infos["final_info"]
+            steps[part] = (shown, rewards[part], bool(ends[part]), bool(cuts[part]), _of(info, part))
+        return steps
 
     def _reset(self, seeds: Mapping[int, int], options: dict[str, Any] | None) -> tuple[list[Any], Any]:
         spare = next(iter(seeds.values()))
-        given = [seeds.get(part, spare) for part in range(self.env.num_envs)]
+        all_seeds = [seeds.get(part, spare) for part in range(self.env.num_envs)]
         if not self.together:
             # Reset every environment the first time, because an environment that was never reset cannot be stepped.
             mask = np.isin(np.arange(self.env.num_envs), list(seeds)) | self._fresh
             options = {**(options or {}), "reset_mask": mask}
             self._over &= ~mask
         self._fresh = False
-        seen, infos = self.env.reset(seed=given, options=options)  # type: ignore[arg-type]
+        seen, infos = self.env.reset(seed=all_seeds, options=options)  # type: ignore[arg-type]
         return self._apart(seen), infos
 
-    def _apart(self, seen: Any) -> list[Any]:
+    def _apart(self, observation: Any) -> list[Any]:
         if not getattr(self.env, "copy", True):
             # Copy the observations, because the next step overwrites them in place.
-            seen = deepcopy(seen)
-        return list(iterate(self.env.observation_space, seen))
+            observation = deepcopy(observation)
+        return list(iterate(self.env.observation_space, observation))
 
 
 class Part(gymnasium.Env):
@@ -146,10 +146,10 @@ class Part(gymnasium.Env):
 
 def _of(infos: Mapping[str, Any], part: int) -> dict[str, Any]:
     """Return the entries of a vectorised info dict that belong to one part, by their masks."""
-    found = {}
+    entries = {}
     for name, value in infos.items():
         mask = infos.get(f"_{name}")
         if (name.startswith("_") and name[1:] in infos) or (mask is not None and not mask[part]):
             continue
-        found[name] = _of(value, part) if isinstance(value, Mapping) else value[part]
-    return found
+        entries[name] = _of(value, part) if isinstance(value, Mapping) else value[part]
+    return entries

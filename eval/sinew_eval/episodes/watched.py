@@ -171,17 +171,17 @@ def write_moments(path: Path, moments: Sequence[WatchedMoment]) -> None:
 
 def read_moments(path: Path) -> list[WatchedMoment]:
     """Read the stored steps of a file from :func:`write_moments`."""
-    found = read_npz(path, max_unpacked=MAX_FILM)
-    scenes = found.get("scene", [None] * len(found["step"]))
-    cameras = {name.removeprefix(CAMERA): each for name, each in found.items() if name.startswith(CAMERA)}
+    arrays = read_npz(path, max_unpacked=MAX_FILM)
+    scenes = arrays.get("scene", [None] * len(arrays["step"]))
+    cameras = {name.removeprefix(CAMERA): each for name, each in arrays.items() if name.startswith(CAMERA)}
     return [
         WatchedMoment(
-            int(found["step"][index]),
+            int(arrays["step"][index]),
             {name: frames[index] for name, frames in cameras.items()},
-            found["state"][index],
-            found["action"][index],
-            str(found["prompt"][index]),
+            arrays["state"][index],
+            arrays["action"][index],
+            str(arrays["prompt"][index]),
             scenes[index],
         )
-        for index in range(len(found["step"]))
+        for index in range(len(arrays["step"]))
     ]

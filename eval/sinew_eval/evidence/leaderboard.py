@@ -103,8 +103,8 @@ def reports(paths: Sequence[Path]) -> list[Path]:
 
 def named_reports(paths: Sequence[Path]) -> dict[str, Path]:
     """Return the reports at several paths by their short names, which omit common folders."""
-    found = reports(paths)
-    return dict(zip(distinct_names([str(path) for path in found]), found, strict=True))
+    files = reports(paths)
+    return dict(zip(distinct_names([str(path) for path in files]), files, strict=True))
 
 
 def boards(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -202,7 +202,7 @@ def _standing(
     by_task = _object("by_task", entry.get("by_task"))
     if len(by_task) > MAX_TASKS:
         raise SinewError(f"by_task: expected at most {MAX_TASKS} tasks, got {len(by_task)}")
-    told = {
+    row = {
         "report": name,
         "policy": policy_of(entry)["id"],
         "backbone": _text("bundle.backbone", bundle.get("backbone", "")),
@@ -221,7 +221,7 @@ def _standing(
         "sitting": name if plan and outcomes is not None and not outcomes[0]["digest"] else "",
     }
     label = _text("bundle.name", bundle.get("name", "")) or target
-    return Standing(label, target, variant, wins, told)
+    return Standing(label, target, variant, wins, row)
 
 
 def _wins_of_failures(record: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[int, bool]:
@@ -296,12 +296,12 @@ def _number_or_none(name: str, value: Any) -> float | None:
     return None if value is None else _number_of(name, value)
 
 
-def _board(task: Mapping[str, Any], found: Sequence[Standing]) -> dict[str, Any]:
+def _board(task: Mapping[str, Any], standings: Sequence[Standing]) -> dict[str, Any]:
     def place(each: Standing) -> tuple[float, bool, float]:
         step = each.entry["step_ms"]
         return -each.rate, step is None, step or 0.0
 
-    ranked = sorted(found, key=place)
+    ranked = sorted(standings, key=place)
     labels = _labels(ranked)
     entries = [
         {"rank": 1 + sum(other.rate > each.rate for other in ranked), "label": label, **each.entry}
@@ -340,29 +340,29 @@ def _labels(ranked: Sequence[Standing]) -> list[str]:
     The name consists of the policy's name and the fields in which rows with this name differ. If rows are still
     equal, the report's name and then a number are added.
     """
-    found = []
+    labels = []
     for each in ranked:
         same = [other for other in ranked if other.name == each.name]
-        told = [
+        differences = [
             f"{name} {'full' if name == 'replan' and value == 0 else value}"
             for name in TOLD
             if len({str(other.variant.get(name)) for other in same}) > 1
             and (value := each.variant.get(name)) is not None
         ]
         if len({other.entry["dtype"] for other in same}) > 1:
-            told.append(each.entry["dtype"])
+            differences.append(each.entry["dtype"])
         if len({other.file for other in same}) > 1:
-            told.append(each.file)
+            differences.append(each.file)
         if len({other.entry["policy"] for other in same}) > 1:
-            told.append(each.entry["policy"][:8])
-        found.append(", ".join([each.name, *told]))
-    found = [
-        f"{label} ({each.entry['report']})" if found.count(label) > 1 else label
-        for label, each in zip(found, ranked, strict=True)
+            differences.append(each.entry["policy"][:8])
+        labels.append(", ".join([each.name, *differences]))
+    labels = [
+        f"{label} ({each.entry['report']})" if labels.count(label) > 1 else label
+        for label, each in zip(labels, ranked, strict=True)
     ]
     return [
-        f"{label} #{found[:index].count(label) + 1}" if found.count(label) > 1 else label
-        for index, label in enumerate(found)
+        f"{label} #{labels[:index].count(label) + 1}" if labels.count(label) > 1 else label
+        for index, label in enumerate(labels)
     ]
 
 
@@ -383,10 +383,10 @@ COLUMNS = (
 
 def rows(board: Mapping[str, Any]) -> list[list[str]]:
     """Return one row of cells for each entry, in the order of ``COLUMNS``."""
-    found = []
+    cells = []
     for entry in board["entries"]:
         low, high = entry["interval"]
-        found.append(
+        cells.append(
             [
                 str(entry["rank"]),
                 entry["label"],
@@ -401,7 +401,7 @@ def rows(board: Mapping[str, Any]) -> list[list[str]]:
                 _number(entry["size_bytes"] and entry["size_bytes"] / 1e6, 1),
             ]
         )
-    return found
+    return cells
 
 
 PAIR_COLUMNS = (
@@ -423,7 +423,7 @@ def pair_rows(board: Mapping[str, Any], first: str | None = None) -> list[list[s
         board: The board.
         first: Only pairs whose first entry has this label. None for all pairs.
     """
-    found = []
+    table = []
     for pair in board["pairs"]:
         low, high = (100 * end for end in pair["interval"])
         if first in (None, pair["first"]):
@@ -436,8 +436,8 @@ def pair_rows(board: Mapping[str, Any], first: str | None = None) -> list[list[s
                 "-" if more is None else str(more),
             ]
             points = f"{100 * pair['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
-            found.append([pair["first"], pair["second"], str(pair["pairs"]), points, *counts])
-    return found
+            table.append([pair["first"], pair["second"], str(pair["pairs"]), points, *counts])
+    return table
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -453,7 +453,7 @@ def task_rows(board: Mapping[str, Any]) -> list[list[str]]:
     names = list(dict.fromkeys(name for entry in board["entries"] for name in entry["by_task"]))
     if len(names) < 2:
         return []
-    found = []
+    table = []
     for name in names:
         cells = []
         for entry in board["entries"]:
@@ -462,18 +462,18 @@ def task_rows(board: Mapping[str, Any]) -> list[list[str]]:
             cells.append(
                 f"{task['wins']}/{task['episodes']} [{100 * low:.0f}, {100 * high:.0f}]" if task else "-"
             )
-        found.append([name, *cells])
-    return found
+        table.append([name, *cells])
+    return table
 
 
 def plans(board: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each session of trials: its plan, and whether it was followed."""
-    found = {
+    sentences = {
         entry["report"]: f"{entry['report']}: {entry['plan']['said']}"
         for entry in board["entries"]
         if entry["plan"]
     }
-    return list(found.values())
+    return list(sentences.values())
 
 
 def _scenes(board: Mapping[str, Any]) -> str:
@@ -481,11 +481,12 @@ def _scenes(board: Mapping[str, Any]) -> str:
     trials = board["trials"]
     rows = []
     for seed in sorted({seed for wins in trials.values() for seed in wins}):
-        found = [wins.get(seed) for wins in trials.values()]
+        outcomes = [wins.get(seed) for wins in trials.values()]
         cells = [
-            "-" if each is None else ("success", "good") if each else ("no success", "bad") for each in found
+            "-" if each is None else ("success", "good") if each else ("no success", "bad")
+            for each in outcomes
         ]
-        rows.append((len(set(found) - {None}) < 2, [str(seed), *cells]))
+        rows.append((len(set(outcomes) - {None}) < 2, [str(seed), *cells]))
     rows.sort(key=lambda row: row[0])
     return page.table([">scene", *trials], [cells for _, cells in rows])
 
@@ -499,8 +500,8 @@ def _films(board: Mapping[str, Any], paths: Mapping[str, Path]) -> Iterator[str]
         except (OSError, ValueError):
             # The session has no page.
             continue
-        found = page.FILMS.findall(text)
-        yield page.folded(f"films of {report}", "".join(found)) if found else ""
+        films = page.FILMS.findall(text)
+        yield page.folded(f"films of {report}", "".join(films)) if films else ""
 
 
 def title(board: Mapping[str, Any]) -> str:

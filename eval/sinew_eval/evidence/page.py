@@ -85,8 +85,8 @@ def page(title: str, parts: Iterable[str], record: Mapping[str, Any]) -> str:
 
 def record_in(markup: str) -> str | None:
     """Return the JSON text of a page's record. None if the page contains none."""
-    found = _RECORD.search(markup)
-    return None if found is None else found[1]
+    match = _RECORD.search(markup)
+    return None if match is None else match[1]
 
 
 def webp(data: bytes) -> str:
@@ -126,10 +126,10 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], best: int = -1
 
 def facts(rows: Iterable[tuple[str, object]]) -> str:
     """Return an HTML list of names and values. Empty values are left out."""
-    found = "".join(
+    items = "".join(
         f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in rows if value not in ("", None)
     )
-    return f"<dl>{found}</dl>"
+    return f"<dl>{items}</dl>"
 
 
 def commands(lines: Iterable[str]) -> str:

@@ -68,10 +68,10 @@ class Recorded:
         files = {each: _place(each) for each in typed.policies}
         hashes = {about.sha256 for about in self.facts if about.kind == "bundle"}
         for each, place in files.items():
-            if Target.parse(place).kind == LOCAL and (found := file_hash(place)) not in hashes:
+            if Target.parse(place).kind == LOCAL and (sha256 := file_hash(place)) not in hashes:
                 ids = ", ".join(sorted(each[:16] for each in hashes)) or "none"
                 raise SinewError(
-                    f"{each}: expected a policy of {self.path} (SHA-256 {ids}), got {found[:16]}; pass a recorded"
+                    f"{each}: expected a policy of {self.path} (SHA-256 {ids}), got {sha256[:16]}; pass a recorded"
                     " policy"
                 )
         here = replace(typed, policies=tuple(files.values()))
@@ -130,8 +130,8 @@ def check_place(out: Path, task: Task, variants: Sequence[Variant]) -> None:
         raise SinewError(
             f"{out / REPORT}: expected a report of `sinew eval --out`, got none ({error})"
         ) from None
-    asked = [{**each.record(), "target": identity(each.target)["id"]} for each in variants]
-    now = {"task": portable(task.record()), "variants": portable(asked)}
+    new_records = [{**each.record(), "target": identity(each.target)["id"]} for each in variants]
+    now = {"task": portable(task.record()), "variants": portable(new_records)}
     if portable(before.get("task")) != now["task"] or any(each not in now["variants"] for each in had):
         raise SinewError(
             f"--out {out}: the folder contains the report of another evaluation ({labels} on {env}), which would be"
@@ -343,26 +343,28 @@ COLUMNS = (
 )
 
 
-def rows(found: Mapping[str, Any]) -> list[list[str]]:
+def rows(comparison: Mapping[str, Any]) -> list[list[str]]:
     """Return one row of cells for each variant, in the order of ``COLUMNS``."""
     names = ("episodes", "equal_commands", "equal_steps", "equal_outcomes", "there", "here")
     return [
         [each["label"], *(str(each[name]) for name in names), f"{each['p_value']:.3g}"]
-        for each in found["variants"]
+        for each in comparison["variants"]
     ]
 
 
-def sentences(found: Mapping[str, Any]) -> list[str]:
+def sentences(comparison: Mapping[str, Any]) -> list[str]:
     """Return one sentence for each difference, or a sentence that states equality."""
-    said = [f"differs: {name}: {was} there, {now} here" for name, (was, now) in found["conditions"].items()]
-    for each in found["variants"]:
+    lines = [
+        f"differs: {name}: {was} there, {now} here" for name, (was, now) in comparison["conditions"].items()
+    ]
+    for each in comparison["variants"]:
         for trial in each["changed"]:
             there, here = (
                 f"{'success' if side['success'] else 'no success'} after {side['steps']} steps"
                 for side in (trial["there"], trial["here"])
             )
-            said.append(f"differs: {each['label']}, seed {trial['seed']}: {there} there, {here} here")
-    if found["passed"]:
-        bits = all(each["equal_commands"] == each["episodes"] for each in found["variants"])
-        said.append(f"equal: {'every command' if bits else 'the outcome'} of every episode")
-    return said
+            lines.append(f"differs: {each['label']}, seed {trial['seed']}: {there} there, {here} here")
+    if comparison["passed"]:
+        bits = all(each["equal_commands"] == each["episodes"] for each in comparison["variants"])
+        lines.append(f"equal: {'every command' if bits else 'the outcome'} of every episode")
+    return lines

@@ -46,10 +46,10 @@ def _parts(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
         kind = "good" if verdict["passed"] else "bad"
         yield f'<p class="{kind}">gate, {page.text(verdict["label"])}: {page.text(verdict["text"])}</p>'
     if "repeat" in record:
-        found = record["repeat"]
-        yield f"<h2>Played again: {page.text(found['record'])}</h2>"
-        yield page.table(repeat.COLUMNS, repeat.rows(found))
-        yield "".join(f"<p>{page.text(said)}</p>" for said in repeat.sentences(found))
+        comparison = record["repeat"]
+        yield f"<h2>Played again: {page.text(comparison['record'])}</h2>"
+        yield page.table(repeat.COLUMNS, repeat.rows(comparison))
+        yield "".join(f"<p>{page.text(said)}</p>" for said in repeat.sentences(comparison))
     yield from _films(record, films)
     yield from trials_of(record)
     yield from how_run(record)
@@ -86,13 +86,13 @@ def _films(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
 def figure(record: Mapping[str, Any], film: Film) -> str:
     label = record["variants"][film.variant]["label"]
     outcome = "success" if film.episode.success else "no success"
-    said = f"{label}: seed {film.episode.seed}, {film.episode.task or 'one task'}: "
+    caption = f"{label}: seed {film.episode.seed}, {film.episode.task or 'one task'}: "
     after = f" after {film.episode.steps} steps{'' if film.same else ', not as in the run'}"
     kind = "good" if film.episode.success else "bad"
     return (
         '<figure><picture><source media="(prefers-reduced-motion: reduce)"'
-        f' srcset="{page.webp(film.still)}"><img alt="{page.text(said + outcome + after)}"'
-        f' src="{page.webp(film.webp)}"></picture><figcaption>{page.text(said)}'
+        f' srcset="{page.webp(film.still)}"><img alt="{page.text(caption + outcome + after)}"'
+        f' src="{page.webp(film.webp)}"></picture><figcaption>{page.text(caption)}'
         f'<span class="{kind}">{outcome}</span>{page.text(after)}</figcaption></figure>'
     )
 

@@ -106,7 +106,7 @@ class FarmPlan:
     def write(self, folder: Path) -> None:
         variants = [variant.to_dict() for variant in self.variants]
         jobs = [[job.variant, *job.seeds] for job in self.jobs]
-        said = {
+        record = {
             "format": FORMAT,
             "lease_s": self.lease_s,
             "task": self.task.to_dict(),
@@ -114,7 +114,7 @@ class FarmPlan:
             "keys": self.keys,
             "jobs": jobs,
         }
-        write_whole(folder / PLAN, json.dumps(said).encode())
+        write_whole(folder / PLAN, json.dumps(record).encode())
 
     @classmethod
     def read(cls, folder: Path) -> FarmPlan:
@@ -302,22 +302,22 @@ class EpisodeQueue:
                 if read_text(path, MAX_WORKER) == self.worker:
                     self._held.add(path.name)
 
-    def take(self, left: list[SeedBatch]) -> SeedBatch | None:
+    def take(self, open_groups: list[SeedBatch]) -> SeedBatch | None:
         """Take the lease of the first free group.
 
         Args:
-            left: Groups that may be open. The claimed group and all played groups are removed from this list.
+            open_groups: Groups that may be open. The claimed group and all played groups are removed from this list.
 
         Returns:
             The group. None if other workers are playing all open groups. Their leases may expire.
         """
-        for job in list(left):
+        for job in list(open_groups):
             if self.claim(job):
-                left.remove(job)
+                open_groups.remove(job)
                 return job
             if self.played(job):
-                left.remove(job)
-        for job in left:
+                open_groups.remove(job)
+        for job in open_groups:
             self.expire(job)
         return None
 
@@ -327,10 +327,10 @@ class EpisodeQueue:
         if state is None:
             self._seen.pop(job.name, None)
             return
-        known = self._seen.get(job.name)
-        if known is None or known[0] != state:
+        last_state = self._seen.get(job.name)
+        if last_state is None or last_state[0] != state:
             self._seen[job.name] = (state, time.monotonic())
-        elif time.monotonic() - known[1] > self.lease_s:
+        elif time.monotonic() - last_state[1] > self.lease_s:
             # The owner may have renewed the lease just now. Then two workers play the group, and one result is stored.
             (self.folder / LEASES / job.name).unlink(missing_ok=True)
             del self._seen[job.name]
@@ -368,8 +368,8 @@ class EpisodeQueue:
         """
         path = self.folder / PLAYED / job.name
         try:
-            found = dict(episodes_of(read_file(path)))
-            return [found[key, seed] for seed in job.seeds]
+            episodes = dict(episodes_of(read_file(path)))
+            return [episodes[key, seed] for seed in job.seeds]
         except FileNotFoundError:
             return None
         except (KeyError, OSError, SinewError):
@@ -414,11 +414,11 @@ def _state(path: Path) -> tuple[int, int] | None:
     """
     try:
         with open_regular(path) as file:
-            found = os.fstat(file.fileno())
+            status = os.fstat(file.fileno())
     # OSError is also raised if the path is not a regular file.
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def read_file(path: Path) -> bytes:

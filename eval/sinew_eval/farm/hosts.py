@@ -152,16 +152,16 @@ class QueueServer:
             return
         body, url = request.rfile.read(int(length)), urlsplit(request.path)
         try:
-            found = self._found(request.command, url.path.split("/")[1:], parse_qs(url.query), body)
+            answer = self._found(request.command, url.path.split("/")[1:], parse_qs(url.query), body)
         except (KeyError, ValueError, TypeError, IndexError, OSError) as error:
             request.send_error(404, f"not found: {type(error).__name__}")
             return
-        with found:
+        with answer:
             request.send_response(200)
-            request.send_header("Content-Length", str(found.seek(0, os.SEEK_END)))
+            request.send_header("Content-Length", str(answer.seek(0, os.SEEK_END)))
             request.end_headers()
-            found.seek(0)
-            shutil.copyfileobj(found, request.wfile, BLOCK)
+            answer.seek(0)
+            shutil.copyfileobj(answer, request.wfile, BLOCK)
 
     def _found(
         self, verb: str, place: Sequence[str], query: Mapping[str, list[str]], body: bytes
@@ -275,15 +275,15 @@ class RemoteQueue:
     def goes_on(self) -> bool:
         return not self.over
 
-    def take(self, left: list[SeedBatch]) -> SeedBatch | None:
+    def take(self, open_groups: list[SeedBatch]) -> SeedBatch | None:
         try:
-            found = parse_json(self.ask("POST", "/claim", {"worker": self.worker}))
-            name, self.over = found["job"], bool(found["over"])
+            answer = parse_json(self.ask("POST", "/claim", {"worker": self.worker}))
+            name, self.over = answer["job"], bool(answer["over"])
         except (ValueError, TypeError, KeyError) as error:
             raise SinewError(
                 f"{self.address}: expected a group to play, got an invalid answer ({error})"
             ) from None
-        job = next((job for job in left if job.name == name), None)
+        job = next((job for job in open_groups if job.name == name), None)
         if job is None and name is not None:
             raise SinewError(
                 f"{self.address}: another evaluation has started here; run `sinew eval --join` again"
@@ -298,14 +298,14 @@ class RemoteQueue:
         self.ask("POST", "/beat", {"worker": self.worker})
 
     def ask(
-        self, verb: str, path: str, given: Mapping[str, Any] | bytes | None = None, into: Path | None = None
+        self, verb: str, path: str, data: Mapping[str, Any] | bytes | None = None, into: Path | None = None
     ) -> bytes:
         """Send a request, and repeat it until an answer arrives.
 
         Args:
             verb: HTTP method.
             path: Path of the request.
-            given: Body: bytes, or an object for JSON.
+            data: Body: bytes, or an object for JSON.
             into: File for an answer that may be larger than memory. None to return the answer.
 
         Returns:
@@ -314,7 +314,7 @@ class RemoteQueue:
         Raises:
             SinewError: The run has not answered for AWAY_S seconds, or has rejected the request.
         """
-        body = given if isinstance(given, bytes | None) else json.dumps(given).encode()
+        body = data if isinstance(data, bytes | None) else json.dumps(data).encode()
         began = time.monotonic()
         while True:
             try:
@@ -323,10 +323,10 @@ class RemoteQueue:
                     host = urlsplit(self.address).netloc
                     connection = self._local.connection = http.client.HTTPConnection(host, timeout=ANSWER_S)
                 connection.request(verb, path, body, {KEY_HEADER: key_from_environment()})
-                answer, found = connection.getresponse(), b""
+                answer, content = connection.getresponse(), b""
                 if into is None or answer.status != 200:
-                    found = answer.read(MAX_BYTES + 1)
-                    if len(found) > MAX_BYTES:
+                    content = answer.read(MAX_BYTES + 1)
+                    if len(content) > MAX_BYTES:
                         raise SinewError(f"{self.address}: expected at most {MAX_BYTES} bytes, got more")
                 else:
                     with into.open("wb") as file:
@@ -342,7 +342,7 @@ class RemoteQueue:
                 continue
             if answer.status != 200:
                 raise SinewError(f"{self.address}: {answer.status} {answer.reason}")
-            return found
+            return content
 
 
 def fetch(address: str, folder: Path, typed: TypedNames) -> TypedNames:

@@ -116,10 +116,10 @@ def play(
         while left:
             alive, begun = crew.tend(), time.monotonic()
             for name in sorted(left.keys() & {path.name for path in os.scandir(folder / PLAYED)}):
-                found = queue.read(left[name][0], plan.keys[left[name][0].variant])
-                if found is not None:
+                episodes = queue.read(left[name][0], plan.keys[left[name][0].variant])
+                if episodes is not None:
                     for job in left.pop(name):
-                        yield job.variant, found
+                        yield job.variant, episodes
             # A played group could not be read, so it has to be played again.
             if left and not alive:
                 crew.start()
@@ -225,22 +225,22 @@ class WorkerPool:
                 continue
             del self._shards[name]
             _shut(process)
-            said = _lines(self._log(name))
+            log_lines = _lines(self._log(name))
             released = self._queue.release(name)
             if code == 0:
-                self.episodes += int(said[-1])
+                self.episodes += int(log_lines[-1])
             elif code == REFUSED:
-                raise SinewError(said[-1])
+                raise SinewError(log_lines[-1])
             elif code == FAULT:
                 # Do not start the shard again: the same error would occur. FAULT differs from 1, because Ray ends a
                 # process with status 1 when its cluster has gone.
-                raise SinewError("\n".join(["a shard ended with an error:", *said[-LINES:]]))
+                raise SinewError("\n".join(["a shard ended with an error:", *log_lines[-LINES:]]))
             else:
-                self._died(code, released, said)
+                self._died(code, released, log_lines)
         return bool(self._shards)
 
-    def _died(self, code: int, released: Sequence[str], said: Sequence[str]) -> None:
-        self._deaths.count(released, f"with exit code {code}", said)
+    def _died(self, code: int, released: Sequence[str], log_lines: Sequence[str]) -> None:
+        self._deaths.count(released, f"with exit code {code}", log_lines)
         logger.warning("a shard ended with exit code %d; a new shard continues", code)
         self.start()
 
@@ -295,13 +295,13 @@ class Deaths:
         # Time of the last change in the folder of played groups, in nanoseconds.
         self._progress = 0
 
-    def count(self, released: Sequence[str], how: str, said: Sequence[str] = ()) -> None:
+    def count(self, released: Sequence[str], how: str, log_lines: Sequence[str] = ()) -> None:
         """Count a death.
 
         Args:
             released: Names of the groups that the worker was playing.
             how: How the worker died, for the message.
-            said: Last lines of the worker's log.
+            log_lines: Last lines of the worker's log.
 
         Raises:
             SinewError: DEATHS workers died in the same group, or before a first group without any progress in
@@ -315,7 +315,7 @@ class Deaths:
         worst = max(released or [""], key=self._deaths.__getitem__)
         if self._deaths[worst] >= DEATHS:
             where = f"at seed {worst.partition('-')[0]}" if worst else "before an episode"
-            raise SinewError("\n".join([f"a shard died {DEATHS} times {where}, {how}", *said[-LINES:]]))
+            raise SinewError("\n".join([f"a shard died {DEATHS} times {where}, {how}", *log_lines[-LINES:]]))
 
 
 def _shut(process: subprocess.Popen[bytes]) -> None:

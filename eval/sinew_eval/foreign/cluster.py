@@ -82,14 +82,14 @@ def connected(hosts: str, patience_s: float) -> Any:
         import ray
     except ModuleNotFoundError as error:
         raise MissingPackageError("--hosts", "ray", f" ({error})") from None
-    begun, said = time.monotonic(), False
-    known = os.environ.get("RAY_ADDRESS", "") if hosts == HERE else hosts
-    where = f"--hosts {hosts}" + (f" (RAY_ADDRESS={known})" if known and hosts == HERE else "")
+    begun, warned = time.monotonic(), False
+    ray_address = os.environ.get("RAY_ADDRESS", "") if hosts == HERE else hosts
+    where = f"--hosts {hosts}" + (f" (RAY_ADDRESS={ray_address})" if ray_address and hosts == HERE else "")
     while True:
         try:
             # Try the address first, because Ray itself waits for minutes if nothing listens at the address.
-            if ":" in known:
-                host, _, port = known.removeprefix(CLIENT).rpartition(":")
+            if ":" in ray_address:
+                host, _, port = ray_address.removeprefix(CLIENT).rpartition(":")
                 socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
             ray.init(
                 address="auto" if hosts == HERE else hosts, log_to_driver=False, logging_level=logging.ERROR
@@ -100,9 +100,9 @@ def connected(hosts: str, patience_s: float) -> Any:
                 raise SinewError(
                     f"{where}: no Ray cluster answers ({why}); start one with `ray start --head`"
                 ) from None
-            if not said:
+            if not warned:
                 logger.warning("%s: no cluster answers; waiting up to %g s (%s)", hosts, patience_s, why)
-            said = True
+            warned = True
             with suppress(Exception):
                 ray.shutdown()
             time.sleep(AGAIN_S)
@@ -142,10 +142,10 @@ class RemoteWorker:
             except (SinewError, OSError):
                 if Target.parse(variant.target).remote:
                     raise
-                if not (kept := self._kept(index)).is_file():
-                    found.setdefault(kept, index)
+                if not (stored := self._kept(index)).is_file():
+                    found.setdefault(stored, index)
                     continue
-                self.variants[index] = replace(variant, target=str(kept))
+                self.variants[index] = replace(variant, target=str(stored))
                 replace(self.plan, variants=tuple(self.variants)).check(index)
         if not found:
             with one_thread(self.variants[:1]):
@@ -164,9 +164,9 @@ class RemoteWorker:
         Raises:
             SinewError: The complete bundle has another SHA-256.
         """
-        kept = self._kept(index)
-        part = kept.with_name(f".{kept.name}.{os.getpid()}")
-        kept.parent.mkdir(parents=True, exist_ok=True)
+        target_file = self._kept(index)
+        part = target_file.with_name(f".{target_file.name}.{os.getpid()}")
+        target_file.parent.mkdir(parents=True, exist_ok=True)
         try:
             with part.open("ab" if place else "wb") as file:
                 file.write(block)
@@ -174,10 +174,10 @@ class RemoteWorker:
                 return
             with open_regular(part) as file:
                 got = hashlib.file_digest(file, "sha256").hexdigest()
-            if got != kept.stem:
+            if got != target_file.stem:
                 target = self.plan.variants[index].target
-                raise SinewError(f"{target}: expected SHA-256 {kept.stem}, got {got}")
-            part.replace(kept)
+                raise SinewError(f"{target}: expected SHA-256 {target_file.stem}, got {got}")
+            part.replace(target_file)
         # Remove the incomplete file, for example if the disk is full.
         except BaseException:
             part.unlink(missing_ok=True)
@@ -212,20 +212,20 @@ def _actor() -> Any:
             import ray
 
             place = ray.get_runtime_context().get_node_id()
-            said = {"node": place, "name": f"{ray.util.get_node_ip_address()} ({socket.gethostname()})"}
+            host = {"node": place, "name": f"{ray.util.get_node_ip_address()} ({socket.gethostname()})"}
             try:
                 import sinew
             except ImportError as error:
-                return {**said, "problem": f"expected Sinew {release} on this host, got {error}"}
+                return {**host, "problem": f"expected Sinew {release} on this host, got {error}"}
             if sinew.__version__ != release:
-                return {**said, "problem": f"expected Sinew {release} on this host, got {sinew.__version__}"}
+                return {**host, "problem": f"expected Sinew {release} on this host, got {sinew.__version__}"}
             try:
                 from sinew_eval.foreign.cluster import RemoteWorker as Player
 
                 self.guest = getattr(self, "guest", None) or Player(plan)
-                return {**said, "missing": self.guest.missing()}
+                return {**host, "missing": self.guest.missing()}
             except Exception as error:  # noqa: BLE001 - whatever it is, this host does not play
-                return {**said, "problem": str(error) or type(error).__name__}
+                return {**host, "problem": str(error) or type(error).__name__}
 
         def receive(self, *block: Any) -> str:
             try:
@@ -266,7 +266,7 @@ class RemoteWorkerSlot:
         self.life: Life
         # Reference of the next answer. It is None while there is no request.
         self.ref: Any = None
-        self.held: deque[tuple[SeedBatch, Any]] = deque()
+        self.jobs: deque[tuple[SeedBatch, Any]] = deque()
 
 
 class Hosts:
@@ -303,7 +303,7 @@ class Hosts:
         """
         for seat in self._seats:
             self._step(seat, None)
-        while self._queue.goes_on and (self._left or any(seat.held for seat in self._seats)):
+        while self._queue.goes_on and (self._left or any(seat.jobs for seat in self._seats)):
             refs = {seat.ref: seat for seat in self._seats if seat.ref is not None}
             ready = self._ray.wait(list(refs), timeout=shards.LOOK_S)[0] if refs else []
             if not refs:
@@ -337,7 +337,7 @@ class Hosts:
         except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
             why = " ".join(str(error).split())
             where = f"on {seat.name or 'the cluster'} ({why[:200]})"
-            self._deaths.count([seat.held[0][0].name] if seat.held else [], where)
+            self._deaths.count([seat.jobs[0][0].name] if seat.jobs else [], where)
             logger.warning(
                 "a worker process (shard) on %s died; a new one continues", seat.name or "the cluster"
             )
@@ -345,7 +345,7 @@ class Hosts:
 
     def _again(self, seat: RemoteWorkerSlot) -> None:
         """Open the groups of an actor again, and replace the actor."""
-        for job, _ in reversed(seat.held):
+        for job, _ in reversed(seat.jobs):
             self._queue.give_back(job)
             self._left.insert(0, job)
         if self._fed.get(seat.node) is seat:
@@ -363,34 +363,34 @@ class Hosts:
     def _live(self, seat: RemoteWorkerSlot) -> Life:
         """Yield the requests to an actor, one after the other, and receive the answers."""
         while True:
-            found = yield seat.actor.open.remote(self._text, self._release)
-            seat.node, seat.name = found["node"], found["name"]
-            if "problem" in found:
-                raise RefusedError(found["problem"])
-            if not found["missing"]:
+            answer = yield seat.actor.open.remote(self._text, self._release)
+            seat.node, seat.name = answer["node"], answer["name"]
+            if "problem" in answer:
+                raise RefusedError(answer["problem"])
+            if not answer["missing"]:
                 break
             if seat.node in self._fed:
                 while seat.node in self._fed:
                     yield None
                 continue
             self._fed[seat.node] = seat
-            for index in found["missing"]:
+            for index in answer["missing"]:
                 yield from self._send(seat, index)
             del self._fed[seat.node]
         while True:
-            while len(seat.held) < (AHEAD if len(self._left) > len(self._seats) else 1):
+            while len(seat.jobs) < (AHEAD if len(self._left) > len(self._seats) else 1):
                 if (job := self._queue.take(self._left)) is None:
                     break
-                seat.held.append((job, seat.actor.play.remote(job.variant, job.seeds)))
-            if not seat.held:
+                seat.jobs.append((job, seat.actor.play.remote(job.variant, job.seeds)))
+            if not seat.jobs:
                 yield None
                 continue
-            job, ref = seat.held[0]
+            job, ref = seat.jobs[0]
             lines, problem = yield ref
             if problem:
                 raise SinewError(f"{seat.name}: {problem}")
             self._queue.put(job, lines)
-            seat.held.popleft()
+            seat.jobs.popleft()
             self.episodes += len(job.seeds)
 
     def _send(self, seat: RemoteWorkerSlot, index: int) -> Life:
@@ -453,9 +453,9 @@ def work(folder: Path, worker: str, typed: TypedNames, hosts: str, count: int) -
 
 
 if __name__ == "__main__":
-    told = logging.StreamHandler(sys.stdout)
-    told.setFormatter(logging.Formatter(f"{shards.SAID}%(message)s"))
-    logging.getLogger("sinew").addHandler(told)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(f"{shards.SAID}%(message)s"))
+    logging.getLogger("sinew").addHandler(handler)
     place, name, names, where, number = sys.argv[1:6]
     typed = TypedNames.from_json(names)
     sys.exit(shards.main(lambda: work(Path(place), name, typed, where, int(number))))

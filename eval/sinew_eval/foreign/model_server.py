@@ -96,9 +96,9 @@ class ModelServer:
             "states": np.asarray(observation["state"], np.float32),
             "task_description": str(observation.get("prompt", "")),
         }
-        found = self._ask("observation", seen, "action")
+        answer = self._ask("observation", seen, "action")
         try:
-            action = np.asarray(_array(found.get("actions")))
+            action = np.asarray(_array(answer.get("actions")))
         except (ValueError, TypeError, OverflowError) as error:
             raise SinewError(
                 f"{self.address}: actions: expected an array of numbers, got {named(str(error))}"
@@ -127,19 +127,23 @@ class ModelServer:
             self._send("episode_end", {})
             self._begun = False
 
-    def _ask(self, kind: str, payload: Mapping[str, Any], wanted: str) -> dict[str, Any]:
+    def _ask(self, kind: str, payload: Mapping[str, Any], expected_kind: str) -> dict[str, Any]:
         self._send(kind, payload)
-        found = self._loop.run_until_complete(self._receive())
-        if not isinstance(found, dict) or not isinstance(found.get("payload"), dict):
-            raise SinewError(f"{self.address}: expected a message with a payload, got {type(found).__name__}")
-        type_, seq = found.get("type"), found.get("seq")
+        answer = self._loop.run_until_complete(self._receive())
+        if not isinstance(answer, dict) or not isinstance(answer.get("payload"), dict):
+            raise SinewError(
+                f"{self.address}: expected a message with a payload, got {type(answer).__name__}"
+            )
+        type_, seq = answer.get("type"), answer.get("seq")
         if isinstance(type_, str) and type_ == "error":
-            raise SinewError(f"{self.address}: {named(found['payload'].get('error'), 500)}")
+            raise SinewError(f"{self.address}: {named(answer['payload'].get('error'), 500)}")
         # Check the types before comparing, because an answer may contain arrays, which compare element by element.
-        if not (isinstance(type_, str) and isinstance(seq, int) and (type_, seq) == (wanted, self._seq)):
+        if not (
+            isinstance(type_, str) and isinstance(seq, int) and (type_, seq) == (expected_kind, self._seq)
+        ):
             got = f"{shown(type_, 40)} {shown(seq, 40)}"
-            raise SinewError(f"{self.address}: expected {wanted!r} {self._seq}, got {got}")
-        return dict(found["payload"])
+            raise SinewError(f"{self.address}: expected {expected_kind!r} {self._seq}, got {got}")
+        return dict(answer["payload"])
 
     def _send(self, kind: str, payload: Mapping[str, Any]) -> None:
         self._seq += 1

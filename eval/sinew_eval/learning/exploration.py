@@ -106,15 +106,15 @@ class ExploringSolver(Solver):
         only = self.exploration.step
         if only is not None and only >= count:
             raise ValueError(f"exploration: step: expected one below {count}, got {only}")
-        found = []
+        result = []
         for k, step in enumerate(super().steps(count)):
             if only in (None, k):
                 keep, gain, fresh = self.exploration.of_flow(1.0 - k / count, 1.0 / count)
                 step = Step(
                     step.time, keep, gain * (self.start - self.end), None, fresh, k + 1 if fresh else 0
                 )
-            found.append(step)
-        return found
+            result.append(step)
+        return result
 
 
 def exploring(solver: Solver, exploration: Exploration | None) -> Solver:
@@ -200,8 +200,8 @@ class TokenChooser:
     """Samples tokens from the scores of a head, or repeats given tokens. It records tokens and log-probabilities.
 
     Args:
-        numbers: Uniform random numbers in [0, 1), one per token, float64 [B, longest]. None if ``given`` is used.
-        given: Tokens to repeat, int64 [B, n]. None to sample.
+        numbers: Uniform random numbers in [0, 1), one per token, float64 [B, longest]. None with ``fixed_tokens``.
+        fixed_tokens: Tokens to repeat, int64 [B, n]. None to sample.
         temperature: Divisor of the scores.
         allowed: First and last allowed token id. None for all.
     """
@@ -209,11 +209,12 @@ class TokenChooser:
     def __init__(
         self,
         numbers: np.ndarray | None,
-        given: Tensor | None,
+        fixed_tokens: Tensor | None,
         temperature: float,
         allowed: tuple[int, int] | None,
     ):
-        self._numbers, self._given, self._temperature, self._allowed = numbers, given, temperature, allowed
+        self._numbers, self._fixed_tokens = numbers, fixed_tokens
+        self._temperature, self._allowed = temperature, allowed
         self.tokens: list[Tensor] = []
         self.log_probs: list[Tensor] = []
 
@@ -231,9 +232,9 @@ class TokenChooser:
         first, last = self._allowed or (0, logits.shape[-1] - 1)
         scores = (logits[:, 0, first : last + 1].float() / self._temperature).log_softmax(dim=-1)
         at = len(self.tokens)
-        if self._given is not None:
+        if self._fixed_tokens is not None:
             # Clamp the tokens, because the positions after the end token can contain any number.
-            index = (self._given[:, at] - first).clamp(0, last - first)
+            index = (self._fixed_tokens[:, at] - first).clamp(0, last - first)
         else:
             assert self._numbers is not None
             below = scores.double().exp().cumsum(dim=-1)
@@ -254,9 +255,9 @@ class TokenChooser:
         """
         import torch
 
-        tokens, found = torch.stack(self.tokens, dim=1), torch.stack(self.log_probs, dim=1)
+        tokens, log_probs = torch.stack(self.tokens, dim=1), torch.stack(self.log_probs, dim=1)
         ended = (tokens == end).cumsum(dim=1) - (tokens == end).long()
-        return tokens, found * (ended == 0)
+        return tokens, log_probs * (ended == 0)
 
 
 @contextmanager
@@ -291,15 +292,15 @@ def flow_log_probs(model: Any, inputs: ModelInputs, chains: np.ndarray) -> Tenso
     count = chain.shape[1] - 1
     batch = Inputs.of(inputs, model.device)
     context = model.read(model.embed_images(batch.pixels), *batch[1:])
-    found = []
+    densities = []
     steps = model.solver.steps(count)
     for k, (step, embedding) in enumerate(zip(steps, model.time_embeddings(count), strict=True)):
         if step.draw:
             mean = _mean(step, chain[:, k], model.act(chain[:, k], embedding, context))
-            found.append(log_density(chain[:, k + 1], mean, step.fresh))
+            densities.append(log_density(chain[:, k + 1], mean, step.fresh))
         else:
-            found.append(torch.zeros_like(chain[:, 0]))
-    return torch.stack(found, dim=1)
+            densities.append(torch.zeros_like(chain[:, 0]))
+    return torch.stack(densities, dim=1)
 
 
 def token_log_probs(
@@ -319,12 +320,14 @@ def token_log_probs(
     import torch
 
     longest = max(map(len, sentences))
-    given = np.full((len(sentences), longest), model.action_tokens.end, np.int64)
-    for row, sentence in zip(given, sentences, strict=True):
+    padded = np.full((len(sentences), longest), model.action_tokens.end, np.int64)
+    for row, sentence in zip(padded, sentences, strict=True):
         row[: len(sentence)] = sentence
     batch = Inputs.of(inputs, model.device)
     context = model.read(model.embed_images(batch.pixels), *batch[1:])
-    chooser = TokenChooser(None, torch.from_numpy(given).to(model.device), temperature, allowed_tokens(model))
+    chooser = TokenChooser(
+        None, torch.from_numpy(padded).to(model.device), temperature, allowed_tokens(model)
+    )
     with choosing(model, chooser):
         spoken = model.first(context)
         for _ in range(longest - 1):

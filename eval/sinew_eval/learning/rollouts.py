@@ -143,12 +143,14 @@ class RolloutPolicy(Policy):
         Returns:
             float32 [B, K, H, A], or [B, n] for tokens, 0 after a sequence's end.
         """
-        found = self.engine.model if model is None else model
+        source_model = self.engine.model if model is None else model
         inputs = stack_prompts([each.prepared for each in samples], self.processor.recipe.prompt)
         if self._speaks:
             assert self.exploration is not None
-            return token_log_probs(found, inputs, [each.chain for each in samples], self.exploration.level)
-        return flow_log_probs(found, inputs, np.stack([each.chain for each in samples]))
+            return token_log_probs(
+                source_model, inputs, [each.chain for each in samples], self.exploration.level
+            )
+        return flow_log_probs(source_model, inputs, np.stack([each.chain for each in samples]))
 
     def learner(self) -> Any:
         """Return a copy of the model with trainable weights. :meth:`exchange` accepts its ``state_dict``.
@@ -208,20 +210,20 @@ class RolloutPolicy(Policy):
             The inputs for :meth:`run_batch`.
         """
         observation = given_as(observation, self.spec)
-        found = super().prepare(observation)
+        prepared = super().prepare(observation)
         # Such a policy draws no noise otherwise, so choose a seed here.
-        if self._speaks and found.seed is None:
+        if self._speaks and prepared.seed is None:
             seed = secrets.randbits(63) if observation.seed is None else int(observation.seed)
-            found = replace(found, seed=seed)
+            prepared = replace(prepared, seed=seed)
         for name, given in (
-            ("previous", found.continuation),
-            ("guidance_scale", found.unconditional),
-            ("subtask", found.words),
-            ("adapter", found.adapter or None),
+            ("previous", prepared.continuation),
+            ("guidance_scale", prepared.unconditional),
+            ("subtask", prepared.words),
+            ("adapter", prepared.adapter or None),
         ):
             if given is not None:
                 raise ObservationError(name, "no value for a policy that samples its actions", "one")
-        return found
+        return prepared
 
     def run_batch(
         self, members: Sequence[Prepared], *, cancel: Any = None, between: Any = None
@@ -236,8 +238,8 @@ class RolloutPolicy(Policy):
         Returns:
             One entry per member: its chunk, or its error.
         """
-        found = self._sampled(members, cancel)
-        return [each if isinstance(each, SinewError) else each.chunk for each in found]
+        samples = self._sampled(members, cancel)
+        return [each if isinstance(each, SinewError) else each.chunk for each in samples]
 
     def _sampled(self, members: Sequence[Prepared], cancel: Any = None) -> list[RolloutSample | SinewError]:
         alike: dict[Any, list[int]] = {}
@@ -262,22 +264,22 @@ class RolloutPolicy(Policy):
             if self._speaks:
                 chunks, chains, log_probs = self._said(rows, engine.read(inputs, watch), noise, watch)
             else:
-                kept = DenoisingChain()
-                chunks = engine.run(inputs, noise, members[0].steps, kept, watch)
-                chains, log_probs = kept.ended(chunks)
+                recorder = DenoisingChain()
+                chunks = engine.run(inputs, noise, members[0].steps, recorder, watch)
+                chains, log_probs = recorder.ended(chunks)
             self.files.check()
-        timing, found = watch.timing(len(members)), list[RolloutSample | SinewError]()
+        timing, samples = watch.timing(len(members)), list[RolloutSample | SinewError]()
         # zip ignores the results of the observations that only fill up the batch.
         for member, chunk, chain, probabilities in zip(members, chunks, chains, log_probs, strict=False):
             actions = finished(chunk, member, self.processor, normalized=True)
             if isinstance(actions, SinewError):
-                found.append(actions)
+                samples.append(actions)
                 continue
             answer = ActionChunk(
                 actions, timing, member.seed, member.session, member.time, self.warnings(member)
             )
-            found.append(RolloutSample(answer, chain, probabilities, version, member))
-        return found
+            samples.append(RolloutSample(answer, chain, probabilities, version, member))
+        return samples
 
     def _said(
         self, rows: Sequence[Prepared], context: Any, noise: np.ndarray, watch: Watch
@@ -291,9 +293,10 @@ class RolloutPolicy(Policy):
         chooser = TokenChooser(numbers, None, self.exploration.level, allowed_tokens(engine.model))
         with choosing(engine.model, chooser):
             chunks = engine.solve(context, noise, 1, watch=watch)
-        said, found = (each.cpu().numpy() for each in chooser.said(tokens.end))
+        sequences, probabilities = (each.cpu().numpy() for each in chooser.said(tokens.end))
         lengths = [
-            int(np.argmax(row == tokens.end)) + 1 if (row == tokens.end).any() else len(row) for row in said
+            int(np.argmax(row == tokens.end)) + 1 if (row == tokens.end).any() else len(row)
+            for row in sequences
         ]
-        cut = [[row[:n] for row, n in zip(each, lengths, strict=True)] for each in (said, found)]
+        cut = [[row[:n] for row, n in zip(each, lengths, strict=True)] for each in (sequences, probabilities)]
         return chunks, cut[0], cut[1]

@@ -105,8 +105,8 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole result, ready for JSON."""
-        found = {"policy": self.policy, "env": self.env, "control_hz": self.control_hz, "batch": self.batch}
-        return {**found, **stats.success([e.success for e in self.episodes]), "rows": self.rows()}
+        facts = {"policy": self.policy, "env": self.env, "control_hz": self.control_hz, "batch": self.batch}
+        return {**facts, **stats.success([e.success for e in self.episodes]), "rows": self.rows()}
 
     def __repr__(self) -> str:
         return f"<Evaluation {self}>"
@@ -137,19 +137,19 @@ class Evaluation:
         )
 
 
-def _bar(found: Evaluation) -> str:
+def _bar(result: Evaluation) -> str:
     """Draw the success as a bar and its interval as a line. Returns an inline SVG."""
-    low, high = (WIDTH * each for each in found.interval)
+    low, high = (WIDTH * each for each in result.interval)
     return (
-        f'<svg role="img" width="{WIDTH}" height="16" viewBox="0 0 {WIDTH} 16"><title>{html.escape(str(found))}'
-        f'</title><rect width="{WIDTH}" height="16" fill="#8883"/><rect width="{WIDTH * found.success:.1f}"'
+        f'<svg role="img" width="{WIDTH}" height="16" viewBox="0 0 {WIDTH} 16"><title>{html.escape(str(result))}'
+        f'</title><rect width="{WIDTH}" height="16" fill="#8883"/><rect width="{WIDTH * result.success:.1f}"'
         f' height="16" fill="#4a90d9"/><path d="M{low:.1f} 8H{high:.1f}M{low:.1f} 4V12M{high:.1f} 4V12"'
         ' stroke="currentColor" stroke-width="2" fill="none"/></svg>'
     )
 
 
-def _mean_steps(found: Evaluation) -> str:
-    steps = [episode.steps for episode in found.episodes if episode.success]
+def _mean_steps(result: Evaluation) -> str:
+    steps = [episode.steps for episode in result.episodes if episode.success]
     return f"{sum(steps) / len(steps):.1f}" if steps else "-"
 
 
@@ -233,11 +233,11 @@ FLAG = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?![\w-])")
 
 def _in_python(text: str) -> str:
     """Replace options of ``sinew eval`` in a message by parameters of :func:`evaluate`, except in backticks."""
-    known = inspect.signature(evaluate).parameters
+    parameters = inspect.signature(evaluate).parameters
 
     def parameter(flag: re.Match[str]) -> str:
         name = flag[1].replace("-", "_")
-        return name if name in known else flag[0]
+        return name if name in parameters else flag[0]
 
     parts = text.split("`")
     return "`".join(FLAG.sub(parameter, part) if not index % 2 else part for index, part in enumerate(parts))
@@ -293,8 +293,8 @@ def _evaluate(
     options = {"replan": replan, "latency": Latency(str(latency)), "handover": handover}
     variant = Variant(target, **options, solver_steps=solver_steps, batch=batch)  # type: ignore[arg-type]
     if named and Target.parse(target).kind == LOCAL:
-        found = chosen(variant)
-        variant = replace(variant, engine=found.engine, device=found.options.device)
+        engine_choice = chosen(variant)
+        variant = replace(variant, engine=engine_choice.engine, device=engine_choice.options.device)
     if named and isinstance(env, str) and (adapter is None or isinstance(adapter, str)):
         heard = None if on_episode is None else lambda _, episode: on_episode(episode)
         place = None if out is None else Path(out)
@@ -312,11 +312,11 @@ def _evaluate(
             "env_options: expected a gymnasium id as env; otherwise pass these options to your environment's"
             " constructor"
         )
-    asked = None if named else EpisodePolicy(_checked(policy), solver_steps)
+    open_policy = None if named else EpisodePolicy(_checked(policy), solver_steps)
     with one_thread([variant] if named else []):
         if isinstance(env, gymnasium.vector.VectorEnv):
-            return _vectorised(task, variant, env, adapter, asked, seeds, on_episode)
-        return _single(task, variant, env, adapter, asked, seeds, on_episode)
+            return _vectorised(task, variant, env, adapter, open_policy, seeds, on_episode)
+        return _single(task, variant, env, adapter, open_policy, seeds, on_episode)
 
 
 def _single(
@@ -389,11 +389,11 @@ def _vectorised(
 
     player = GivenPlayer(task, make, policy, keeps=True)
     try:
-        asked = player.ready(variant)
-        seats = [WorkerSlot(part, each) for part, each in player.beside(len(parts), asked)]
-        rows = play_together(seats, asked, player.conduct(variant), seeds, shared, on_episode)
+        open_policy = player.ready(variant)
+        seats = [WorkerSlot(part, each) for part, each in player.beside(len(parts), open_policy)]
+        rows = play_together(seats, open_policy, player.conduct(variant), seeds, shared, on_episode)
         hz = player.adapter.control_hz
-        return Evaluation(variant.target, task.env, hz, tuple(rows), len(parts), asked.one_by_one)
+        return Evaluation(variant.target, task.env, hz, tuple(rows), len(parts), open_policy.one_by_one)
     finally:
         player.close()
 

@@ -181,7 +181,7 @@ class Gate:
         return faults
 
     def held(
-        self, task: Task, given: Mapping[str, Any], flags: Mapping[str, Any]
+        self, task: Task, typed_fields: Mapping[str, Any], flags: Mapping[str, Any]
     ) -> tuple[Task, dict[str, Any]]:
         """Return the task of this gate, and the fields of a variant that is compared with it.
 
@@ -189,7 +189,7 @@ class Gate:
 
         Args:
             task: The task that was typed.
-            given: Fields of the variant. None for a field that was not typed.
+            typed_fields: Fields of the variant. None for a field that was not typed.
             flags: Fields of the task. None for a field that was not typed.
 
         Returns:
@@ -209,7 +209,7 @@ class Gate:
             raise SinewError("a gate is judged with simulated latency, not in real time; omit --realtime")
         if task.motion is not None:
             raise SinewError("--motion: a gate executes actions unchanged; omit --motion")
-        own = {name: self.protocol[name] if value is None else value for name, value in given.items()}
+        own = {name: self.protocol[name] if value is None else value for name, value in typed_fields.items()}
         names = {name: getattr(task, name) for name, flag in flags.items() if flag and name != "noise"}
         return self.task(TypedNames(**names)), own
 

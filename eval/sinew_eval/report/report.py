@@ -163,8 +163,8 @@ def facts(variant: Variant) -> dict[str, Any]:
     """
     about = identity(variant.target)
     if about["kind"] != "bundle":
-        known = {name: about[name] for name in ("name", "architecture") if name in about}
-        return known | ({"backbone": backbone(known["architecture"])} if known else {})
+        server_facts = {name: about[name] for name in ("name", "architecture") if name in about}
+        return server_facts | ({"backbone": backbone(server_facts["architecture"])} if server_facts else {})
     from sinew.policy import open_bundle
 
     path, bundle = Path(variant.target), open_bundle(variant.target)
@@ -208,12 +208,12 @@ def by_task(episodes: Sequence[Episode]) -> dict[str, dict[str, Any]]:
         (task,) = {episode.task for episode in groups[name]}
         if task != name and task.endswith(f"/{name}"):
             del groups[name]
-    found = {}
+    summaries = {}
     for name in sorted(groups, key=lambda name: (name.count("/") == 0, name)):
         won = [e.steps for e in groups[name] if e.success]
         mean = round(sum(won) / len(won), 2) if won else None
-        found[name] = {**stats.success([e.success for e in groups[name]]), "mean_steps_to_success": mean}
-    return found
+        summaries[name] = {**stats.success([e.success for e in groups[name]]), "mean_steps_to_success": mean}
+    return summaries
 
 
 def comparison(
@@ -350,8 +350,8 @@ def suite_rows(variants: Sequence[dict[str, Any]]) -> list[list[str]]:
         all tasks. One column for each variant. Empty if the tasks' names have no parts.
     """
     groups = sorted({name.partition("/")[0] for name in variants[0]["by_task"] if "/" in name})
-    found = [[group, *(_suite_cell(each["by_task"][group]) for each in variants)] for group in groups]
-    return [*found, ["all", *map(_suite_cell, variants)]] if len(groups) > 1 else found
+    suite_cells = [[group, *(_suite_cell(each["by_task"][group]) for each in variants)] for group in groups]
+    return [*suite_cells, ["all", *map(_suite_cell, variants)]] if len(groups) > 1 else suite_cells
 
 
 def _suite_cell(entry: dict[str, Any]) -> str:

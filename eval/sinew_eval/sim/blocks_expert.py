@@ -27,18 +27,21 @@ def act(world: World) -> np.ndarray:
     """Return the expert's action in a state, float32 [4]."""
     target, goal = world.blocks[world.color], scene.BIN_CENTERS[world.side]
     between = _between_fingers(world)
-    held = between if between is not None and world.opening < _HELD else None
+    held_block = between if between is not None and world.opening < _HELD else None
     lift = _stack_height(world, goal)
 
     if _in_bin(target, goal, lift):
-        if held == world.color or (between is not None and world.opening < 0.055):
+        if held_block == world.color or (between is not None and world.opening < 0.055):
             return _action(np.zeros(3), _OPEN)
         return _rise(world, _OPEN)
-    if held == world.color:
+    if held_block == world.color:
         return _carry(world, goal, RELEASE + lift)
-    if held is not None:
-        spot = _free_spot(world, held)
-        if np.abs(world.ee[:2] - spot).max() < 0.012 and world.blocks[held, 2] < scene.BLOCK_HALF + 0.004:
+    if held_block is not None:
+        spot = _free_spot(world, held_block)
+        if (
+            np.abs(world.ee[:2] - spot).max() < 0.012
+            and world.blocks[held_block, 2] < scene.BLOCK_HALF + 0.004
+        ):
             return _action(np.zeros(3), _OPEN)
         return _carry(world, spot, GRASP)
     return _reach(world, target)
@@ -112,9 +115,9 @@ def _stack_height(world: World, center: np.ndarray) -> float:
     return STACK if near.any() else 0.0
 
 
-def _free_spot(world: World, held: int) -> np.ndarray:
+def _free_spot(world: World, held_block: int) -> np.ndarray:
     """Return the nearest place on the table where a block touches no other block."""
-    others = np.delete(world.blocks[:, :2], held, axis=0)
+    others = np.delete(world.blocks[:, :2], held_block, axis=0)
     gap = np.hypot(*(_SPOTS[:, None] - others[None]).transpose(2, 0, 1)).min(axis=1)
     distance = np.hypot(*(_SPOTS - world.ee[:2]).T)
     return _SPOTS[int(np.argmin(np.where(gap > scene.SPACING, distance, distance + 1.0)))]

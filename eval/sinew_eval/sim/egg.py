@@ -89,7 +89,7 @@ class EggEnv(gymnasium.Env):
         self.arrival = float(rng.uniform(*ARRIVAL))
         self.look = look(rng)
         self.opening = OPEN  # opening of the jaws, in mm
-        self.step_count = self.held = 0
+        self.step_count = self.held_steps = 0
         self.outcome = "waiting"  # later one of "held", "crushed", "late"
         # Time at which the jaws touched the egg, in seconds. None before the contact.
         self.contact: float | None = None
@@ -117,11 +117,11 @@ class EggEnv(gymnasium.Env):
         if self.contact is None and self.force > 0.0:
             share = (before - self.width) / max(before - self.opening, _EPS)
             self.contact = start + float(np.clip(share, 0.0, 1.0)) / CONTROL_HZ
-        self.held = self.held + 1 if HOLD <= self.force <= CRUSH else 0
+        self.held_steps = self.held_steps + 1 if HOLD <= self.force <= CRUSH else 0
         if self.outcome == "waiting":
             if self.force > CRUSH:
                 self.outcome = "crushed"
-            elif self.held >= HELD_S * CONTROL_HZ:
+            elif self.held_steps >= HELD_S * CONTROL_HZ:
                 self.outcome = "held"
             elif self.time > self.arrival + PATIENCE:
                 self.outcome = "late"

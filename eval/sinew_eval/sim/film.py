@@ -63,11 +63,11 @@ def frames(poses: np.ndarray, width: int = WIDTH, height: int = HEIGHT) -> Itera
 
 def _draw(name: str, poses: np.ndarray, width: int, height: int) -> Iterator[np.ndarray]:
     with tempfile.TemporaryDirectory(prefix="sinew-film-") as folder:
-        given, said = Path(folder) / "poses.npy", Path(folder) / "said"
-        np.save(given, np.asarray(poses, np.float64))
-        with said.open("w") as errors:
+        poses_file, log = Path(folder) / "poses.npy", Path(folder) / "said"
+        np.save(poses_file, np.asarray(poses, np.float64))
+        with log.open("w") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-m", "sinew_eval.sim.film", str(width), str(height), str(given)],
+                [sys.executable, "-m", "sinew_eval.sim.film", str(width), str(height), str(poses_file)],
                 env={**os.environ, "MUJOCO_GL": name, "PYOPENGL_PLATFORM": name},
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -81,7 +81,7 @@ def _draw(name: str, poses: np.ndarray, width: int, height: int) -> Iterator[np.
             process.stdout.close()
             code = process.wait()
         if code:
-            lines = said.read_text().strip().splitlines()  # own file: written by this process
+            lines = log.read_text().strip().splitlines()  # own file: written by this process
             raise SinewError(lines[-1] if lines else f"the renderer ended with exit code {code}")
 
 

@@ -266,8 +266,8 @@ def _coverage(low: float, high: float, size: int) -> np.ndarray:
 
 def _touched(coverage: np.ndarray) -> slice:
     """Return the slice from the first to the last covered cell."""
-    found = np.flatnonzero(coverage)
-    return slice(found[0], found[-1] + 1) if len(found) else slice(0)
+    covered = np.flatnonzero(coverage)
+    return slice(covered[0], covered[-1] + 1) if len(covered) else slice(0)
 
 
 def expert_chunk(drop: DropEpisode, frame_time: float, slots: int) -> np.ndarray:

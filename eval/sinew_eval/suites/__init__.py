@@ -241,8 +241,8 @@ def find(env_id: str) -> tuple[Suite, tuple[str, ...]] | None:
 
 def importable(env_id: str) -> bool:
     """Return True if this interpreter has the simulator's package for a suite or for one of its tasks."""
-    found = find(env_id)
-    package = found[1][0].partition("/")[0] if found is not None else ""
+    suite = find(env_id)
+    package = suite[1][0].partition("/")[0] if suite is not None else ""
     return package in SIMULATION and importlib.util.find_spec(package) is not None
 
 

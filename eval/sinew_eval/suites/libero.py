@@ -246,11 +246,11 @@ def read_states(path: Path) -> np.ndarray:
     try:
         with open_archive(path) as archive:
             data = archive.read(next(name for name in archive.names if name.endswith("/data.pkl")))
-        found = [(op.name, value) for op, value, _ in pickletools.genops(bytes(data))]
+        opcodes = [(op.name, value) for op, value, _ in pickletools.genops(bytes(data))]
     except (OSError, StopIteration, ValueError) as error:
         raise SinewError(f"{path}: not a file of initial states ({error})") from error
-    integers = [value for name, value in found if "BININT" in name and isinstance(value, int)]
-    texts = [value for name, value in found if "UNICODE" in name and isinstance(value, str)]
+    integers = [value for name, value in opcodes if "BININT" in name and isinstance(value, int)]
+    texts = [value for name, value in opcodes if "UNICODE" in name and isinstance(value, str)]
     numbers = max(texts, key=len, default="").encode("latin1")
     # The first integer in the pickle is the length of an empty array.
     version, rows, columns = (*integers[1:4], 0, 0, 0)[:3]

@@ -62,16 +62,16 @@ def begin(simulator: Any) -> Act:
     goals = env.parsed_problem["goal_state"]
     on = [goal[2] for goal in goals if goal[0] == "on"]
     if any(goal[0] not in ("in", "on") and not _holds(env, goal) for goal in goals):
-        wanted = "goals of putting objects in or on other objects"
+        supported = "goals of putting objects in or on other objects"
     elif any(goal[0] == "in" and not _open(env, goal[2]) for goal in goals):
-        wanted = "places that are open from above"
+        supported = "places that are open from above"
     elif len(set(on)) < len(on):
-        wanted = "a separate place for each object"
+        supported = "a separate place for each object"
     else:
         actions = _play(env, goals)
         return lambda: next(actions)[None]
     got = "; ".join(" ".join(goal) for goal in goals)
-    raise SinewError(f"{simulator.current}: the scripted expert supports only {wanted}, got {got}")
+    raise SinewError(f"{simulator.current}: the scripted expert supports only {supported}, got {got}")
 
 
 def _play(env: Any, goals: list[list[str]]) -> Iterator[np.ndarray]:
@@ -108,10 +108,10 @@ def _put(hand: Hand, env: Any, how: str, thing: str, place: str) -> Iterator[np.
     around = np.concatenate([np.zeros((0, 3)), *beside])
     around = around[around[:, 2] > depth + ABOVE][:, :2]
     base = hand.robot.base_pos[:2]
-    xy, yaw, held = grasp(
+    xy, yaw, at_rim = grasp(
         points[:, :2], hand.yaw, around, base, lambda at: free(env.sim, at, high, RIM + TIP)
     )
-    depth = high - RIM if held else depth
+    depth = high - RIM if at_rim else depth
     target, rim = _target(env, place)
     # The hand may hold the object beside its middle, so shift the target by the same offset.
     target += xy - (points[:, :2].min(0) + points[:, :2].max(0)) / 2
@@ -289,7 +289,7 @@ def corners(sim: Any, body: int) -> np.ndarray:
         Vertices of meshes, and corners of the bounding boxes of other shapes, [N, 3] in metres in the world.
     """
     model, data = sim.model._model, sim.data  # noqa: SLF001 - mujoco's own, below robosuite's names
-    found = [np.zeros((0, 3))]
+    parts = [np.zeros((0, 3))]
     for geom in range(model.ngeom):
         if (
             model.body_rootid[model.geom_bodyid[geom]] != model.body_rootid[body]
@@ -303,5 +303,5 @@ def corners(sim: Any, body: int) -> np.ndarray:
             middle, half = model.geom_aabb[geom].reshape(2, 3)
             signs = np.array(np.meshgrid(*[(-1, 1)] * 3)).reshape(3, -1).T
             local = middle + signs * half
-        found.append(local @ data.geom_xmat[geom].reshape(3, 3).T + data.geom_xpos[geom])
-    return np.concatenate(found)
+        parts.append(local @ data.geom_xmat[geom].reshape(3, 3).T + data.geom_xpos[geom])
+    return np.concatenate(parts)

@@ -54,9 +54,9 @@ class Simulator(gymnasium.Env):
         render: str = "gpu",
     ):
         (name,) = tasks
-        known = VLA_EVAL.get(name.removeprefix(VLA_EVAL_PREFIX))
-        place = known[0] if known else name.removeprefix(VLA_EVAL_PREFIX)
-        hz = control_hz or (known[1] if known else None)
+        benchmark = VLA_EVAL.get(name.removeprefix(VLA_EVAL_PREFIX))
+        place = benchmark[0] if benchmark else name.removeprefix(VLA_EVAL_PREFIX)
+        hz = control_hz or (benchmark[1] if benchmark else None)
         if hz is None:
             raise SinewError(
                 f"{name}: vla-eval does not state the control rate; pass it with --env-options"
@@ -66,9 +66,9 @@ class Simulator(gymnasium.Env):
         kind = _load(name, place)
         _draw_with(kind, render, name)
         accepted = _accepted(kind)
-        given = {each: True for each in WANTED if each in accepted} | dict(params or {})
+        arguments = {each: True for each in WANTED if each in accepted} | dict(params or {})
         try:
-            self.benchmark = kind(**given)
+            self.benchmark = kind(**arguments)
         except TypeError as error:
             raise SinewError(f"{name}: params: {error}") from error
         self._loop = asyncio.new_event_loop()
@@ -82,13 +82,13 @@ class Simulator(gymnasium.Env):
         # The first observation contains the names of the frames.
         seen, _ = self.reset(seed=0)
         images = {camera: f"images/{camera}" for camera in seen["images"]}
-        of_libero = bool(known) and set(images.values()) <= set(_LIBERO)
+        of_libero = bool(benchmark) and set(images.values()) <= set(_LIBERO)
         self.mapping = Mapping(
             images=images,
             state=("state",),
             known_as=_LIBERO if of_libero else {},
             unseen=libero.MAPPING.unseen if of_libero else (),
-            action=libero.MAPPING.action if of_libero else "as_is" if not known else {},
+            action=libero.MAPPING.action if of_libero else "as_is" if not benchmark else {},
             clip=False,
         )
 
@@ -119,24 +119,24 @@ class Simulator(gymnasium.Env):
     def hold_action(self, last: np.ndarray | None) -> np.ndarray:
         """Return the action that holds the benchmark's robot. Raises :class:`SinewError` if the benchmark has none."""
         try:
-            held = self.benchmark.get_hold_action(None if last is None else {"actions": last})
+            action = self.benchmark.get_hold_action(None if last is None else {"actions": last})
         except NotImplementedError:
             raise SinewError(
                 f"{type(self.benchmark).__name__} has no action that holds its robot; omit --latency"
             ) from None
-        return np.asarray(held["actions"], np.float32)
+        return np.asarray(action["actions"], np.float32)
 
     def close(self) -> None:
         self.benchmark.cleanup()
         self._loop.close()
 
     def _seen(self) -> dict[str, Any]:
-        found = self._wait(self.benchmark.get_observation())
-        self.task_description = str(found.get("task_description", ""))
-        state = found.get("states", found.get("state", ()))
+        observation = self._wait(self.benchmark.get_observation())
+        self.task_description = str(observation.get("task_description", ""))
+        state = observation.get("states", observation.get("state", ()))
         parts = list(state.values()) if isinstance(state, dict) else [state]
         flat = np.concatenate([np.ravel(np.asarray(each, np.float32)) for each in parts])
-        return {"images": dict(found.get("images", {})), "state": flat}
+        return {"images": dict(observation.get("images", {})), "state": flat}
 
     def _wait(self, what: Any) -> Any:
         return self._loop.run_until_complete(what)

@@ -109,10 +109,10 @@ def write_weights(folder: Path, model: SmolVLA, state: dict[str, Tensor]) -> Non
         model: The model, for the names of its weights.
         state: Module path -> weight.
     """
-    wanted = dict(model.state_dict())
-    tensors = {upstream_name(name): state[name].detach().float().contiguous() for name in wanted}
+    weights = dict(model.state_dict())
+    tensors = {upstream_name(name): state[name].detach().float().contiguous() for name in weights}
     for upstream in tensors:
-        if bundle_name(upstream) not in wanted:
+        if bundle_name(upstream) not in weights:
             raise AssertionError(f"{upstream} cannot be converted back to a name of the model")
     # LeRobot's class has an output head over the vocabulary, which a policy never evaluates.
     tensors[LM_HEAD] = torch.zeros_like(state["language.embed_tokens.weight"])

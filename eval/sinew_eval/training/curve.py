@@ -23,8 +23,8 @@ def plot(log: Path, out: Path) -> None:
         log: The training log, ``log.json``.
         out: File of the figure.
     """
-    found = read_json(log)
-    history, recipe = found["history"], found["recipe"]
+    record = read_json(log)
+    history, recipe = record["history"], record["recipe"]
     # Every process plays its own episodes.
     episodes = recipe["episodes"] * recipe["ranks"]
     losses = [h for h in history if "success" not in h]

@@ -89,13 +89,13 @@ class Objective(nn.Module):
 
         own = repeated(prefix, B, self.draws)
         actions = batch.chunk.repeat_interleave(self.draws, 0)  # [B * draws, H, A]
-        known = batch.known.repeat_interleave(self.draws, 0)[..., None]
+        mask = batch.known.repeat_interleave(self.draws, 0)[..., None]
         noise = torch.randn(actions.shape, generator=generator)
         # The distribution function of Beta(1.5, 1) is t ** 1.5, so its inverse maps uniform numbers to samples.
         t = torch.rand(len(actions), generator=generator) ** (1 / 1.5) * 0.999 + 0.001
         x = t[:, None, None] * noise + (1 - t[:, None, None]) * actions
-        error = (self.model.velocity(x, t, own) - (noise - actions)).square() * known
-        flow = error.sum() / (known.sum() * actions.shape[-1]).clamp_min(1)
+        error = (self.model.velocity(x, t, own) - (noise - actions)).square() * mask
+        flow = error.sum() / (mask.sum() * actions.shape[-1]).clamp_min(1)
         loss = flow + self.weight * sum(parts.values())
         return loss, {"flow": flow.detach(), **{k: v.detach() for k, v in parts.items()}}
 

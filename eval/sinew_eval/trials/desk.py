@@ -91,23 +91,23 @@ class VerdictInput:
         else:
             self.take("go", "")
 
-    def take(self, said: str, by: str) -> bool:
+    def take(self, command: str, by: str) -> bool:
         """Apply an input: go, success, failure, discard REASON, keep, or quit.
 
         The robot and the clock do not change a verdict that a person gave.
 
         Args:
-            said: The input.
+            command: The input.
             by: Origin of the input.
 
         Returns:
             True if the input was valid in this state.
         """
         with self._lock:
-            return self._take(said, by)
+            return self._take(command, by)
 
-    def _take(self, said: str, by: str) -> bool:
-        word, _, note = said.partition(" ")
+    def _take(self, command: str, by: str) -> bool:
+        word, _, note = command.partition(" ")
         judges = self.state == RUNS or (self.state == JUDGED and by in ("key", "file"))
         if word == "quit":
             self.left = True
@@ -147,11 +147,11 @@ class VerdictInput:
             os.close(self._file)
 
     def _ask_robot(self) -> None:
-        found = facts_of(self.loop.robot).success()
-        if self.state == RUNS and found is not None:
-            if not isinstance(found, (bool, np.bool_)):
-                raise SinewError(f"success of the robot: expected True, False or None, got {found!r}")
-            self.take(SUCCESS if found else FAILURE, "robot")
+        success = facts_of(self.loop.robot).success()
+        if self.state == RUNS and success is not None:
+            if not isinstance(success, (bool, np.bool_)):
+                raise SinewError(f"success of the robot: expected True, False or None, got {success!r}")
+            self.take(SUCCESS if success else FAILURE, "robot")
 
     def _read(self) -> None:
         """Apply the new lines of the file with verdicts."""
@@ -247,6 +247,6 @@ def scene_noise(seed: int, solver_steps: int | None) -> Callable[[], dict[str, A
         seed: Seed of the scene.
         solver_steps: Number of solver steps. None for the policy's own number.
     """
-    asked = count()
+    request_numbers = count()
     more = {} if solver_steps is None else {"solver_steps": solver_steps}
-    return lambda: {"seed": chunk_seed(0, seed, next(asked)), **more}
+    return lambda: {"seed": chunk_seed(0, seed, next(request_numbers)), **more}

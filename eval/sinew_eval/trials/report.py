@@ -79,9 +79,9 @@ def write_page(sitting: TrialSession, record: dict[str, Any], frames: Path | Non
         Path of the page.
     """
     path = sitting.out / run_page.PAGE
-    kept = frames is not None and any(frames.glob("*.npz"))
-    found = [] if frames is None or not kept else films(sitting, frames, record["control_hz"])
-    episode_log.write_whole(path, markup(record, found).encode())
+    has_frames = frames is not None and any(frames.glob("*.npz"))
+    film_list = [] if frames is None or not has_frames else films(sitting, frames, record["control_hz"])
+    episode_log.write_whole(path, markup(record, film_list).encode())
     return path
 
 
@@ -117,7 +117,7 @@ def films(sitting: TrialSession, frames: Path, control_hz: float) -> list[Film]:
     trials = [
         (each.seed, index, each) for index, episodes in enumerate(sitting.results()) for each in episodes
     ]
-    found = []
+    film_list = []
     for _, index, each in sorted(trials, key=lambda trial: trial[:2]):
         paths = places.get(sitting.take(each.trial), [])
         if not paths:
@@ -125,8 +125,8 @@ def films(sitting: TrialSession, frames: Path, control_hz: float) -> list[Film]:
         chosen = sorted({round(at) for at in np.linspace(0, len(paths) - 1, PICTURES)})
         moments = [_moment(paths[at], control_hz) for at in chosen]
         steps = (moments[-1].step - moments[0].step) / max(1, len(moments) - 1)
-        found.append(film_of(index, each, moments, max(steps, 1) / control_hz))
-    return found
+        film_list.append(film_of(index, each, moments, max(steps, 1) / control_hz))
+    return film_list
 
 
 def _moment(path: Path, control_hz: float) -> WatchedMoment:

@@ -228,24 +228,26 @@ class TrialSession:
             The plan, whether it was followed, and the trials that do not count.
         """
         ended = {each.trial for _, each in self.episodes}
-        played, kept = len(self.pairs()), self.due() is None
+        played, complete = len(self.pairs()), self.due() is None
         if self.sequential:
-            said = (
+            text = (
                 f"Sequential: a test after each scene, at most {self.scenes}; {played} were played. The p-value is"
                 " valid"
                 f" whenever the session stops (Ville 1939, Robbins 1970): p = {self.p:.3g}."
             )
         else:
-            said = f"Fixed before the first trial: {self.scenes} scenes; {played} were played."
+            text = f"Fixed before the first trial: {self.scenes} scenes; {played} were played."
         kept_text = (
-            "The plan was kept." if kept else "The plan was NOT kept: p-values and intervals assume its end."
+            "The plan was kept."
+            if complete
+            else "The plan was NOT kept: p-values and intervals assume its end."
         )
         return {
             "scenes": self.scenes,
             "played": played,
             "order": self.order,
-            "kept": kept,
-            "said": said if self.sequential else f"{said} {kept_text}",
+            "kept": complete,
+            "said": text if self.sequential else f"{text} {kept_text}",
             "p_anytime": round(self.p, 6) if self.sequential else None,
             "discarded": [
                 {"trial": each.trial, "seed": each.seed, "label": labels[index], "note": each.note}
@@ -271,18 +273,18 @@ def _begun(log: Path, line: bytes) -> str:
     return name
 
 
-def _unlike(path: Path, planned: Sequence[Any], asked: Sequence[str]) -> tuple[str, Any, Any]:
+def _unlike(path: Path, planned: Sequence[Any], requested: Sequence[str]) -> tuple[str, Any, Any]:
     """Find the first difference between the planned and the requested policies.
 
     Args:
         path: File of the plan, for messages.
         planned: Keys of the planned policies.
-        asked: Keys of the requested policies.
+        requested: Keys of the requested policies.
 
     Returns:
         Name of the differing field, planned value, requested value.
     """
-    for number, keys in enumerate(zip(planned, asked, strict=False), 1):
+    for number, keys in enumerate(zip(planned, requested, strict=False), 1):
         try:
             before, now = (parse_json(key.rpartition(" #")[0]) for key in keys)
             before, now = dict(before), dict(now)
@@ -294,4 +296,4 @@ def _unlike(path: Path, planned: Sequence[Any], asked: Sequence[str]) -> tuple[s
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
                 return f"{name} of policy {number}", before.get(name), now.get(name)
-    return "policies", len(planned), len(asked)
+    return "policies", len(planned), len(requested)

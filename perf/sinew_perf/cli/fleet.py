@@ -69,7 +69,7 @@ def fleet(
     rows: list[dict[str, Any]] = []
     for origin, times in tables.items():
         for batch, in_step in itertools.product((1, max_batch), (False, True)):
-            found = model.most_robots(
+            fleet_size = model.most_robots(
                 model.between(times),
                 hertz=hz,
                 deadline_s=deadline_ms / 1e3,
@@ -83,9 +83,9 @@ def fleet(
                     "times": origin,
                     "max_batch": batch,
                     "requests": "in step" if in_step else "staggered",
-                    "robots": 0 if found is None else found.robots,
-                    "p99_ms": None if found is None else 1e3 * found.p99_s,
-                    "mean_batch": None if found is None else found.mean_batch,
+                    "robots": 0 if fleet_size is None else fleet_size.robots,
+                    "p99_ms": None if fleet_size is None else 1e3 * fleet_size.p99_s,
+                    "mean_batch": None if fleet_size is None else fleet_size.mean_batch,
                 }
             )
         alone = times[min(times)]

@@ -46,12 +46,12 @@ def gains(
     machine = load_hardware(hardware, data)
     other = load_hardware(server, data) if server else None
     route = [load_network(name, links) for name in network or ("wifi7",)]
-    found = order(source, machine, other, route)
+    changes = order(source, machine, other, route)
     console = terminal.console()
     columns = ("do", "type", ">before, ms", ">after, ms", "times as fast", "the actions")
     for title, rows in (
-        (f"{source} on {machine.title}, from {found.start_ms:,.1f} ms of eager float32", found.taken),
-        ("in addition to all of these, under a condition", found.under),
+        (f"{source} on {machine.title}, from {changes.start_ms:,.1f} ms of eager float32", changes.taken),
+        ("in addition to all of these, under a condition", changes.under),
     ):
         table = terminal.table(title, *columns)
         for gain in rows:
@@ -62,8 +62,8 @@ def gains(
             table.add_row(name, gain.line, *ms, gain.fidelity + short)
         if rows:
             console.print(table)
-    for name, why in found.without.items():
+    for name, why in changes.without.items():
         console.print(f"not available here: {name}: {why}", markup=False)
-    record = asdict(found) | {"source": source, "machine": machine.name}
+    record = asdict(changes) | {"source": source, "machine": machine.name}
     terminal.emit({"schema": "sinew.perf.gains/1", **record})
-    return 0 if found.taken or found.under else 1
+    return 0 if changes.taken or changes.under else 1

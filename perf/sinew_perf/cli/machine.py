@@ -69,7 +69,7 @@ def fit(
             f"--alone: the memory of {board.name} without other programs is unknown; pass --system-gib"
         )
     taken = (usual or 0.0) if system_gib is None else system_gib
-    found = fits(
+    result = fits(
         source,
         round(memory_gib * 2**30),
         round(taken * 2**30),
@@ -81,22 +81,22 @@ def fit(
         search=search,
     )
     console = terminal.console()
-    print_fit(found, board.title, console)
+    print_fit(result, board.title, console)
     fits_alone = None
     if board.alone_gib is not None:
-        left = found.headroom + round((taken - board.alone_gib) * 2**30)
+        left = result.headroom + round((taken - board.alone_gib) * 2**30)
         fits_alone = left >= 0
-        if fits_alone and not found.fits:
+        if fits_alone and not result.fits:
             text = f"fits with {_mib(left)} MiB to spare if no other program runs on the machine (--alone)"
             console.print(text)
-    record = asdict(found) | {"fits": found.fits, "headroom": found.headroom, "total": found.report.total}
+    record = asdict(result) | {"fits": result.fits, "headroom": result.headroom, "total": result.report.total}
     record["fits_alone"] = fits_alone
     terminal.emit(record)
-    return 0 if found.fits else 1
+    return 0 if result.fits else 1
 
 
-def print_fit(found: Fit, board: str, console: Console) -> None:
-    report = found.report
+def print_fit(result: Fit, board: str, console: Console) -> None:
+    report = result.report
     shapes = report.shapes
     title = (
         f"{report.name} on {board}: {shapes.views} views, {shapes.tokens} prompt tokens, chunk {report.chunk}"
@@ -120,14 +120,14 @@ def print_fit(found: Fit, board: str, console: Console) -> None:
         table.add_row(
             "of the total, pages of the file, which the system can reclaim", "", _mib(report.of_the_file)
         )
-    table.add_row("available", "", _mib(found.available))
+    table.add_row("available", "", _mib(result.available))
     console.print(table)
-    verdict = f"fits with {_mib(found.headroom)} MiB to spare"
-    if not found.fits:
-        verdict = f"does not fit: {_mib(-found.headroom)} MiB too much"
-    largest = ", ".join(f"{axis} {value}" for axis, value in found.largest.items() if value)
-    if not largest and found.largest:
-        largest = f"none, even with one of {', '.join(found.largest)}"
+    verdict = f"fits with {_mib(result.headroom)} MiB to spare"
+    if not result.fits:
+        verdict = f"does not fit: {_mib(-result.headroom)} MiB too much"
+    largest = ", ".join(f"{axis} {value}" for axis, value in result.largest.items() if value)
+    if not largest and result.largest:
+        largest = f"none, even with one of {', '.join(result.largest)}"
     console.print(verdict + (f"; largest values, one at a time: {largest}" if largest else ""))
 
 
@@ -197,8 +197,8 @@ def predict(
     table = terminal.table(title, "stage", ">predicted", ">low", ">high", ">roofline")
     stages = {}
     for ideal, real in zip(program.components("fused"), program.components("unfused"), strict=True):
-        found = fitted.predict(real)
-        row = {"predicted": found.seconds, "low": found.low, "high": found.high}
+        prediction = fitted.predict(real)
+        row = {"predicted": prediction.seconds, "low": prediction.low, "high": prediction.high}
         row["roofline"] = calibration.roofline_seconds(ideal, fitted.speeds)
         stages[real.name] = {name: None if s is None else 1e3 * s for name, s in row.items()}
         table.add_row(real.name, *("-" if ms is None else f"{ms:.1f}" for ms in stages[real.name].values()))
@@ -226,42 +226,44 @@ def sync(
     """
     from sinew_perf.machine.sync import BASELINE, SHAPE, measure
 
-    found = measure(products, device, threads)
+    settings = measure(products, device, threads)
     title = f"{products} sums of {SHAPE[0]} x {SHAPE[1]} numbers on this machine's {device}"
     table = terminal.table(title, "setting", ">ms", ">us each beyond one call")
-    for setting in found:
+    for setting in settings:
         table.add_row(setting.name, f"{setting.ms:.2f}", f"{setting.us_each:.3f}")
     terminal.console().print(table)
-    chosen = min((each for each in found if each.name != BASELINE), key=lambda each: each.us_each)
+    chosen = min((each for each in settings if each.name != BASELINE), key=lambda each: each.us_each)
     terminal.console().print(f"sinew perf run SOURCE --sync-us {chosen.us_each:.3f}  # {chosen.name}")
-    record = {"products": products, "device": device, "settings": [asdict(each) for each in found]}
+    record = {"products": products, "device": device, "settings": [asdict(each) for each in settings]}
     terminal.emit({"schema": "sinew.perf.sync/1", **record})
     return 0
 
 
-def print_calibration(found: Calibration, console: Console) -> None:
+def print_calibration(fitted: Calibration, console: Console) -> None:
     from sinew_perf.machine.calibrate import disturbed, errors_by_stage
 
-    speeds = found.speeds
+    speeds = fitted.speeds
     peaks = ", ".join(f"{dtype} {value / 1e9:.1f} GFLOP/s" for dtype, value in speeds.peak_flops.items())
-    errors = ", ".join(f"{stage} {error:.0%}" for stage, error in errors_by_stage(found).items())
-    factors = ", ".join(f"{name} {value:.2f}" for name, value in found.factors.items())
+    errors = ", ".join(f"{stage} {error:.0%}" for stage, error in errors_by_stage(fitted).items())
+    factors = ", ".join(f"{name} {value:.2f}" for name, value in fitted.factors.items())
     for line in (
         f"{speeds.processor}, {speeds.threads} threads, load average {speeds.load}",
         f"{peaks}; {speeds.bandwidth / 1e9:.1f} GB/s; {speeds.overhead * 1e6:.2f} us per operator",
         f"factors of these: {factors}",
-        f"largest error of {len(found.samples)} samples: {errors}; band of predictions {found.band:.0%}",
+        f"largest error of {len(fitted.samples)} samples: {errors}; band of predictions {fitted.band:.0%}",
     ):
         console.print(line)
-    if found.band >= 1:
-        console.print(f"[yellow]{too_wide(found)}[/]")
-    if busy := disturbed(found):
+    if fitted.band >= 1:
+        console.print(f"[yellow]{too_wide(fitted)}[/]")
+    if busy := disturbed(fitted):
         console.print(f"[yellow]{busy}[/]")
 
 
-def too_wide(found: Calibration) -> str:
+def too_wide(fitted: Calibration) -> str:
     """Return the message for a calibration whose error band is so wide that it gives no upper bound of a time."""
-    return f"an error band of {found.band:.0%} gives no upper bound of a time; calibrate again when the machine is idle"
+    return (
+        f"an error band of {fitted.band:.0%} gives no upper bound; calibrate again when the machine is idle"
+    )
 
 
 def _mib(count: int) -> str:

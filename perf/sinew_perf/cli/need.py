@@ -79,52 +79,52 @@ def need(
 
     if (rate is None) == (task is None and control_hz is None):
         raise SinewError("pass either --rate, or --task, or --control-hz with --replan")
-    asked = None if rate is not None else budget(control_hz or 0.0, replan, task or "")
-    wanted = rate if asked is None else asked.rate
-    assert wanted is not None
-    if asked is not None:
-        terminal.console().print(asked.why)
+    requirement = None if rate is not None else budget(control_hz or 0.0, replan, task or "")
+    target_hz = rate if requirement is None else requirement.rate
+    assert target_hz is not None
+    if requirement is not None:
+        terminal.console().print(requirement.why)
     among = {each.name: each for each in load_machines(hardware or known(data), data)}
     among_what = f"of {', '.join(among)}" if hardware else "in the table"
-    found = needs(model, among, wanted, efficiency, request)
+    results = needs(model, among, target_hz, efficiency, request)
     console = terminal.console()
     by_others = others()
     columns = (
         *("machine", "precision", ">solver steps at most", ">rate with them, Hz", ">share of roofline"),
         *("share measured with", f">at {by_others.share:.0%}, Hz"),
     )
-    table = terminal.table(f"{model}, {wanted:.3g} chunks a second", *columns)
-    for row in found:
+    table = terminal.table(f"{model}, {target_hz:.3g} chunks a second", *columns)
+    for row in results:
         numbers = (str(row.steps), f"{row.hz:.1f}", f"{row.share.share:.1%}", row.share.why)
         table.add_row(row.title, row.precision, *numbers, f"{row.others_hz:.1f}")
-    console.print(table if found else f"no machine {among_what} reaches {wanted:.3g} Hz")
+    console.print(table if results else f"no machine {among_what} reaches {target_hz:.3g} Hz")
     if efficiency is None:
-        print_sources(row.share for row in found)
-        here = {(row.machine, row.precision) for row in found}
+        print_sources(row.share for row in results)
+        here = {(row.machine, row.precision) for row in results}
         more = [
             f"{row.machine} ({row.precision}, {row.steps} steps)"
-            for row in needs(model, among, wanted, by_others.share, request)
+            for row in needs(model, among, target_hz, by_others.share, request)
             if (row.machine, row.precision) not in here
         ]
         also = f"with {by_others.share:.0%}, which other projects reached ({by_others.source})"
         console.print(f"{also}, also: {', '.join(more) or 'none'}", soft_wrap=True, markup=False)
-    if any("int4" in row.precision for row in found):
+    if any("int4" in row.precision for row in results):
         console.print(
             "int4: only an upper bound, because the engine for GPUs widens 4-bit weights when it loads them"
         )
-    if asked is None:
+    if requirement is None:
         console.print(
-            f"the rate counts chunks and not actions; for a robot at {wanted:g} Hz, pass --control-hz {wanted:g}"
+            f"the rate counts chunks and not actions; for a robot at {target_hz:g} Hz, pass --control-hz {target_hz:g}"
             " --replan K, where K is the number of actions executed per chunk"
         )
     record = {
-        "rate": wanted,
-        "budget_ms": 1e3 / wanted,
+        "rate": target_hz,
+        "budget_ms": 1e3 / target_hz,
         "model": model,
-        "found": [asdict(row) for row in found],
+        "found": [asdict(row) for row in results],
     }
     terminal.emit({"schema": "sinew.perf.need/1", **record})
-    return 0 if found else 1
+    return 0 if results else 1
 
 
 def machines(*, data: Path | None = None, links: Path | None = None) -> int:
@@ -150,9 +150,9 @@ def machines(*, data: Path | None = None, links: Path | None = None) -> int:
         up, down = f"{link.upload / 1e6:g}", f"{link.download / 1e6:g}"
         table.add_row(link.name, up, down, f"{link.base_ms:g}", link.source)
     console.print(table)
-    known = {
+    record = {
         "machines": [asdict(entry) for entry in hardware(data).values()],
         "networks": [asdict(link) for link in networks(links).values()],
     }
-    terminal.emit({"schema": "sinew.perf.machines/1", **known})
+    terminal.emit({"schema": "sinew.perf.machines/1", **record})
     return 0

@@ -15,7 +15,7 @@ SLOWEST_HZ = 1e-3  # every machine reaches this rate with all solver steps, in H
 
 
 def need_success(
-    wanted: float,
+    required: float,
     report: Path,
     model: str,
     machines: list[str] | None,
@@ -30,7 +30,7 @@ def need_success(
     """Print the machines and networks with which a task succeeds often enough, and the reasons.
 
     Args:
-        wanted: Required success, from 0 to 1.
+        required: Required success, from 0 to 1.
         report: Report of the task's success over latency.
         model: Policy that runs on the machine.
         machines: Names of machines. None for all.
@@ -57,8 +57,8 @@ def need_success(
         plots.check()
     task, ways = read_surface(report)
     console = terminal.console(markup=False)
-    console.print(f"{task}, {wanted:.0%} success required:")
-    for line in reasons(ways, wanted, jitter_ms):
+    console.print(f"{task}, {required:.0%} success required:")
+    for line in reasons(ways, required, jitter_ms):
         console.print(f"  {line}", soft_wrap=True)
     among = {each.name: each for each in load_machines(machines or known(data), data)}
     routes = [()] if not network else list(product(*load_hops(network, links)))
@@ -70,7 +70,7 @@ def need_success(
             chosen = best(ways, LatencySpread(latency_ms, jitter_ms))
             rows.append((row, " + ".join(link.title for link in route) or "on the robot", latency_ms, chosen))
     rows.sort(key=lambda each: -each[2])
-    enough = [each for each in rows if each[3] is not None and each[3][1].success >= wanted]
+    enough = [each for each in rows if each[3] is not None and each[3][1].success >= required]
     table = terminal.table(
         f"{model}, the slowest sufficient machine first",
         *(
@@ -89,7 +89,7 @@ def need_success(
         table.add_row(
             row.title, row.precision, str(row.steps), place, f"{latency_ms:.0f}", way.name, rate.text()
         )
-    terminal.console().print(table if enough else f"no machine reaches {wanted:.0%}")
+    terminal.console().print(table if enough else f"no machine reaches {required:.0%}")
     late = [each for each in rows if each[3] is None]
     if late:
         console.print(f"{len(late)} are slower than every latency in the report")
@@ -105,9 +105,9 @@ def need_success(
             (f"{row.title}, {row.precision.split()[0]}, {place}", latency_ms)
             for row, place, latency_ms, _ in rows
         ]
-        plots.success(ways, wanted, marks, plot, f"{task}; latencies of {model}")
+        plots.success(ways, required, marks, plot, f"{task}; latencies of {model}")
         console.print(f"figure: {plot}")
-    found = [
+    entries = [
         {
             "machine": row.machine,
             "precision": row.precision,
@@ -116,7 +116,7 @@ def need_success(
             "latency_ms": latency_ms,
             "way": None if chosen is None else {"handover": chosen[0].handover, "replan": chosen[0].replan},
             "success": None if chosen is None else asdict(chosen[1]),
-            "enough": chosen is not None and chosen[1].success >= wanted,
+            "enough": chosen is not None and chosen[1].success >= required,
         }
         for row, place, latency_ms, chosen in rows
     ]
@@ -124,9 +124,9 @@ def need_success(
         {
             "schema": "sinew.perf.need-success/1",
             "task": task,
-            "wanted": wanted,
+            "wanted": required,
             "jitter_ms": jitter_ms,
-            "found": found,
+            "found": entries,
         }
     )
     return 0 if enough else 1

@@ -67,7 +67,7 @@ def scenario(
     cuts = all_cuts(program, near, servers, list(product(*hops)), payload(source, program, codec))
     far, route = next((cut.server, cut.route) for cut in cuts if cut.server)
     ways = " + ".join(link.title for link in route)
-    found = placements(
+    placed = placements(
         source,
         program,
         far,
@@ -80,7 +80,7 @@ def scenario(
         camera_ms=camera_ms,
         actuation_ms=actuation_ms,
     )
-    rows, size, cache, every = found.rows, found.size, found.cache, found.every
+    rows, size, cache, every = placed.rows, placed.size, placed.cache, placed.every
     console = terminal.console()
     titles = {
         "where": "where", "latency_ms": ">latency, ms", "sync_hz": ">in step, Hz", "async_hz": ">asynchronous, Hz",
@@ -115,7 +115,7 @@ def scenario(
         console.print(note)
     fits = [row for row in rows if "why" not in row]
     if plot is not None and fits:
-        plots.placements(found.bars, plot, f"{source}: {near.title}, {far.title}, {ways}")
+        plots.placements(placed.bars, plot, f"{source}: {near.title}, {far.title}, {ways}")
     sizes = {"up_bytes": size.up, "down_bytes": size.down}
     terminal.emit(
         {"schema": "sinew.perf.scenario/1", **sizes, "rows": rows, "cuts": [cut.record() for cut in cuts]}

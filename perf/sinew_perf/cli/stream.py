@@ -84,19 +84,19 @@ def stream(
             continue
         share = used(program.family, program.number_format, machine, seconds(parts, machine), efficiency)
         shares[machine.name] = share
-        found = loops(
+        rates = loops(
             parts, machine, camera_hz, share.share, sensing_s=camera_ms / 1e3, actuation_s=actuation_ms / 1e3
         )
-        in_turns, at_once = found.beside_hz >= hz, found.overlapped_hz >= hz
+        in_turns, at_once = rates.beside_hz >= hz, rates.overlapped_hz >= hz
         row = {
             "machine": machine.name,
             "fits": True,
-            "prefix_ms": 1e3 * found.prefix_s,
-            "head_ms": 1e3 * found.head_s,
-            "alone_hz": found.alone_hz,
-            "beside_hz": found.beside_hz,
-            "overlapped_hz": found.overlapped_hz,
-            "image_reaction_ms": 1e3 * found.image_reaction_s,
+            "prefix_ms": 1e3 * rates.prefix_s,
+            "head_ms": 1e3 * rates.head_s,
+            "alone_hz": rates.alone_hz,
+            "beside_hz": rates.beside_hz,
+            "overlapped_hz": rates.overlapped_hz,
+            "image_reaction_ms": 1e3 * rates.image_reaction_s,
             "share": asdict(share),
             "reached": in_turns or at_once,
         }
@@ -105,9 +105,9 @@ def stream(
             machine.title,
             f"{row['prefix_ms']:.2f}",
             f"{row['head_ms']:.3f}",
-            f"{found.alone_hz:,.0f}",
-            f"{found.beside_hz:,.0f}",
-            f"{found.overlapped_hz:,.0f}",
+            f"{rates.alone_hz:,.0f}",
+            f"{rates.beside_hz:,.0f}",
+            f"{rates.overlapped_hz:,.0f}",
             f"{row['image_reaction_ms']:.1f}",
             f"{share.share:.1%}",
             f"{hz:g} Hz" if in_turns else f"{hz:g} Hz at once" if at_once else f"less than {hz:g} Hz",

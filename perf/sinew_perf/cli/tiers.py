@@ -27,19 +27,19 @@ def tiers(*policies: Annotated[str, Parameter(negative="")]) -> int:
     from sinew_perf.tiers import tiers as rows
 
     with progress.task("tracing"):
-        found = list(rows(policies))
-    _leaderboard(found)
-    _architectures(found)
-    _boards(found)
-    terminal.emit({"schema": "sinew.perf.tiers/1", "policies": [asdict(row) for row in found]})
+        comparisons = list(rows(policies))
+    _leaderboard(comparisons)
+    _architectures(comparisons)
+    _boards(comparisons)
+    terminal.emit({"schema": "sinew.perf.tiers/1", "policies": [asdict(row) for row in comparisons]})
     return 0
 
 
-def _leaderboard(found: Sequence[Tier]) -> None:
+def _leaderboard(comparisons: Sequence[Tier]) -> None:
     columns = (">chunk", ">success", ">step, ms", ">inference, ms", ">VRAM, MiB", ">roofline, ms", ">reached")
     title = "LIBERO-Object on an RTX 3060, as printed, beside our roofline of an inference"
     table = terminal.table(title, ">", "policy", "backbone", *columns)
-    for row in found:
+    for row in comparisons:
         theirs, bound = row.measured, row.ms["rtx3060"]
         printed = (
             f"{theirs.success:.1f} %",
@@ -52,7 +52,7 @@ def _leaderboard(found: Sequence[Tier]) -> None:
     terminal.console().print(table)
 
 
-def _architectures(found: Sequence[Tier]) -> None:
+def _architectures(comparisons: Sequence[Tier]) -> None:
     columns = (
         "vision",
         "language",
@@ -66,7 +66,7 @@ def _architectures(found: Sequence[Tier]) -> None:
     )
     title = "architectures as printed, and the prefix's share of a chunk on an RTX 5070 beside our roofline's"
     table = terminal.table(title, "policy", *columns, ">FLOP/byte")
-    for row in found:
+    for row in comparisons:
         theirs = row.measured
         share = "-" if theirs.prefix_share is None else f"{theirs.prefix_share:g} %"
         steps = ("-" if theirs.steps is None else str(theirs.steps), str(row.steps or "-"))
@@ -78,14 +78,14 @@ def _architectures(found: Sequence[Tier]) -> None:
     terminal.console().print(table)
 
 
-def _boards(found: Sequence[Tier]) -> None:
+def _boards(comparisons: Sequence[Tier]) -> None:
     titles = ("RTX 3060", "AGX Orin", "Orin Nano")
     columns = [column for title in titles for column in (f">{title}, step ms", ">roofline")]
     table = terminal.table(
         "hardware tiers, as printed, beside the roofline of an inference and our memory on the Orin Nano",
         *("policy", *columns, ">RSS, MiB", ">ours", "8 GB", "ours"),
     )
-    for row in found:
+    for row in comparisons:
         theirs = row.measured
         steps = (theirs.step, theirs.agx_step, theirs.nano_step)
         cells = [

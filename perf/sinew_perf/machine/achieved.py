@@ -98,8 +98,8 @@ def _program(policy: Policy, shapes: Shapes) -> PublishedProgram | None:
         return of_engine(policy.engine, shapes, policy.spec.name)
     if not policy.bundle.infos:
         return None
-    found = PublishedProgram.load(policy.bundle.path, dtypes="fp32", engine="plan")
-    return replace(found, shapes=shapes)
+    program = PublishedProgram.load(policy.bundle.path, dtypes="fp32", engine="plan")
+    return replace(program, shapes=shapes)
 
 
 def sgemm_gflops(threads: int) -> dict[str, float]:
@@ -119,13 +119,13 @@ def sgemm_gflops(threads: int) -> dict[str, float]:
     torch.set_num_threads(threads)
     try:
         a = torch.randn(SIDE, SIDE)
-        found = {"torch": _gflops(lambda: torch.mm(a, a))}
+        peaks = {"torch": _gflops(lambda: torch.mm(a, a))}
     finally:
         torch.set_num_threads(before)
     if threads == machine.cores().physical:
         b: np.ndarray = a.numpy()
-        found["numpy"] = _gflops(lambda: b @ b)
-    return found
+        peaks["numpy"] = _gflops(lambda: b @ b)
+    return peaks
 
 
 def _gflops(product: Callable[[], object]) -> float:

@@ -30,8 +30,8 @@ def predicted(source: str, threads: int, engine: str, max_batch: int) -> tuple[d
     fitted = calibration.calibrated(source, threads, engine)
     program = PublishedProgram.load(source, dtypes="fp32", engine=calibration.program_of(engine))
     stages = program.components("unfused")
-    found = {
+    seconds = {
         size: sum(fitted.predict(batched(stage, size)).seconds for stage in stages)
         for size in sizes(max_batch)
     }
-    return found, fitted.band
+    return seconds, fitted.band

@@ -65,15 +65,15 @@ def calibrate(
         speeds = measure_speeds(dict.fromkeys(("fp32", dtype)))
         if engine == "eager":
             model, program = loaded(source, dtype)
-            asked = default_requests(program) if requests is None else requests
-            say(f"measuring {program.name}: {len(asked)} requests of {runs} runs per stage")
-            samples = measure_samples(model, program, asked, runs)
+            sizes = default_requests(program) if requests is None else requests
+            say(f"measuring {program.name}: {len(sizes)} requests of {runs} runs per stage")
+            samples = measure_samples(model, program, sizes, runs)
         else:
             samples = engine_samples(source, engine, dtype, speeds.threads, requests, runs, say)
         old = calibration.load(speeds.processor, speeds.threads, directory, engine)
         names = {sample.time.model for sample in samples}
-        kept = [sample for sample in old.samples if sample.time.model not in names] if old else []
-        fitted = calibration.fit([*kept, *samples], speeds, engine)
+        earlier = [sample for sample in old.samples if sample.time.model not in names] if old else []
+        fitted = calibration.fit([*earlier, *samples], speeds, engine)
         return fitted, calibration.save(fitted, directory)
     finally:
         torch.set_num_threads(before)
@@ -143,10 +143,10 @@ def engine_samples(
         raise SinewError(f"source: expected a bundle for engine {engine}, got the preset {source}")
     # Allow missing cameras, because the number of views differs between the requests.
     policy = load(source, "cpu", dtype, engine, threads=threads, allow_missing_cameras=True)
-    asked = requests_of(policy) if requests is None else requests
-    say(f"measuring {policy.spec.name} under {engine}: {len(asked)} requests of {runs} runs")
+    sizes = requests_of(policy) if requests is None else requests
+    say(f"measuring {policy.spec.name} under {engine}: {len(sizes)} requests of {runs} runs")
     program = PublishedProgram.load(source, dtypes=dtype, engine="plan")
-    return with_work(measure_engine(policy, asked, runs), program)
+    return with_work(measure_engine(policy, sizes, runs), program)
 
 
 def with_work(times: Sequence[StageTime], program: PublishedProgram) -> list[Sample]:
@@ -214,15 +214,15 @@ def random_weights(model: Model) -> Model:
     return made.eval().requires_grad_(False)
 
 
-def disturbed(found: Calibration) -> str:
+def disturbed(fitted: Calibration) -> str:
     """Return a warning if other processes used the machine during a calibration. "" if they did not."""
-    note = machine.busy(found.speeds.load)
+    note = machine.busy(fitted.speeds.load)
     return note and f"{note}; calibrate again when idle"
 
 
 def errors_by_stage(fitted: Calibration) -> dict[str, float]:
     """Return the largest error of the fit for each stage."""
-    found = dict.fromkeys(STAGES, 0.0)
+    largest = dict.fromkeys(STAGES, 0.0)
     for sample, error in zip(fitted.samples, fitted.errors, strict=True):
-        found[sample.time.stage] = max(found[sample.time.stage], abs(error))
-    return found
+        largest[sample.time.stage] = max(largest[sample.time.stage], abs(error))
+    return largest

@@ -162,18 +162,18 @@ def roofline_seconds(component: Component, speeds: Speeds) -> float:
 
 def _features(rows: Iterable[Work], speeds: Speeds, factors: Mapping[str, float]) -> np.ndarray:
     """Return the seconds at the peaks, on the slower side of each operator, summed per factor: [len(FACTORS)]."""
-    found = dict.fromkeys(FACTORS, 0.0)
+    sums = dict.fromkeys(FACTORS, 0.0)
     for row in rows:
         moved = row.nbytes / speeds.bandwidth
         computed = row.flops / _peak(speeds, row.dtype) if row.kind else 0.0
         if row.kind and computed / factors[row.kind] >= moved / factors["memory"]:
-            found[row.kind] += row.count * computed
+            sums[row.kind] += row.count * computed
         else:
-            found["memory"] += row.count * moved
+            sums["memory"] += row.count * moved
         if row.kind == "linear":
-            found["packing"] += row.count * row.weights / speeds.bandwidth
-        found["overhead"] += row.count * speeds.overhead
-    return np.array([found[name] for name in FACTORS])
+            sums["packing"] += row.count * row.weights / speeds.bandwidth
+        sums["overhead"] += row.count * speeds.overhead
+    return np.array([sums[name] for name in FACTORS])
 
 
 def _inverses(factors: Mapping[str, float]) -> np.ndarray:
@@ -317,29 +317,29 @@ def calibrated(
     """Return the stored calibration of this machine. Raises :class:`SinewError` with the command that creates it
     if there is none.
     """
-    found = load(machine.cpu_model(), threads, directory, engine)
-    if found is None:
+    calibration = load(machine.cpu_model(), threads, directory, engine)
+    if calibration is None:
         option = "" if engine == "eager" else f" --engine {engine}"
         raise SinewError(
             f"not calibrated for {threads} threads; run `sinew perf calibrate {source} --threads {threads}{option}`"
         )
-    return found
+    return calibration
 
 
-def threads_of(asked: int | None, engine: str = "eager", directory: Path | None = None) -> int:
+def threads_of(requested: int | None, engine: str = "eager", directory: Path | None = None) -> int:
     """Return the number of threads whose calibration is used.
 
     Args:
-        asked: Threads that the user requested. None for the default.
+        requested: Threads that the user requested. None for the default.
         engine: Engine of the calibration.
         directory: Folder of the calibrations. None for the user's folder.
 
     Returns:
-        ``asked``, or the threads of the newest calibration of this processor and engine, or the number of cores of
+        ``requested``, or the threads of the newest calibration of this processor and engine, or the number of cores of
         this process.
     """
-    if asked:
-        return asked
+    if requested:
+        return requested
     form = path_of(machine.cpu_model(), "*", directory, engine)
     before, after = form.name.split("*")
     stored = {

@@ -54,8 +54,8 @@ def measure_engine(policy: Any, requests: Iterable[MeasuredSizes], runs: int = 3
         timings = [policy.infer(observation).timing for _ in range(runs)]
         load = round(os.getloadavg()[0], 2)
         for stage, times in seconds_by_stage(timings).items():
-            known = any(t.stage == "vision" and t.request.views == request.views for t in found)
-            if known if stage == "vision" else request.views != everything:
+            measured_before = any(t.stage == "vision" and t.request.views == request.views for t in found)
+            if measured_before if stage == "vision" else request.views != everything:
                 continue
             median = statistics.median(times)
             spread = round((max(times) - min(times)) / median, 4)
