@@ -51,7 +51,7 @@ class Cut:
 
     @property
     def network(self) -> str:
-        """Return the titles of the links as a text. "" if there are none."""
+        """Return the titles of the network links as a text. "" if there are none."""
         return " + ".join(link.title for link in self.route)
 
     @property
@@ -68,7 +68,7 @@ class Cut:
         return ", ".join(texts)
 
     def record(self) -> dict[str, Any]:
-        """Return the cut, ready for JSON."""
+        """Return this division of the stages, ready for JSON."""
         names = [link.name for link in self.route]
         where = dict(zip(CALLED.values(), self.places, strict=True))
         at = {"server": self.server.name if self.server else None, "network": names}
@@ -76,7 +76,7 @@ class Cut:
         return where | at | ms | {"up_bytes": self.up, "down_bytes": self.down, "refused": self.refused}
 
     def against(self, best: Cut) -> str:
-        """Return a text with the differences to ``best``."""
+        """Return a text that states how this division differs from ``best`` in milliseconds."""
         parts = {
             name: getattr(self, f"{name}_ms") - getattr(best, f"{name}_ms")
             for name in (ROBOT, SERVER, "network")

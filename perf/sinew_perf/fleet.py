@@ -30,7 +30,7 @@ KIND = "one"  # all robots request the same kind of batch
 
 
 def batched(component: Component, size: int) -> Component:
-    """Return a stage for ``size`` observations at once."""
+    """Return a stage of a policy that computes ``size`` observations at once."""
     operators = tuple(
         replace(
             each,

@@ -155,7 +155,7 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """Return the bytes during an inference."""
+        """Return the bytes of memory that are in use during an inference."""
         return self.loading + self.peak.nbytes + self.kept + self.workspace + self.actions
 
 
@@ -182,7 +182,7 @@ class Fit:
 
     @property
     def headroom(self) -> int:
-        """Return the bytes that stay free. Negative if the policy does not fit."""
+        """Return the bytes of memory that stay free. Negative if the policy does not fit."""
         return self.available - self.report.total
 
     @property

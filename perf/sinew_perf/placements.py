@@ -81,7 +81,7 @@ def placements(
     bars: list[tuple[str, dict[str, float]]] = []
 
     def bar(where: str, latency_s: float, *stages: float) -> None:
-        """Add a bar to the figure. The time that is not computing is the network's."""
+        """Add a bar to the figure. The time that is not spent on computing counts as network time."""
         taken = {name: 1e3 * stage for name, stage in zip(STAGES, stages, strict=True)}
         bars.append((where, {"network": max(0.0, 1e3 * (latency_s - sum(stages))), **taken}))
 

@@ -69,7 +69,7 @@ class Precision:
 
     @property
     def stream(self) -> torch.dtype:
-        """Return the dtype in which the program itself is traced."""
+        """Return the torch dtype in which the program of this stage is traced."""
         return FLOATS.get(self.activations, torch.bfloat16)
 
     def compute(self, call: TracedCall, fused: bool = False) -> str:

@@ -98,7 +98,7 @@ class MatrixProduct:
         return "compute" if self.flops / machine.peak_flops(self.dtype) > self._moving(machine) else "memory"
 
     def seconds(self, machine: Hardware) -> float:
-        """Return the time of all these products, one after another, in seconds."""
+        """Return the time of all equal products, one after another, in seconds."""
         return self.times * max(self.flops / machine.peak_flops(self.dtype), self._moving(machine))
 
     def _moving(self, machine: Hardware) -> float:

@@ -61,7 +61,7 @@ class MeasuredShare:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Return component -> format, for :func:`sinew_perf.precision.by_stage`."""
+        """Return the number format of each component, for :func:`sinew_perf.precision.by_stage`."""
         narrow = _FORMATS.get(self.precision, self.precision)
         head = self.head or self.precision
         return {"vision": narrow, "language": narrow, "head": _FORMATS.get(head, head)}
@@ -82,8 +82,8 @@ class OthersShare:
     """The share of the roofline that engines of other projects reached.
 
     Attributes:
-        share: The share.
-        source: Source of the number.
+        share: Share above 0, at most 1.
+        source: Publication or file that contains the number.
     """
 
     share: float
@@ -111,7 +111,7 @@ class UsedShare:
 
 @cache
 def measured() -> tuple[MeasuredShare, ...]:
-    """Return all measurements of the package."""
+    """Return all measurements of inference times that the package contains."""
     return tuple(MeasuredShare(**row) for row in _packaged()["measured"])
 
 

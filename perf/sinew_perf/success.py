@@ -51,7 +51,7 @@ class LatencySpread:
     deviation_ms: float = 0.0
 
     def points(self) -> list[float]:
-        """Return latencies with equal probability, in milliseconds."""
+        """Return latencies of equal probability, in milliseconds, which represent the distribution."""
         if not self.deviation_ms:
             return [self.mean_ms]
         normal = NormalDist(self.mean_ms, self.deviation_ms)
@@ -76,7 +76,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """Return the way of driving as a text."""
+        """Return the way of driving as a text: its chunk merging and its replan rule."""
         return f"{self.handover}, replan {self.replan}"
 
     @property

@@ -88,7 +88,7 @@ class TracedOperand:
 
     @property
     def unwidened(self) -> torch.dtype:
-        """Return the dtype before a copy widened it for the arithmetic of one call."""
+        """Return the dtype of the data before a copy widened it for the arithmetic of one call."""
         return self.block.copied or self.dtype
 
 

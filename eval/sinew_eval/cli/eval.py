@@ -607,7 +607,7 @@ class EpisodeBars:
             self._progress.reset(bar, completed=int(self._progress.tasks[bar].completed))
 
     def show(self, variant: Variant, episode: Episode) -> None:
-        """Count a finished episode."""
+        """Add a finished episode to the progress bar of its variant."""
         self._fresh += 1
         rate = self._fresh / max(time.monotonic() - self._begun, 1e-3)
         wins = self._wins[variant]

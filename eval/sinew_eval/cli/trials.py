@@ -281,7 +281,7 @@ class TrialSetup(Keys):
         self.frame_keeper = None if lead.frames is None else FrameKeeper(lead.frames, rigs[0].plan, stack)
 
     def play(self, sitting: TrialSession) -> list[str]:
-        """Play the trials that are due. Returns one sentence for each failure."""
+        """Play the remaining trials of a session. Returns one sentence for each failure."""
         from sinew_eval.trials.desk import DISCARD, OVER
 
         failed: list[str] = []

@@ -202,7 +202,7 @@ class DatasetWriter:
         return {"episodes": len(self._episodes), "frames": self._frames, "tasks": len(self._tasks)}
 
     def _describe_all(self) -> None:
-        """Write the folder ``meta``."""
+        """Write the folder ``meta`` of the data set."""
         arrow = self._arrow
         path = self._folder / EPISODES
         path.parent.mkdir(parents=True)

@@ -172,7 +172,7 @@ def _drive(
 
 
 def _sweep(address: str, episodes: int, console: Console, played: str) -> dict[str, Any]:
-    """Play and print the points of the figure. Returns their report."""
+    """Play the points of the figure of success over latency, and print their results. Returns the report."""
     task = Task(played)
     with ExitStack() as stack:
         players: list[Player] = []

@@ -139,12 +139,12 @@ def compose(scene: np.ndarray, shot: Shot) -> Image.Image:
 
 
 def _bounds(actions: np.ndarray) -> tuple[float, float]:
-    """Return the range of the actions' strips: -1 to 1, or more if the actions need it."""
+    """Return the range of the plotted actions: -1 to 1, or more if an action is larger."""
     return min(-1.0, float(actions.min())), max(1.0, float(actions.max()))
 
 
 def _words(draw: ImageDraw.ImageDraw, shot: Shot, width: int, height: int, font: Any) -> None:
-    """Draw the instruction and the outcome on the scene."""
+    """Draw the instruction and the outcome on the picture of the scene."""
     lines = [(shot.prompt, (255, 255, 255))]
     if shot.result:
         lines.append((shot.result, (140, 240, 170) if shot.success else (255, 160, 150)))

@@ -55,10 +55,10 @@ class Shared(Protocol):
     together: bool
 
     def attend(self, ask: Callable[[int, str, Any], Any]) -> None:
-        """Set the function with which the parts send their requests.
+        """Set the function with which the parts of the environment send their requests.
 
         Args:
-            ask: Function of the seat, the kind of the request, and its data.
+            ask: Function of the part's number, the kind of the request, and its data.
         """
 
     def reset(self, requests: Mapping[int, Any]) -> Mapping[int, Any]: ...
@@ -73,11 +73,11 @@ class _Ended(BaseException):
 
 
 class Meeting:
-    """Collects the requests of all seats and answers them when every seat waits.
+    """Collects the requests of all seats (the threads of the episodes) and answers them when every seat waits.
 
     Attributes:
         answers: Kind of a request (one of :data:`ORDER`) -> function that answers all waiting requests of this kind.
-        together: Kinds that are answered only when every seat waits with this kind.
+        together: Kinds that are answered only when every seat waits with a request of this kind.
     """
 
     def __init__(self, seats: int):
@@ -90,10 +90,10 @@ class Meeting:
         self._changed = threading.Condition()
 
     def ask(self, seat: int, kind: str, what: Any) -> Any:
-        """Send a request and wait for its answer.
+        """Send a request of an episode's thread and wait for its answer.
 
         Args:
-            seat: Number of the seat.
+            seat: Number of the thread.
             kind: Kind of the request.
             what: Data of the request.
 
@@ -116,7 +116,7 @@ class Meeting:
         return answer
 
     def run(self, play: Callable[[int], None]) -> None:
-        """Run ``play`` for every seat until all seats have ended. Raises the first error of any seat."""
+        """Run ``play`` in one thread per episode until all threads have ended. Raises the first error of any thread."""
         threads = [
             threading.Thread(target=self._sit, args=(play, seat), name=f"sinew-episode-{seat}", daemon=True)
             for seat in sorted(self._alive)
@@ -149,7 +149,9 @@ class Meeting:
                 self._changed.notify_all()
 
     def _answer(self) -> bool:
-        """Wait until every seat waits, and answer one kind of request. Returns False when all seats have ended."""
+        """Wait until every episode's thread waits, and answer all requests of one kind. Returns False when all
+        threads have ended.
+        """
         with self._changed:
             while self._error is None and not self._alive <= self._asked.keys():
                 self._changed.wait()
@@ -167,7 +169,7 @@ class Meeting:
         return True
 
     def _due(self) -> tuple[str, dict[int, Any]]:
-        """Return the kind that is answered next, and its requests."""
+        """Return the kind of request that is answered next, and all waiting requests of this kind."""
         for kind in ORDER:
             requests = {seat: what for seat, (name, what) in sorted(self._asked.items()) if name == kind}
             if requests and (len(requests) == len(self._asked) or kind not in self.together):
@@ -176,7 +178,7 @@ class Meeting:
 
 
 class _Asking:
-    """The policy of one seat. It sends its requests to the meeting."""
+    """Policy for the thread of one episode. It sends its requests to the meeting, which answers them in batches."""
 
     def __init__(self, policy: EvalPolicy, meeting: Meeting, seat: int):
         self._policy, self._meeting, self._seat = policy, meeting, seat
@@ -184,13 +186,13 @@ class _Asking:
         self.motion, self.served = policy.motion, policy.served
 
     def start(self, env: gymnasium.Env) -> None:
-        """Do nothing. The policy is reset when a seat gets its next seed."""
+        """Do nothing. The policy is reset when the episode's thread gets its next seed."""
 
     def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
         return self._meeting.ask(self._seat, INFER, (observation, seed))
 
     def close(self) -> None:
-        """Do nothing, because the policy belongs to all seats."""
+        """Do nothing, because the threads of all episodes share the policy."""
 
 
 def play_together(

@@ -165,7 +165,7 @@ def allowed(
 
 
 def task_names(task: Task) -> Iterator[OutsideName]:
-    """Yield the names in a task that are not built in."""
+    """Yield the names in a task that are not built into Sinew, such as a user's environment or adapter."""
     own = is_built_in(task.env)
     if not own:
         yield OutsideName("task.env", task.env, "--env")

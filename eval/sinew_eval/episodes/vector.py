@@ -48,7 +48,7 @@ class VectorParts:
         self._fresh = True
 
     def parts(self) -> list[gymnasium.Env]:
-        """Return an environment for each part."""
+        """Return one gymnasium environment for each part of the vectorised environment."""
         self._parts = [Part(self.env, index) for index in range(self.env.num_envs)]
         return list(self._parts)
 

@@ -205,7 +205,9 @@ class FarmPlan:
         return task, tuple(variants)
 
     def facts(self) -> list[PolicyFacts]:
-        """Read the facts about each variant's policy from the keys. Raises :class:`SinewError` if a key is invalid."""
+        """Read the facts about each variant's policy from the keys in the plan. Raises :class:`SinewError` if a
+        key is invalid.
+        """
         return [_facts(variant, text) for variant, text in zip(self.variants, self.keys, strict=True)]
 
     def check(self, index: int, variant: Variant | None = None) -> None:
@@ -259,7 +261,7 @@ class EpisodeQueue:
         self._lock = threading.Lock()
 
     def make(self) -> None:
-        """Create the folders of the queue."""
+        """Create the folders of the episode queue."""
         for name in (LEASES, PLAYED, LOGS):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
@@ -267,7 +269,7 @@ class EpisodeQueue:
         return (self.folder / PLAYED / job.name).exists()
 
     def claim(self, job: SeedBatch) -> bool:
-        """Take the lease of a group that nobody has played or is playing. Returns True on success."""
+        """Take the lease of a group of episodes that no worker has played or is playing. Returns True on success."""
         if self.played(job):
             return False
         lease = self.folder / LEASES / job.name
@@ -287,7 +289,7 @@ class EpisodeQueue:
 
     @property
     def goes_on(self) -> bool:
-        """Return True until the run has ended."""
+        """Return True until the evaluation run has ended."""
         return (self.folder / PLAN).exists()
 
     @property
@@ -296,7 +298,7 @@ class EpisodeQueue:
             return list(self._held)
 
     def adopt(self) -> None:
-        """Take over the leases that already contain this worker's name."""
+        """Take over the lease files that already contain this worker's name."""
         for path in (self.folder / LEASES).iterdir():
             with contextlib.suppress(OSError, ValueError):
                 if read_text(path, MAX_WORKER) == self.worker:
@@ -322,7 +324,7 @@ class EpisodeQueue:
         return None
 
     def expire(self, job: SeedBatch) -> None:
-        """End the lease of a group if its worker has given no sign of life for ``lease_s`` seconds."""
+        """End the lease of a group of episodes if its worker has given no sign of life for ``lease_s`` seconds."""
         state = _state(self.folder / LEASES / job.name)
         if state is None:
             self._seen.pop(job.name, None)
@@ -382,7 +384,7 @@ class EpisodeQueue:
         (self.folder / LEASES / job.name).unlink(missing_ok=True)
 
     def beat(self) -> None:
-        """Renew all leases of this worker."""
+        """Renew all lease files of this worker, as a sign of life."""
         for name in self.held:
             # The lease is missing if another process assumed that this process was dead.
             with contextlib.suppress(FileNotFoundError):
@@ -409,8 +411,8 @@ class EpisodeQueue:
 
 
 def _state(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes with every renewal of a lease. Opening the file refreshes this value on a network
-    file system.
+    """Return a value that changes whenever a worker renews its lease file. Opening the file refreshes the value on
+    network disks.
     """
     try:
         with open_regular(path) as file:

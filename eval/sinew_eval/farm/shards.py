@@ -53,7 +53,7 @@ NOTHING = (
 
 
 def left_over(folder: Path) -> dict[tuple[str, int], Episode]:
-    """Return the played episodes in a queue whose head has died."""
+    """Return the played episodes in a queue whose main process (head) has died."""
     found: dict[tuple[str, int], Episode] = {}
     if (folder / PLAYED).is_dir():
         for path in sorted((folder / PLAYED).iterdir()):
@@ -255,7 +255,7 @@ class WorkerPool:
                 logger.warning("%s", text.removeprefix(SAID))
 
     def close(self) -> None:
-        """Kill all processes, also in the middle of an episode."""
+        """Kill all worker processes, also in the middle of an episode."""
         for process in self._shards.values():
             process.kill()
         for name, process in self._shards.items():
@@ -265,7 +265,7 @@ class WorkerPool:
         self._shards.clear()
 
     def start(self) -> None:
-        """Start one more process."""
+        """Start one more worker process."""
         self._begun += 1
         name = f"{self.name}-{os.getpid()}-{self._begun}."
         places = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
@@ -284,7 +284,7 @@ class WorkerPool:
 
 
 class Deaths:
-    """Counts the deaths of workers by group, and the deaths before a first group ("").
+    """Counts the deaths of worker processes for each group of episodes, and the deaths before a first group ("").
 
     Args:
         folder: Folder of the queue.

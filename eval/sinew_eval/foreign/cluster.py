@@ -252,14 +252,14 @@ def _actor() -> Any:
 
 
 class RefusedError(Exception):
-    """A host cannot play."""
+    """A host of the cluster cannot play episodes."""
 
 
 Life = Generator[Any, Any, None]
 
 
 class RemoteWorkerSlot:
-    """An actor, its pending request, and the groups whose leases this process has for the actor."""
+    """A Ray actor, its pending request, and the groups of episodes whose leases this process has for the actor."""
 
     def __init__(self, actor: Any):
         self.actor, self.node, self.name = actor, "", ""
@@ -325,7 +325,7 @@ class Hosts:
         return seat
 
     def _step(self, seat: RemoteWorkerSlot, ref: Any) -> None:
-        """Pass an answer to the actor's sequence of requests, and send the next request."""
+        """Pass an answer of a Ray actor to its sequence of requests, and send the next request."""
         try:
             answer = None if ref is None else self._ray.get(ref)
             seat.ref = next(seat.life) if ref is None else seat.life.send(answer)
@@ -344,7 +344,7 @@ class Hosts:
             self._again(seat)
 
     def _again(self, seat: RemoteWorkerSlot) -> None:
-        """Open the groups of an actor again, and replace the actor."""
+        """Release the groups of episodes of a Ray actor, and replace the actor."""
         for job, _ in reversed(seat.jobs):
             self._queue.give_back(job)
             self._left.insert(0, job)
@@ -361,7 +361,7 @@ class Hosts:
         self._begun = time.monotonic()
 
     def _live(self, seat: RemoteWorkerSlot) -> Life:
-        """Yield the requests to an actor, one after the other, and receive the answers."""
+        """Yield the requests to a Ray actor, one after the other, and receive the answers."""
         while True:
             answer = yield seat.actor.open.remote(self._text, self._release)
             seat.node, seat.name = answer["node"], answer["name"]
@@ -410,7 +410,7 @@ class Hosts:
                 place += len(block)
 
     def _look(self) -> None:
-        """Print once that actors wait for free CPUs."""
+        """Print once that Ray actors wait for free CPUs."""
         waiting = sum(not seat.node for seat in self._seats)
         if waiting and not self._told and time.monotonic() - self._begun > PLACE_S:
             there = self._ray.cluster_resources().get("CPU", 0)

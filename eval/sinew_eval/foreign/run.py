@@ -340,7 +340,7 @@ def _share(
 
 
 class KilledError(SinewError):
-    """A signal ended a process, for example because memory ran out."""
+    """A signal ended the simulator's process, for example because memory ran out."""
 
 
 class Worker:
@@ -357,7 +357,7 @@ class Worker:
         self._start()
 
     def again(self) -> None:
-        """Restart the process."""
+        """Restart the simulator's process."""
         self.close()
         self._start()
 
@@ -425,7 +425,7 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """Kill the process, also in the middle of an episode."""
+        """Kill the simulator's process, also in the middle of an episode."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):

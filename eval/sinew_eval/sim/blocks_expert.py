@@ -48,7 +48,7 @@ def act(world: World) -> np.ndarray:
 
 
 def _reach(world: World, target: np.ndarray) -> np.ndarray:
-    """Move above the block, then down around it, then close the fingers."""
+    """Return the action to grasp a block: move above it, then down around it, then close the fingers."""
     offset = target[:2] - world.ee[:2]
     distance = float(np.abs(offset).max())
     low = world.ee[2] < target[2] + 0.055
@@ -69,7 +69,7 @@ def _reach(world: World, target: np.ndarray) -> np.ndarray:
 
 
 def _carry(world: World, goal: np.ndarray, height: float) -> np.ndarray:
-    """Carry the block in the closed fingers: up, across, and down to ``height`` in metres."""
+    """Return the action to carry a block in the closed fingers: up, across, and down to ``height`` in metres."""
     offset = goal - world.ee[:2]
     distance = float(np.abs(offset).max())
     if distance > 0.012:

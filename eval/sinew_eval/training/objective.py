@@ -58,7 +58,7 @@ class AuxiliaryHead(nn.Module):
         self.net = nn.Sequential(nn.Linear(2 * kv_size, 128), nn.GELU(), nn.Linear(128, outputs))
 
     def forward(self, prefix: Prefix) -> Tensor:
-        """Return the estimated positions, [B, outputs]."""
+        """Return the estimated positions of the objects, [B, outputs]."""
         return self.net(torch.cat([v[:, -1].flatten(1) for _, v in prefix.kv[-2:]], dim=-1))
 
 

@@ -78,7 +78,7 @@ class VerdictInput:
                 )
 
     def begin(self, loop: Loop) -> None:
-        """Attach a prepared trial. The trial waits for its start, or begins at once."""
+        """Attach a prepared trial to the judge's inputs. The trial waits for its start, or begins at once."""
         self.loop, self.tally = loop, TrialTally()
         if not self.waits:
             # Discard lines that were written too late for the previous trial.
@@ -130,7 +130,7 @@ class VerdictInput:
         return True
 
     def ended(self) -> None:
-        """Handle the end of the run by the robot."""
+        """Handle a run that the robot ended: ask the robot for its verdict, or discard the trial."""
         self._ask_robot()
         if self.state == RUNS:
             self.take(f"{DISCARD} the robot ended the run without a verdict", "loop")
@@ -175,7 +175,7 @@ class VerdictInput:
                 progress.say(f"--judge: {refused[0]}{more}")
 
     def _look(self, _command: Any) -> None:
-        """After a control step, check the file, the robot and the clock."""
+        """After a control step, check for a verdict from the file, the robot or the time limit."""
         self._read()
         self._ask_robot()
         if self.state == RUNS and self.limit is not None and self.tally.steps >= self.limit:

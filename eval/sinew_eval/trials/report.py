@@ -130,7 +130,7 @@ def films(sitting: TrialSession, frames: Path, control_hz: float) -> list[Film]:
 
 
 def _moment(path: Path, control_hz: float) -> WatchedMoment:
-    """Read a stored control step. Its number counts from the start of the loop."""
+    """Read a stored control step of a trial. Its number counts from the start of the control loop."""
     record = read_record(path)
     seen = record.observation
     images = {name: parts.pixels(record, name) for name in seen.images}
