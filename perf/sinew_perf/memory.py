@@ -285,7 +285,9 @@ def fits(
         raise SinewError(f"system memory: expected 0 to {memory} bytes, got {system}")
     path = Path(source) if engine == "cpu" else None
     if path is not None and stored_weights(path, 1) and dtypes is not None:
-        raise SinewError(f"dtype: engine {engine} uses the stored formats of the bundle, got {dtypes!r}; omit it")
+        raise SinewError(
+            f"dtype: engine {engine} uses the stored formats of the bundle, got {dtypes!r}; omit it"
+        )
     program = PublishedProgram.load(
         source,
         request,
