@@ -1,4 +1,4 @@
-"""vla.cpp's GGUF files, of all the architectures that it has: read as checkpoints, and written from bundles.
+"""Read vla.cpp's GGUF files of all its architectures as checkpoints, and write bundles as such files.
 
-Nothing in here is imported but by name: :mod:`sinew.core.registry` names the reader, ``sinew export`` the writer.
+This package is imported only on demand. :mod:`sinew.core.registry` names the reader, and ``sinew export`` the writer.
 """

@@ -1,4 +1,4 @@
-"""A GGUF file of vla.cpp: its weights as sources, its metadata with types.
+"""A GGUF file of vla.cpp: its weights as sources, and its metadata with checked types.
 
 Schema: vla.cpp ``scripts/convert_*_to_gguf.py``, ``gguf_blocks.py`` and ``gguf_common.py`` (commit b18873d).
 """
@@ -20,36 +20,39 @@ from sinew.core import BundleError, ConvertError
 
 FORMAT = "vla.cpp-gguf"
 STORED = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
-PACKED = {"bitvla": (GGMLQuantizationType.I8,)}  # bytes of its ternary matrices
+PACKED = {"bitvla": (GGMLQuantizationType.I8,)}  # architecture -> further types, for packed ternary matrices
 
 
 class VlacppFile:
-    """One file. Look-ups of ``ARCHITECTURE.*`` metadata raise :class:`ConvertError` that names the key."""
+    """One file. Reading a metadata entry ``ARCHITECTURE.NAME`` raises :class:`ConvertError` with the key if it is
+    missing or has a wrong type."""
 
     def __init__(self, path: Path):
         if path.suffix in (".safetensors", ".pt", ".bin", ".json"):
-            raise ConvertError(f"{path}: expected the directory that it lies in, or a GGUF file of vla.cpp")
+            raise ConvertError(
+                f"{path}: expected a checkpoint folder or a GGUF file of vla.cpp; pass its folder"
+            )
         try:
             self._file = GGUFFile(path)
         except BundleError as error:
             raise ConvertError(str(error)) from None
         self.path, self.metadata = path, self._file.metadata
         if KEY_VERSION in self.metadata:
-            raise ConvertError(f"{path} is a Sinew bundle already")
+            raise ConvertError(f"{path} is a Sinew bundle already; it needs no conversion")
         self.architecture = str(self.metadata.get(KEY_ARCHITECTURE))
 
     @cached_property
     def tensors(self) -> dict[str, TensorSource]:
-        """The weights under vla.cpp's names. Raises :class:`ConvertError` for a quantised one."""
-        found = {}
+        """Return the weights by vla.cpp's names. Raises :class:`ConvertError` for a quantised weight."""
+        tensors = {}
         for info in self._file.tensors.values():
             if info.type not in (*STORED, *PACKED.get(self.architecture, ())):
                 raise ConvertError(
-                    f"{self.path}: tensor {info.name!r} is quantised ({info.type.name}); give the F32/BF16 file"
+                    f"{self.path}: tensor {info.name!r} is quantised ({info.type.name}); pass the F32 or BF16 file"
                 )
             data = FileSlice(self.path, info.offset, info.nbytes)
-            found[info.name] = TensorSource(info.name, info.shape, info.type, info.nbytes, data)
-        return found
+            tensors[info.name] = TensorSource(info.name, info.shape, info.type, info.nbytes, data)
+        return tensors
 
     def integer(self, name: str) -> int:
         value = self.metadata.get(f"{self.architecture}.{name}")
@@ -61,25 +64,31 @@ class VlacppFile:
         value = self.metadata.get(f"{self.architecture}.{name}")
         if not isinstance(value, float):
             raise ConvertError(f"{self.path}: {self.architecture}.{name} is {value!r}, expected a number")
-        # Stored as float32; the shortest decimal that rounds to it is the one that was meant (1e-08, 1e-06).
+        # The file stores float32. The converter wrote the shortest decimal that rounds to this value (1e-08, 1e-06).
         return float(f"{value:.7g}")
 
     def record(self, name: str) -> dict[str, Any]:
-        """Return a JSON object that is stored as text."""
+        """Return a metadata entry that is a JSON object stored as text."""
         value = self.metadata.get(f"{self.architecture}.{name}")
         try:
-            found = parse_json(value) if isinstance(value, str) else None
+            content = parse_json(value) if isinstance(value, str) else None
         except UntrustedError:
-            found = None
-        if not isinstance(found, dict):
+            content = None
+        if not isinstance(content, dict):
             raise ConvertError(
-                f"{self.path}: {self.architecture}.{name}: expected a JSON object, got {str(value)[:40]!r}"
+                f"{self.path}: {self.architecture}.{name}: expected a JSON object, got {str(value)[:40]!r}; write the"
+                " file again with vla.cpp"
             )
-        return found
+        return content
 
 
 def decoder_rules(to: str, prefix: str = "vlm") -> list[Rule]:
-    """Return the rules of a language model: what its names begin with, and upstream's names after ``to``."""
+    """Return the rules that rename the tensors of a language model.
+
+    Args:
+        to: Prefix of the new names, which are transformers' names.
+        prefix: Prefix of vla.cpp's names.
+    """
     old, layer = rf"{prefix}\.blk\.(\d+)\.", rf"{to}layers.\1."
     return [
         Rule(r"token_embd\.weight", (f"{to}embed_tokens.weight",)),

@@ -1,7 +1,8 @@
-"""Importing vla.cpp's GGUF files: which of its architectures are read, and by whom.
+"""Read vla.cpp's GGUF files. Each architecture has a reader in this package.
 
-They hold weights and most hyper-parameters, but no tokenizer, no camera names and no prompt rule (token ids are their
-client's business); these are given or the family's, and what had to be assumed is in the notes of the bundle.
+The files contain weights and most hyper-parameters, but no tokenizer, no camera names and no prompt, which vla.cpp
+leaves to its client. The user passes these facts, or the family provides them. The notes of the bundle state what was
+assumed.
 """
 
 from __future__ import annotations
@@ -23,21 +24,28 @@ from sinew.vlacpp.file import VlacppFile
 
 NAMES = ("vla.cpp GGUF",)
 PARTS = (read_lerobot, read_prismatic, read_qwen, read_eagle, read_evo1, read_bitvla)
-# Of any file; what a file's own part does not read is refused once it is open.
+# The options of all readers. An option that the file's own reader does not support is rejected when the file is open.
 OPTIONS = tuple(dict.fromkeys(option for part in PARTS for option in part.OPTIONS))
 SETTINGS = {name: setting for part in PARTS for name, setting in part.SETTINGS.items()}
 
 
 def recognises(path: Path) -> bool:
-    """Return True for a file, which is then read as GGUF: every other layout is a directory."""
+    """Return True for a file. Any file is read as GGUF, because every other checkpoint layout is a folder."""
     return not path.is_dir()
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a GGUF file of vla.cpp, the weights aside. Raises :class:`ConvertError`."""
+    """Read all of a vla.cpp file except the weights.
+
+    Raises:
+        ConvertError: The file is not supported, or an option is missing.
+    """
     file = VlacppFile(path)
     for part in PARTS:
         if file.architecture in part.ARCHITECTURES:
             return part.read(file, options.for_family(part, path))
-    known = ", ".join(name for part in PARTS for name in part.ARCHITECTURES)
-    raise ConvertError(f"{path}: vla.cpp architecture {file.architecture!r} is not supported (only {known})")
+    supported = ", ".join(name for part in PARTS for name in part.ARCHITECTURES)
+    raise ConvertError(
+        f"{path}: vla.cpp architecture {file.architecture!r} is not supported (only {supported}); convert the original"
+        " checkpoint instead"
+    )

@@ -1,8 +1,8 @@
-"""vla.cpp's files of BitVLA as checkpoints of :mod:`sinew.families.bitvla.convert`.
+"""Read vla.cpp's files of BitVLA as checkpoints of :mod:`sinew.families.bitvla.convert`.
 
-Its ternary matrices are tiled for one GPU kernel: 16 rows by 128 columns at a time, four codes in a byte. They become
-this bundle's rows, code for code, under their own scales; nothing is ternarised again. Neither tokenizer nor the names
-of cameras are in the file. Source: vla.cpp ``scripts/convert_bitvla_to_gguf.py`` (``pack_ladder_int2``).
+The file's ternary matrices are tiled for one GPU kernel: 16 rows by 128 columns at a time, four codes in a byte. Each
+code is copied into the bundle's rows with its own scale, so no weight is quantised again. The file contains neither a
+tokenizer nor camera names. Source: vla.cpp ``scripts/convert_bitvla_to_gguf.py`` (``pack_ladder_int2``).
 """
 
 from __future__ import annotations
@@ -30,16 +30,24 @@ ARCHITECTURES = ("bitvla",)
 NAMES = ("vla.cpp GGUF of bitvla",)
 OPTIONS = ("tokenizer", "stats_key", "cameras")
 SETTINGS = bitvla.SETTINGS
-ROWS, COLUMNS = 16, 128  # size of a tile
+ROWS, COLUMNS = 16, 128  # size of a tile of a ternary matrix
 TOWER, LANGUAGE = "vision_tower.vision_model.", "language_model.model."
 TOKENS = {"image_id": bitvla.VIEWS, "proprio_id": bitvla.STATE_TOKEN, "stop_id": bitvla.STOP}
 
 
 def untiled(data: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Return -1, 0 and 1, int8 ``shape``, of a tiled matrix; columns behind its own are padding. Raises ConvertError.
+    """Unpack a tiled matrix. Raises ConvertError for an invalid code.
 
-    A byte b of 4 holds the columns b, 4 + b, 8 + b and 12 + b of 16, each plus two, lowest bits first. The order of
-    these groups of 4 bytes, slowest first: 16 rows, 128 columns, 32 columns, 8 rows, 16 columns, a row.
+    Byte b of 4 bytes contains the columns b, 4 + b, 8 + b and 12 + b of 16, each plus two, lowest bits first. These
+    groups of 4 bytes have this order, slowest first: 16 rows, 128 columns, 32 columns, 8 rows, 16 columns, a row.
+    Columns are padded to a multiple of 128.
+
+    Args:
+        data: The bytes of the matrix.
+        shape: Its shape.
+
+    Returns:
+        Weights -1, 0 and 1, int8 ``shape``.
     """
     channels, k = shape
     padded = -(-k // COLUMNS) * COLUMNS
@@ -47,12 +55,14 @@ def untiled(data: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     codes = tiles >> (2 * np.arange(4, dtype=np.uint8)) & 3
     values = codes.transpose(0, 3, 5, 1, 2, 4, 7, 6).reshape(channels, padded)[:, :k].astype(np.int8) - 2
     if values.min(initial=0) < -1:
-        raise ConvertError("a ternary matrix of the file has the invalid code 0")
+        raise ConvertError(
+            "a ternary matrix of the file has the invalid code 0; write the file again with vla.cpp"
+        )
     return values
 
 
 def tiled(values: np.ndarray) -> np.ndarray:
-    """Return the bytes, int8, of -1, 0 and 1 [channels, k]: the inverse of :func:`untiled`."""
+    """Pack weights -1, 0 and 1 [channels, k] into tiles, int8: the inverse of :func:`untiled`."""
     channels, k = values.shape
     padded = np.full((channels, -(-k // COLUMNS) * COLUMNS), 2, np.uint8)
     padded[:, :k] = values + 2
@@ -63,7 +73,8 @@ def tiled(values: np.ndarray) -> np.ndarray:
 def ternary(
     name: str, shape: tuple[int, int], part: slice = slice(None)
 ) -> Callable[[TensorSource], TensorSource]:
-    """Return the transform of a tiled matrix of ``shape`` into the bundle's rows, of which ``part`` is kept."""
+    """Return the transform from a tiled matrix of ``shape`` to the bundle's rows. Only the rows in ``part`` are
+    used."""
 
     def transform(source: TensorSource) -> TensorSource:
         channels, k = shape
@@ -73,16 +84,16 @@ def ternary(
                 f"{name}: expected {stored} bytes of {channels} x {k} ternary weights, got {list(source.shape)}"
                 f" {source.type.name}"
             )
-        kept = len(range(*part.indices(channels)))
+        count = len(range(*part.indices(channels)))
         data = Transformed((source,), lambda raw: pack_ternary(untiled(raw, shape)[part]), read_elements)
-        size = FORMATS["ternary"].stored_shape(kept, k)
+        size = FORMATS["ternary"].stored_shape(count, k)
         return TensorSource(source.name, size, GGMLQuantizationType.I32, 4 * size[0] * size[1], data)
 
     return transform
 
 
 class VlacppBitnet(VlacppCheckpoint):
-    """A file with the configuration of upstream's directory; matrices are packed rows with scales."""
+    """A file with the configuration of upstream's checkpoint folder. Its matrices are packed rows with scales."""
 
     chunk = "action.num_actions_chunk"
 
@@ -110,11 +121,14 @@ class VlacppBitnet(VlacppCheckpoint):
         }
         for name, value in (("quant.int2_packed", 1), ("quant.lm_weight_bits", 1), ("quant.lm_act_bits", 8)):
             if n(name) != value:
-                raise ConvertError(f"{file.path}: bitvla.{name}: expected {value}, got {n(name)}")
+                raise ConvertError(
+                    f"{file.path}: bitvla.{name}: expected {value}, got {n(name)}; convert the original checkpoint"
+                    " instead"
+                )
         record = {
             "text_config": text,
             "vision_config": vision,
-            "vision_feature_layer": -1,  # the file has no block behind those that are read
+            "vision_feature_layer": -1,  # the file contains only the blocks that are used, so the last one is read
             "norm_stats": file.record("statistics_json"),
             "pad_token_id": 0,
         }
@@ -128,11 +142,17 @@ class VlacppBitnet(VlacppCheckpoint):
 
 
 def rules(text: dict[str, Any], vision: dict[str, Any], head_dim: int) -> list[Rule]:
-    """Return the rules of a file of these sizes, under upstream's names."""
+    """Return the rules that rename a file's tensors to upstream's names.
+
+    Args:
+        text: Sizes of the language model.
+        vision: Sizes of the vision tower.
+        head_dim: Size of an attention head of the language model.
+    """
     width, inner, side = text["hidden_size"], text["intermediate_size"], vision["patch_size"]
     heads, keys = (text[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
     layer = rf"{LANGUAGE}layers.\1."
-    found = [
+    matrices = [
         Rule(r"token_embd\.weight", (f"{LANGUAGE}embed_tokens.weight",)),
         Rule(r"lm\.output_norm\.weight", (f"{LANGUAGE}norm.weight",)),
         Rule(r"lm\.blk\.(\d+)\.attn_norm\.weight", (f"{layer}input_layernorm.weight",)),
@@ -158,9 +178,9 @@ def rules(text: dict[str, Any], vision: dict[str, Any], head_dim: int) -> list[R
     }
     for part, shape in (sizes | {"ffn_down": (width, inner)}).items():
         to = f"{layer}mlp.down_proj." if part == "ffn_down" else f"{layer}self_attn.{part[-1]}_proj."
-        found += _matrix(rf"lm\.blk\.(\d+)\.{part}\.", (to,), shape)
+        matrices += _matrix(rf"lm\.blk\.(\d+)\.{part}\.", (to,), shape)
     both = tuple(f"{layer}mlp.{part}_proj." for part in ("gate", "up"))
-    found += _matrix(r"lm\.blk\.(\d+)\.ffn_gate_up\.", both, (2 * inner, width))
+    matrices += _matrix(r"lm\.blk\.(\d+)\.ffn_gate_up\.", both, (2 * inner, width))
     size, hidden = vision["hidden_size"], vision["intermediate_size"]
     block = rf"{TOWER}encoder.layers.\1."
     shapes = {
@@ -172,13 +192,19 @@ def rules(text: dict[str, Any], vision: dict[str, Any], head_dim: int) -> list[R
         own = part if part.startswith("fc") else f"attn_{part}"
         to = f"{block}mlp.{part}." if part.startswith("fc") else f"{block}self_attn.{part}_proj."
         to = to.replace(".o_proj.", ".out_proj.")
-        found += _matrix(rf"vit\.blk\.(\d+)\.{own}\.", (to,), shape)
-        found.append(Rule(rf"vit\.blk\.(\d+)\.{own}\.bias", (f"{to}bias",)))
-    return found
+        matrices += _matrix(rf"vit\.blk\.(\d+)\.{own}\.", (to,), shape)
+        matrices.append(Rule(rf"vit\.blk\.(\d+)\.{own}\.bias", (f"{to}bias",)))
+    return matrices
 
 
 def _matrix(own: str, to: tuple[str, ...], shape: tuple[int, int]) -> list[Rule]:
-    """Return the rules of a matrix and its scales. With several names in ``to``, it is split into that many."""
+    """Return the rules of a matrix and its scales.
+
+    Args:
+        own: Pattern of the prefix of vla.cpp's names.
+        to: Prefixes of the new names. With several, the matrix is split into as many parts of equal size.
+        shape: Shape of the matrix.
+    """
     count, channels = len(to), shape[0] // len(to)
 
     def weights(source: TensorSource) -> tuple[TensorSource, ...]:
@@ -195,17 +221,22 @@ def _matrix(own: str, to: tuple[str, ...], shape: tuple[int, int]) -> list[Rule]
 
 
 def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
-    """Read a file, the weights aside. Raises :class:`ConvertError`."""
+    """Read all of a file except the weights.
+
+    Raises:
+        ConvertError: The file is not supported, or an option is missing.
+    """
     checkpoint = VlacppBitnet(file, options)
     assert options.tokenizer is not None
     tokenizer = load_tokenizer([options.tokenizer], "see --tokenizer")
     for name, text in TOKENS.items():
         if (got := tokenizer.token_id(text)) != checkpoint.ids[name]:
             raise ConvertError(
-                f"{file.path}: tokens.{name}: expected {checkpoint.ids[name]}, got {got} for {text} from --tokenizer:"
-                " it is another model's"
+                f"{file.path}: tokens.{name}: expected {checkpoint.ids[name]}, got {got} for {text} from --tokenizer;"
+                " it is another model's, pass the tokenizer of this model"
             )
     conversion = bitvla.assemble(checkpoint, lambda tensors, _: tensors, FORMAT)
     return replace(
-        conversion, notes=(*conversion.notes, "prompt: upstream's; vla.cpp leaves it to its client")
+        conversion,
+        notes=(*conversion.notes, "prompt: upstream's prompt, because vla.cpp leaves it to its client"),
     )

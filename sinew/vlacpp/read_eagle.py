@@ -1,9 +1,9 @@
 """Read vla.cpp's files of GR00T N1.6 and N1.5.
 
-Names are turned into NVIDIA's, so that everything else is read as from NVIDIA's own folder. An N1.6 file contains the
-processor's configuration and the statistics. An N1.5 file contains metadata.json, unless it was made from a LeRobot
-fine-tune. Then vla.cpp has written the statistics into a file beside it (--stats), and you state the cameras
-(--cameras). Eagle's configuration, tokenizer, chat template and image processor come from --vlm.
+Tensors are renamed to NVIDIA's names, so that all further code is the same as for NVIDIA's own checkpoint folder. An
+N1.6 file contains the processor's configuration and the statistics. An N1.5 file contains metadata.json, unless it was
+made from a LeRobot fine-tune. In that case vla.cpp has written the statistics into a file next to it (--stats), and you
+state the cameras (--cameras). Eagle's configuration, tokenizer, chat template and image processor come from --vlm.
 Source: vla.cpp ``scripts/convert_gr00t_n1_{5,6}_to_gguf.py``, ``gguf_blocks.py``.
 """
 
@@ -37,7 +37,7 @@ NAMES = ("vla.cpp GGUF of gr00t_n1_5 or gr00t_n1_6",)
 OPTIONS = ("vlm", "tokenizer", "embodiment", "cameras", "stats")
 N15_ONLY = ("cameras", "stats", "center_crop", "embodiment_id")
 EAGLE = {"gr00t_n1_5": n15.LEROBOT_ASSETS, "gr00t_n1_6": "nvidia/Eagle-Block2A-2B-v2"}
-FRAME = 224  # pixels: the side of the tower's images, for cameras of which no file tells more
+FRAME = 224  # side of a camera's frames in pixels, if no file states it; the vision tower reads images of this size
 
 
 def _rules(backbone: str, connector: tuple[tuple[str, str], ...]) -> list[Rule]:
@@ -63,19 +63,25 @@ TABLE = "backbone.model.vision_model.vision_model.embeddings.position_embedding.
 
 
 def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
-    """Read a file, the weights aside. Raises :class:`ConvertError`."""
+    """Read all of a file except the weights.
+
+    Raises:
+        ConvertError: The file is not supported, or an option is missing.
+    """
     first = file.architecture == "gr00t_n1_5"
-    for name in (*options.given, *options.settings):
+    for name in (*options.non_defaults, *options.settings):
         if name in N15_ONLY and not first:
-            raise ConvertError(f"{name}: a vla.cpp file of {file.architecture} does not read it")
+            raise ConvertError(
+                f"{name}: a vla.cpp file of {file.architecture} does not read it; omit this option"
+            )
     folder = find_model_dir(
         EAGLE[file.architecture], options.vlm, file.path, "--vlm", gr00t_eagle.EAGLE_FILES
     )
     eagle, preprocessor = JsonRecord(folder / "config.json"), JsonRecord(folder / "preprocessor_config.json")
     if (own := file.integer("image_token_index")) != eagle["image_token_index"]:
         raise ConvertError(
-            f"{file.path}: image_token_index: expected {own}, got {eagle['image_token_index']} from --vlm: it is"
-            " another model"
+            f"{file.path}: image_token_index: expected {own}, got {eagle['image_token_index']} from --vlm;"
+            " pass the model that this file was converted from"
         )
     if first:
         parts = _n15(file, options, preprocessor)
@@ -88,8 +94,8 @@ def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
 
 
 def _with_table(file: VlacppFile, eagle: JsonRecord, parts: EagleParts) -> JsonRecord:
-    """Return Eagle's configuration with as many patches as the file has positions, which vla.cpp's converter resizes
-    on request: such a table fits one size of images only."""
+    """Return Eagle's configuration with the number of patches that the file has positions for. vla.cpp's converter can
+    resize the table of positions, which then fits images of one size only."""
     table, vision = parts.tensors.get(TABLE), eagle.part("vision_config")
     patches, side = vision["num_patches"], vision["patch_size"]
     if table is None or len(table.shape) != 2 or table.shape[0] == patches:
@@ -98,7 +104,7 @@ def _with_table(file: VlacppFile, eagle: JsonRecord, parts: EagleParts) -> JsonR
     if grid[0] * grid[1] != table.shape[0] or grid[0] != grid[1]:
         raise ConvertError(
             f"{file.path}: vit.pos_embd: expected {patches} positions, or those of {grid[0]} x {grid[1]} patches, got"
-            f" {table.shape[0]}: it was written for images of another size"
+            f" {table.shape[0]}: the file was written for images of another size; write it again without resizing"
         )
     return JsonRecord(
         eagle.path, {**eagle.content, "vision_config": {**vision.content, "num_patches": table.shape[0]}}
@@ -111,30 +117,31 @@ def _n15(file: VlacppFile, options: ConvertOptions, preprocessor: JsonRecord) ->
     metadata = file.record("metadata_json")
     fine_tune = not metadata
     if fine_tune:
-        found = _fine_tune(file, options, head["action_horizon"])
+        robot = _fine_tune(file, options, head["action_horizon"])
     else:
         for name in ("cameras", "stats"):
-            if name in options.given:
-                raise ConvertError(f"--{name}: {file.path} holds NVIDIA's metadata, which names them")
-        found = n15.robot(JsonRecord(file.path, metadata), head["action_horizon"], options)
+            if name in options.non_defaults:
+                raise ConvertError(
+                    f"--{name}: {file.path} contains NVIDIA's metadata, which has them; omit this option"
+                )
+        robot = n15.robot(JsonRecord(file.path, metadata), head["action_horizon"], options)
     image = n15.image_recipe(preprocessor, options.setting("center_crop", not fine_tune))
-    files = [file.path, *found.files]
+    files = [file.path, *robot.files]
     return n15.parts(
-        FORMAT, head, file.integer("lm_layers_used"), tensors, files, found, image, fine_tune, head
+        FORMAT, head, file.integer("lm_layers_used"), tensors, files, robot, image, fine_tune, head
     )
 
 
 def _fine_tune(file: VlacppFile, options: ConvertOptions, horizon: int) -> RobotRecord:
-    """Return the robot's record of a LeRobot fine-tune, from the file that vla.cpp wrote beside it."""
+    """Return the robot's record of a LeRobot fine-tune, from the file that vla.cpp wrote next to its GGUF file."""
     if options.stats is None or not options.cameras:
         raise ConvertError(
-            f"{file.path}: made from a LeRobot fine-tune, whose statistics and cameras it does not hold; give"
-            " --stats dataset_statistics.json (vla.cpp writes it beside the file) and --cameras NAME,NAME"
+            f"{file.path}: made from a LeRobot fine-tune, so it contains no statistics and no cameras; pass"
+            " --stats dataset_statistics.json (vla.cpp writes it next to the file) and --cameras NAME,NAME"
         )
     stats, numbers = JsonRecord(options.stats), file.record("embodiment_tag_mapping")
-    if (
-        number := options.setting("embodiment_id", None)
-    ) is not None:  # vla.cpp calls every robot new_embodiment
+    # vla.cpp names every robot new_embodiment, so the number may also come from --set embodiment_id.
+    if (number := options.setting("embodiment_id", None)) is not None:
         numbers |= dict.fromkeys(stats.content, number)
     embodiment = choose(
         options.embodiment, [tag for tag in stats.content if tag in numbers], numbers, stats.path
@@ -145,7 +152,7 @@ def _fine_tune(file: VlacppFile, options: ConvertOptions, horizon: int) -> Robot
     vectors = n15.vectors_of(
         (n15.part("state", *bounds["state"]),), (n15.part("actions", *bounds["action"]),), horizon
     )
-    notes = (f"cameras {', '.join(options.cameras)}: given with --cameras, put in the order of their names",)
+    notes = (f"cameras {', '.join(options.cameras)}: from --cameras, in alphabetical order",)
     return RobotRecord(embodiment, cameras, vectors, n15.TASK, [options.stats], notes)
 
 

@@ -1,9 +1,9 @@
-"""Read vla.cpp's files of Evo-1, made from a folder of the original repository.
+"""Read vla.cpp's GGUF files of Evo-1, which vla.cpp converts from a folder of the original repository.
 
-Names are turned into that repository's, so that everything else is read as from its folder. Tokenizer and widths of
-InternVL3 come from --vlm. Statistics in the file are minima and maxima, for every normalisation. Attention in masked
-rows gives zeros, as in vla.cpp's engine (``src/models/evo1.cpp``), unless --set masked_rows=attend.
-Source: vla.cpp ``scripts/convert_evo1_to_gguf.py``.
+The tensors are renamed to the names of the original repository, and the importer of that repository reads them. The
+tokenizer and the sizes of InternVL3 come from ``--vlm``. The file contains minima and maxima for every normalisation.
+Attention in masked rows returns zeros, as in vla.cpp's engine (``src/models/evo1.cpp``), unless ``--set
+masked_rows=attend`` is passed. Source: vla.cpp ``scripts/convert_evo1_to_gguf.py``.
 """
 
 from __future__ import annotations
@@ -56,26 +56,38 @@ STATISTICS = ("state_min", "state_max", "action_min", "action_max")
 
 
 def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
-    """Read a file, the weights aside. Raises :class:`ConvertError`."""
+    """Read a file. The tensors are read later.
+
+    Raises:
+        ConvertError: The file is not a supported Evo-1, or an option does not fit the file.
+    """
     n = file.integer
     for name, value in (("image_size", original.SIDE), ("n_images", original.VIEWS)):
         if n(name) != value:
-            raise ConvertError(f"{file.path}: evo1.{name}: expected {value}, got {n(name)}")
+            raise ConvertError(
+                f"{file.path}: evo1.{name}: expected {value}, got {n(name)}; convert the original checkpoint instead"
+            )
     tensors = file.tensors
     stats = {name: _vector(file, tensors, name) for name in STATISTICS}
     state_size, action_size = n("real_state_dim"), n("real_action_dim")
     cameras = options.cameras or tuple(f"image_{index}" for index in range(original.VIEWS))
     if len(cameras) > original.VIEWS:
-        raise ConvertError(f"--cameras: expected at most {original.VIEWS}, got {len(cameras)}")
+        raise ConvertError(
+            f"--cameras: expected at most {original.VIEWS} names, got {len(cameras)}; omit unused cameras"
+        )
     encoder = tensors.get("aex.state_enc.fc1.weight")
     if encoder is None or len(encoder.shape) != 2:
-        raise ConvertError(f"{file.path}: no tensor 'aex.state_enc.fc1.weight'")
+        raise ConvertError(
+            f"{file.path}: the tensor 'aex.state_enc.fc1.weight' is missing; write the file again with vla.cpp's"
+            " converter"
+        )
 
     def bounds(what: str, size: int, clip: bool) -> Normalization:
         part = {name: stats[f"{what}_{name}"][:size] for name in ("min", "max")}
         if any(len(values) != size or not size for values in part.values()):
             raise ConvertError(
-                f"{file.path}: {what}_min, {what}_max: expected {size} numbers or more, and one"
+                f"{file.path}: {what}_min, {what}_max: expected {size} numbers or more each, where {size} is"
+                f" real_{what}_dim and at least 1; write the file again with vla.cpp's converter"
             )
         return Normalization("min_max", part, original.EPS, "openpi", clip=clip)
 
@@ -114,9 +126,9 @@ def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
         tensors=apply({name: t for name, t in tensors.items() if name not in STATISTICS}, RULES),
         files=[file.path],
         notes=(
-            "minima and maxima: the file holds no other statistics, whatever the checkpoint was normalised with",
+            "minima and maxima are assumed as normalisation, because the file contains no other statistics",
             f"cameras {', '.join(cameras)}: not in the source file",
-            f"{n('num_inference_timesteps')} solver steps, as vla.cpp's, not the server's {original.STEPS}",
+            f"{n('num_inference_timesteps')} solver steps as in vla.cpp; the original server uses {original.STEPS}",
         ),
     )
     as_the_engine = replace(options, settings={"masked_rows": "zero", **options.settings})
@@ -126,5 +138,7 @@ def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
 def _vector(file: VlacppFile, tensors: dict[str, TensorSource], name: str) -> tuple[float, ...]:
     source = tensors.get(name)
     if source is None or len(source.shape) != 1:
-        raise ConvertError(f"{file.path}: no statistics vector {name}")
+        raise ConvertError(
+            f"{file.path}: the statistics {name} are missing; write the file again with vla.cpp's converter"
+        )
     return tuple(map(float, read_array(source)))

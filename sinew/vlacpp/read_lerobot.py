@@ -1,7 +1,7 @@
-"""vla.cpp's files of SmolVLA, pi0 and pi0.5.
+"""Read vla.cpp's GGUF files of SmolVLA, pi0 and pi0.5.
 
-The tokenizer has to be given, the prompt is the family's, and what had to be assumed is in the notes of the bundle.
-Schema: vla.cpp ``scripts/convert_{smolvla,pi0,pi05}_to_gguf.py``.
+The files contain no tokenizer, so the user passes one. The prompt is the default of the family. The notes of the bundle
+list all assumptions. Schema: vla.cpp ``scripts/convert_{smolvla,pi0,pi05}_to_gguf.py``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ LEAVES = {
     "patch_embd": "patch_embedding",
     "fc": "proj",
 }
-ADAPTIVE = ("attn_norm", "ffn_norm", "output_norm")  # pi0.5's expert: dense layers under the names of norms
+# pi0.5's expert stores a dense layer under the name of each norm.
+ADAPTIVE = ("attn_norm", "ffn_norm", "output_norm")
 WHOLE = {
     "token_embd.weight": "language.embed_tokens.weight",
     "vit.pos_embd": "vision.position_embedding.weight",
@@ -74,10 +75,11 @@ WHOLE = {
 
 
 def bundle_name(name: str, architecture: str) -> str:
-    """vla.cpp tensor name -> module path in our model of that architecture."""
+    """Convert a tensor name of vla.cpp to the module path in Sinew's model of this architecture."""
     part, _, rest = name.partition(".")
     if name in WHOLE or part not in PARTS:
-        return WHOLE.get(name, name)  # projections keep their upstream names
+        # Projections have the same names in the model.
+        return WHOLE.get(name, name)
     if name.startswith("mm.proj."):
         return name.replace("mm.proj", "connector")
     pieces = [LEAVES.get(piece, piece) for piece in rest.split(".")]
@@ -86,15 +88,24 @@ def bundle_name(name: str, architecture: str) -> str:
     return ".".join([PARTS[part], *pieces])
 
 
-# vla.cpp's engine of pi0 divides image features by the root of the hidden size (src/models/pi0.cpp, line 498, commit
-# b18873d) and, unlike its pi0.5, never multiplies them again. Their converter writes the projector as trained, for
-# which that is wrong; a file that says this key holds it times the root, so that the engine acts as trained.
+# Before 0.4.0, vla.cpp's engine for pi0 divides the image features by the square root of the hidden size
+# (src/models/pi0.cpp, line 498, commit b18873d). It never multiplies them again, although its engine for pi0.5 does.
+# vla.cpp's converter writes the projector as trained, so its file of a pi0 gives wrong actions. A file with the key
+# `projector_factor` contains the projector multiplied by this root, so that the engine computes the trained features.
 PROJECTOR = ("mm.proj.weight", "mm.proj.bias")
 PROJECTOR_FACTOR = "projector_factor"
 
 
 def projector_factor(architecture: str, hidden: int) -> float:
-    """Return the factor of a file's projector with which vla.cpp's engine acts as the policy was trained."""
+    """Return the factor of a file's projector that corrects vla.cpp's engine.
+
+    Args:
+        architecture: The architecture of the file.
+        hidden: The hidden size of the language model.
+
+    Returns:
+        The square root of ``hidden`` for pi0, 1.0 for all others.
+    """
     return hidden**0.5 if architecture == "pi0" else 1.0
 
 
@@ -105,12 +116,16 @@ ARCHITECTURES = ("smolvla", "pi0", "pi05")
 
 
 def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
-    """Read a file, the weights aside. Raises :class:`ConvertError`."""
+    """Read a file. The tensors are read later.
+
+    Raises:
+        ConvertError: The file is not supported, or the tokenizer is missing.
+    """
     path, architecture = file.path, file.architecture
     family = FAMILIES[architecture]
     if options.tokenizer is None and options.vlm is None:
         raise ConvertError(
-            f"{path}: vla.cpp files hold no tokenizer; give {family.tokenizer}'s with --tokenizer FILE_OR_DIR"
+            f"{path}: vla.cpp files contain no tokenizer; pass {family.tokenizer}'s with --tokenizer FILE_OR_DIR"
         )
     tokenizer = load_tokenizer([p for p in (options.tokenizer, options.vlm) if p], "see --tokenizer")
 
@@ -157,8 +172,8 @@ def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
         sources=[path, tokenizer.path],
         notes=(
             f"cameras {', '.join(cameras)}: not in the source file, "
-            + ("given with --cameras" if options.cameras else "the base checkpoint's slots assumed"),
-            f"prompt {''.join(step.slot for step in family.prompt)!r}: the family's, not in the source file",
+            + ("from --cameras" if options.cameras else "the slots of the base checkpoint are assumed"),
+            f"prompt {''.join(step.slot for step in family.prompt)!r}: the family's default, not in the source file",
             *about_projector,
         ),
     )
@@ -167,22 +182,24 @@ def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
 def _projector(
     file: VlacppFile, tensors: dict[str, TensorSource]
 ) -> tuple[dict[str, TensorSource], tuple[str, ...]]:
-    """Return the tensors with the projector as it was trained, and what is to be said of it.
+    """Return the tensors with the projector as trained, and notes about the projector for the bundle.
 
-    Raises :class:`ConvertError` for a factor that is not the engine's.
+    Raises:
+        ConvertError: The factor in the file differs from the factor of vla.cpp's engine.
     """
     factor = projector_factor(file.architecture, file.integer("hidden"))
     if factor == 1.0:
         return tensors, ()
     if f"{file.architecture}.{PROJECTOR_FACTOR}" not in file.metadata:
         note = (
-            "image features as trained; vla.cpp's engine divides them by the root of the hidden size, so it acts in"
-            " another way on this file, as its own converter writes it"
+            "image features as trained; vla.cpp's engine divides the image features by the root of the hidden size, so"
+            " the engine computes other actions from this file, which vla.cpp's own converter wrote"
         )
         return tensors, (note,)
-    if not math.isclose(said := file.number(PROJECTOR_FACTOR), factor, rel_tol=1e-6):
+    if not math.isclose(factor_in_file := file.number(PROJECTOR_FACTOR), factor, rel_tol=1e-6):
         raise ConvertError(
-            f"{file.path}: {file.architecture}.{PROJECTOR_FACTOR}: expected {factor:.7g}, got {said}"
+            f"{file.path}: {file.architecture}.{PROJECTOR_FACTOR}: expected {factor:.7g}, got {factor_in_file};"
+            " export the bundle again, or convert the original checkpoint"
         )
     trained = {
         name: computed(lambda x: (x.astype(np.float64) / factor).astype(np.float32), tensors[name])
@@ -194,7 +211,7 @@ def _projector(
 
 def _smolvla(keys: VlacppFile, tensors: dict[str, TensorSource]) -> SmolVLAConfig:
     n = keys.integer
-    # vla.cpp fixes the layers' epsilon in its code; its norm_eps key is the normaliser's.
+    # vla.cpp's code contains the epsilon of the layers. The key norm_eps is the epsilon of the normaliser.
     shared = (n("n_layers"), n("n_q_heads"), n("n_kv_heads"), n("head_dim"), 1e-5, ROPE_THETA)
     return SmolVLAConfig(
         vision=_vision(keys, tensors),
@@ -231,10 +248,13 @@ def _pi(keys: VlacppFile, tensors: dict[str, TensorSource], kind: type[PI0Config
 def _vision(keys: VlacppFile, tensors: dict[str, TensorSource]) -> ViTConfig:
     fc1 = tensors.get("vit.blk.0.fc1.weight")
     if fc1 is None or len(fc1.shape) != 2:
-        raise ValueError("no vision tower (vit.blk.0.fc1.weight)")
+        raise ValueError(
+            "the vision tower (vit.blk.0.fc1.weight) is missing; write the file again with vla.cpp's converter"
+        )
     return ViTConfig(
         hidden_size=keys.integer("vit_hidden"),
-        intermediate_size=fc1.shape[0],  # the pi0 files have no key for it
+        # The files of pi0 have no key for this size.
+        intermediate_size=fc1.shape[0],
         num_layers=keys.integer("vit_layers"),
         num_heads=keys.integer("vit_heads"),
         image_size=keys.integer("image_size"),
@@ -250,19 +270,30 @@ def _normalization(
     for stat in ORDER[mode]:
         source = tensors.get(f"{what}_{stat}")
         if source is None or len(source.shape) != 1:
-            raise ConvertError(f"{path}: no statistics vector {what}_{stat}")
+            raise ConvertError(
+                f"{path}: the statistics {what}_{stat} are missing; write the file again with vla.cpp's converter"
+            )
         stats[stat] = tuple(float(v) for v in read_array(source))
     return Normalization(mode, stats, eps)
 
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """The meaning of this architecture's files, and the facts that they do not contain."""
+    """The meaning of the files of one architecture, and the facts that the files do not contain.
+
+    Attributes:
+        config: Builds the configuration from the keys and the tensors of a file.
+        tokenizer: Name of the tokenizer that the user must pass.
+        cameras: Default names of the cameras.
+        prompt: Steps that build the prompt. The size of the state comes from the file.
+        pad: Where the padding of a letterboxed frame is.
+        mode: Normalisation mode of states and actions.
+    """
 
     config: Callable[[VlacppFile, dict[str, TensorSource]], Any]
     tokenizer: str
     cameras: tuple[str, ...]
-    prompt: tuple[PromptStep, ...]  # the state's size is filled in from the file
+    prompt: tuple[PromptStep, ...]
     pad: Literal["top_left", "center"] = "center"
     mode: str = "mean_std"
 

@@ -1,7 +1,7 @@
-"""vla.cpp's files of OpenVLA-OFT and VLA-Adapter (the "Pro" head) as checkpoints of :mod:`.openvla`.
+"""Read vla.cpp's GGUF files of OpenVLA-OFT and VLA-Adapter (the "Pro" head) with the importer of OpenVLA.
 
-They hold weights, sizes and statistics; neither tokenizer nor the numbers that normalise pixels, which its code fixes.
-Names are turned into upstream's, so that everything else is read as from upstream's own files.
+The files contain weights, sizes and statistics. They contain no tokenizer and no mean and std of the pixels, which are
+constants in vla.cpp's code. The tensors are renamed to upstream's names, and OpenVLA's importer reads them.
 Source: vla.cpp ``scripts/convert_openvla_oft_to_gguf.py``, ``convert_vla_adapter_to_gguf.py``.
 """
 
@@ -23,7 +23,8 @@ ARCHITECTURES = ("openvla_oft", "vla_adapter")
 NAMES = ("vla.cpp GGUF of openvla_oft or vla_adapter",)
 OPTIONS = ("tokenizer", "stats_key", "cameras")
 SETTINGS = {name: setting for name, setting in openvla.SETTINGS.items() if name != "decoding"}
-NORMALIZE = [  # as published checkpoints store it: rounded to bfloat16
+# Mean and std of the pixels, rounded to bfloat16 as in the published checkpoints.
+NORMALIZE = [
     {"mean": [0.484375, 0.455078125, 0.40625], "std": [0.228515625, 0.2236328125, 0.224609375]},
     {"mean": [0.5] * 3, "std": [0.5] * 3},
 ]
@@ -64,27 +65,28 @@ RULES = [
 
 
 class VlacppCheckpoint(PrismaticCheckpoint):
-    """A file's tensors under the names of upstream's directory, those of the head and the state's projector apart.
+    """The tensors of a file under upstream's names, with the head and the projector of the state as separate parts.
 
-    chunk: the key of the number of actions, which older files do not have.
+    Attributes:
+        chunk: Key of the number of actions. Older files lack this key.
     """
 
     format = FORMAT
     chunk = "action.chunk"
 
-    def __init__(self, file: VlacppFile, options: ConvertOptions, found: dict[str, TensorSource]):
+    def __init__(self, file: VlacppFile, options: ConvertOptions, tensors: dict[str, TensorSource]):
         if options.tokenizer is None:
             raise ConvertError(
-                f"{file.path}: vla.cpp files hold no tokenizer; give the checkpoint's with --tokenizer FILE_OR_DIR"
+                f"{file.path}: vla.cpp files contain no tokenizer; pass the checkpoint's with --tokenizer FILE_OR_DIR"
             )
         if f"{file.architecture}.{self.chunk}" in file.metadata:
             options = replace(options, settings={"chunk": file.integer(self.chunk), **options.settings})
         self.path, self.options, self.files = file.path, options, [file.path]
         self._parts = {
-            part: {key.removeprefix(part): t for key, t in found.items() if key.startswith(part)}
+            part: {key.removeprefix(part): t for key, t in tensors.items() if key.startswith(part)}
             for part in (HEAD, STATE)
         }
-        self._weights = {key: t for key, t in found.items() if not key.startswith((HEAD, STATE))}
+        self._weights = {key: t for key, t in tensors.items() if not key.startswith((HEAD, STATE))}
 
     @property
     def name(self) -> str:
@@ -99,7 +101,7 @@ class VlacppCheckpoint(PrismaticCheckpoint):
 
 
 class VlacppPrismatic(VlacppCheckpoint):
-    """A file with the configuration of upstream's directory. It has no block that nothing reads."""
+    """A file with the configuration of upstream's checkpoint folder. The model has no unused blocks."""
 
     spare_blocks = 0
 
@@ -128,14 +130,20 @@ class VlacppPrismatic(VlacppCheckpoint):
         self.config = JsonRecord(file.path, record)
         for tower, heads in zip(("dino", "sig"), HEADS.values(), strict=True):
             if (got := file.integer(f"vit.{tower}.heads")) != heads:
-                raise ConvertError(f"{file.path}: vit.{tower}.heads: expected {heads}, got {got}")
+                raise ConvertError(
+                    f"{file.path}: vit.{tower}.heads: expected {heads}, got {got}; convert the original checkpoint"
+                )
 
     def preprocessor(self) -> JsonRecord:
         return JsonRecord(self.path, {"tvf_normalize_params": NORMALIZE})
 
 
 def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
-    """Read a file, the weights aside. Raises :class:`ConvertError`."""
+    """Read a file. The tensors are read later.
+
+    Raises:
+        ConvertError: The file is not supported, or the tokenizer is missing.
+    """
     conversion = openvla.assemble(VlacppPrismatic(file, options))
     note = (
         "mean and std of the pixels: the published checkpoints', as in vla.cpp's code; not in the source file"

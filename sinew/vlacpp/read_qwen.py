@@ -1,9 +1,10 @@
-"""vla.cpp's files of the policies over Qwen3-VL: GR00T N1.7 and VLA-JEPA.
+"""Read vla.cpp's GGUF files of GR00T N1.7 and VLA-JEPA, the policies over Qwen3-VL.
 
-Names are turned into upstream's, so that everything else is read as from upstream's own files. An N1.7 file holds the
-processor's configuration and the statistics; a VLA-JEPA file holds neither, nor the names of cameras, so that they are
-given. Tokenizer, chat template and image processor come from --vlm.
-Source: vla.cpp ``scripts/convert_gr00t_n1_7_to_gguf.py``, ``convert_vla_jepa_to_gguf.py``, ``gguf_blocks.py``.
+The tensors are renamed to upstream's names, and the importers of upstream's files read them. An N1.7 file contains the
+processor's configuration and the statistics. A VLA-JEPA file contains no configuration, no statistics and no names of
+cameras, so the user passes the cameras and the statistics. The tokenizer, the chat template and the image processor
+come from ``--vlm``. Source: vla.cpp ``scripts/convert_gr00t_n1_7_to_gguf.py``, ``convert_vla_jepa_to_gguf.py``,
+``gguf_blocks.py``.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ OPTIONS = ("vlm", "tokenizer", "embodiment", "cameras", "stats")
 SETTINGS = {key: setting for key, setting in gr00t.SETTINGS.items() if key != "ignore"} | {
     "solver_steps": SOLVER_STEPS_SETTING
 }
-READ_BY = {  # entries of OPTIONS and SETTINGS that belong to one architecture only
+READ_BY = {  # architecture -> entries of OPTIONS and SETTINGS that only this architecture supports
     "gr00t_n1_7": ("embodiment", *(key for key in SETTINGS if key != "solver_steps")),
     "vla_jepa": ("cameras", "stats"),
 }
-COSMOS = "nvidia/Cosmos-Reason2-2B"  # N1.7's model_name
-FRAME = 256  # pixels: the side of LIBERO's frames; others are resized
-RESIZE = [224, 224]  # size in published VLA-JEPA checkpoints; vla.cpp expects frames of this size
+COSMOS = "nvidia/Cosmos-Reason2-2B"  # the model_name in N1.7's configuration
+FRAME = 256  # side of LIBERO's frames in pixels; the processor resizes other frames
+RESIZE = [224, 224]  # frame size in the published VLA-JEPA checkpoints, which vla.cpp expects
 
 
 def _tower(to: str, file: VlacppFile) -> list[Rule]:
     frames, side = file.integer("temporal_patch_size"), file.integer("patch_size")
 
-    def patches(source: TensorSource) -> TensorSource:  # [C, 3 * frames * rows * cols] -> Conv3d's
+    def patches(source: TensorSource) -> TensorSource:
+        # [C, 3 * frames * rows * columns] -> the [C, 3, frames, rows, columns] of a Conv3d
         return reshape(source, source.shape[0], 3, frames, side, side)
 
     block = rf"{to}blocks.\1."
@@ -76,8 +78,13 @@ def _blocks(old: str, new: str) -> list[Rule]:
 
 
 def head_rules(short: str, dit: str, to: str) -> list[Rule]:
-    """Return the rules of a diffusion head. short: what its names begin with; dit: what those of the transformer's own
-    layers begin with."""
+    """Return the rules that rename the tensors of a diffusion head.
+
+    Args:
+        short: Prefix of the head's names in vla.cpp.
+        dit: Prefix of the names of the transformer's own layers in vla.cpp.
+        to: Prefix of the new names.
+    """
     embedder = rf"{to}model.timestep_encoder.timestep_embedder.linear_\1.\2"
     return [
         Rule(rf"{short}\.state_enc\.l([12])\.(.*)", (rf"{to}state_encoder.layer\1.\2",)),
@@ -95,10 +102,16 @@ def head_rules(short: str, dit: str, to: str) -> list[Rule]:
 
 
 def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
-    """Read a file, the weights aside. Raises :class:`ConvertError`."""
-    for name in (*options.given, *options.settings):
+    """Read a file. The tensors are read later.
+
+    Raises:
+        ConvertError: The file is not supported, or its architecture does not support an option.
+    """
+    for name in (*options.non_defaults, *options.settings):
         if any(name in read_by for kind, read_by in READ_BY.items() if kind != file.architecture):
-            raise ConvertError(f"{name}: a vla.cpp file of {file.architecture} does not read it")
+            raise ConvertError(
+                f"{name}: a vla.cpp file of {file.architecture} does not support this option; omit the option"
+            )
     if file.architecture == "vla_jepa":
         return vla_jepa.assemble(VlacppJepa(file, options))
     name = "backbone.model.model."
@@ -110,14 +123,24 @@ def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
     return qwen.assemble(VlacppNvidia(file, options, rules, COSMOS))
 
 
-def head_record(file: VlacppFile, found: Mapping[str, TensorSource]) -> dict[str, Any]:
-    """Return the head's sizes of a GR00T file as NVIDIA's configuration has them. Raises :class:`ConvertError`."""
+def head_record(file: VlacppFile, tensors: Mapping[str, TensorSource]) -> dict[str, Any]:
+    """Return the sizes of a GR00T head in the form of NVIDIA's configuration.
+
+    Args:
+        file: The file.
+        tensors: The tensors of the file under NVIDIA's names.
+
+    Raises:
+        ConvertError: A tensor or a key is missing.
+    """
     n = file.integer
 
     def size(name: str, axis: int) -> int:
-        if name not in found or len(found[name].shape) <= axis:
-            raise ConvertError(f"{file.path}: no tensor {name!r}")
-        return found[name].shape[axis]
+        if name not in tensors or len(tensors[name].shape) <= axis:
+            raise ConvertError(
+                f"{file.path}: the tensor {name!r} is missing; write the file again with vla.cpp's converter"
+            )
+        return tensors[name].shape[axis]
 
     record: dict[str, Any] = {
         "backbone_embedding_dim": n("backbone_embedding_dim"),
@@ -139,7 +162,8 @@ def head_record(file: VlacppFile, found: Mapping[str, TensorSource]) -> dict[str
     if file.architecture == "gr00t_n1_5":
         record["num_target_vision_tokens"] = n("num_target_vision_tokens")
     else:
-        record["use_alternate_vl_dit"] = True  # vla.cpp computes no other
+        # vla.cpp supports no other transformer in the head.
+        record["use_alternate_vl_dit"] = True
         record["attend_text_every_n_blocks"] = n("attend_text_every_n_blocks")
     if file.architecture != "gr00t_n1_6":
         record["vl_self_attention_cfg"] = {
@@ -151,15 +175,15 @@ def head_record(file: VlacppFile, found: Mapping[str, TensorSource]) -> dict[str
 
 
 class VlacppNvidia(NvidiaFiles):
-    """A file of N1.6 or N1.7 under the names (by ``rules``) and the configuration of NVIDIA's folder."""
+    """A file of GR00T N1.6 or N1.7 in the form of NVIDIA's checkpoint folder. ``rules`` rename the tensors."""
 
     format = FORMAT
 
     def __init__(self, file: VlacppFile, options: ConvertOptions, rules: Sequence[Rule], model: str):
         self.file, self.path, self.options = file, file.path, options
-        self._found = apply(file.tensors, rules)
+        self._tensors = apply(file.tensors, rules)
         own = {"model_name": model, "select_layer": file.integer("lm_layers_used")}
-        self.config = JsonRecord(file.path, own | head_record(file, self._found))
+        self.config = JsonRecord(file.path, own | head_record(file, self._tensors))
         self.processor = JsonRecord(file.path, file.record("processor_config_json")).part("processor_kwargs")
 
     @property
@@ -176,7 +200,7 @@ class VlacppNvidia(NvidiaFiles):
 
     @cached_property
     def weights(self) -> tuple[dict[str, TensorSource], list[Path]]:
-        return self._found, [self.path]
+        return self._tensors, [self.path]
 
     @property
     def files(self) -> list[Path]:
@@ -184,14 +208,15 @@ class VlacppNvidia(NvidiaFiles):
 
 
 class VlacppJepa(LeRobotCheckpoint):
-    """A VLA-JEPA file under the names and the configuration of LeRobot's directory."""
+    """A VLA-JEPA file in the form of LeRobot's checkpoint folder."""
 
     format = FORMAT
 
     def __init__(self, file: VlacppFile, options: ConvertOptions):
         if not options.cameras:
             raise ConvertError(
-                f"{file.path}: vla.cpp files hold no cameras; give them in their order with --cameras NAME,NAME"
+                f"{file.path}: vla.cpp files contain no names of cameras; pass the names in the order of the training"
+                " with --cameras NAME,NAME"
             )
         self.image_token = file.integer("image_token_index")
         self.marker = file.integer("embodied_action_token_id")
@@ -201,10 +226,12 @@ class VlacppJepa(LeRobotCheckpoint):
             *_tower(f"{name}visual.", file),
             *head_rules("ah", "ah", "model.action_model."),
         ]
-        self._found = apply(file.tensors, rules)
-        table = self._found.get("model.action_model.position_embedding.weight")
+        self._tensors = apply(file.tensors, rules)
+        table = self._tensors.get("model.action_model.position_embedding.weight")
         if table is None:
-            raise ConvertError(f"{file.path}: no tensor 'ah.pos_embd'")
+            raise ConvertError(
+                f"{file.path}: the tensor 'ah.pos_embd' is missing; write the file again with vla.cpp's converter"
+            )
         views = {
             f"observation.images.{camera}": {"type": "VISUAL", "shape": [3, FRAME, FRAME]}
             for camera in options.cameras
@@ -233,19 +260,28 @@ class VlacppJepa(LeRobotCheckpoint):
 
     @cached_property
     def _weights(self) -> tuple[dict[str, TensorSource], list[Path]]:
-        return self._found, [self.path]
+        return self._tensors, [self.path]
 
     @property
     def files(self) -> list[Path]:
         return [self.path, *([self.options.stats] if self.options.stats else [])]
 
     def check_tokens(self, image: int, marker: int) -> None:
-        """Raise ConvertError where --vlm's tokenizer numbers these tokens in another way than the file."""
-        for what, own, given in (
+        """Check that the tokenizer has the same token ids as the file.
+
+        Args:
+            image: Id of the image token in the tokenizer of ``--vlm``.
+            marker: Id of the embodied action token in the tokenizer of ``--vlm``.
+
+        Raises:
+            ConvertError: An id differs from the id in the file.
+        """
+        for what, own, id_of_vlm in (
             ("image_token_index", self.image_token, image),
             ("embodied_action_token_id", self.marker, marker),
         ):
-            if own != given:
+            if own != id_of_vlm:
                 raise ConvertError(
-                    f"{self.path}: {what}: expected {own}, got {given} from --vlm: it is another model"
+                    f"{self.path}: {what}: expected {own}, got {id_of_vlm} from --vlm; pass the Qwen3-VL that the"
+                    " checkpoint was trained with"
                 )

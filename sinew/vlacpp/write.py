@@ -1,10 +1,11 @@
-"""Writing a bundle as vla.cpp's GGUF, for the families whose files hold all of their policy: SmolVLA, pi0, pi0.5,
-OpenVLA-OFT, VLA-Adapter, BitVLA and Evo-1.
+"""Export a bundle as vla.cpp's GGUF file.
 
-The file holds weights, sizes and statistics; images, prompt and tokenizer stay with vla.cpp's client. What is written
-is read back by our own importer before it is published, and a bundle of which that gives another policy is refused, as
-are families whose file could not be told from another policy's (``REFUSED``).
-Source: vla.cpp ``scripts/convert_{smolvla,pi0,pi05}_to_gguf.py`` (commit b18873d) and what ``src/models`` reads of it.
+The module supports the families whose file contains the whole policy: SmolVLA, pi0, pi0.5, OpenVLA-OFT, VLA-Adapter,
+BitVLA and Evo-1. The file contains weights, sizes and statistics. vla.cpp's client processes the images and builds the
+prompt with its own tokenizer. Before the file is published, Sinew's importer reads it back. If the result is another
+policy, the export fails. ``REFUSED`` lists families that cannot be exported, with the reasons.
+Source: vla.cpp ``scripts/convert_{smolvla,pi0,pi05}_to_gguf.py`` (commit b18873d), and the keys that ``src/models``
+reads.
 """
 
 from __future__ import annotations
@@ -47,23 +48,23 @@ logger = logging.getLogger(__name__)
 _MODULES = (write_prismatic, write_bitvla, write_evo1)
 FAMILIES = {name: module for module in _MODULES for name in module.ARCHITECTURES}
 ARCHITECTURES = ("smolvla", "pi0", "pi05", *FAMILIES)
-_EMBODIMENTS = "its file holds the weights of all embodiments, a bundle those of one"
+_EMBODIMENTS = "its file contains the weights of all embodiments, and a bundle contains one embodiment only"
 REFUSED = {
     "gr00t_n1_5": _EMBODIMENTS,
     "gr00t_n1_6": _EMBODIMENTS,
     "gr00t_n1_7": _EMBODIMENTS,
-    "vla_jepa": "its file has no place for statistics, without which actions have no units",
-    "openvla": "it has no such architecture",
+    "vla_jepa": "its file cannot contain statistics, and without statistics the actions have no units",
+    "openvla": "vla.cpp has no such architecture",
 }
-ALIGNMENT = 32  # GGUF's own
-TOKENS = "token_embd.weight"  # src/models/smolvla.cpp reads it as bfloat16 whatever its type
+ALIGNMENT = 32  # GGUF's default alignment of tensors, in bytes
+TOKENS = "token_embd.weight"  # src/models/smolvla.cpp always reads this tensor as bfloat16
 STORED = (GGMLQuantizationType.F32, GGMLQuantizationType.BF16)
 _LETTERS = {ours: theirs for theirs, ours in PARTS.items()}
 _WHOLE = {ours: theirs for theirs, ours in WHOLE.items()}
-# Some of our names stand for two of theirs.
+# Sinew has one name for layers that vla.cpp names differently in the vision tower and in the decoder.
 _TOWER = {"norm": "post_ln", "attn.o_proj": "attn_o"}
 _DECODER = {"norm": "output_norm", "post_norm": "ffn_norm", "input_norm": "attn_norm"}
-# Of a manifest: what a client decides, or what computes nothing.
+# Fields of a manifest that the comparison ignores: a client chooses them, or they do not affect the actions.
 _FREE = {"compat", "name", "cameras", "keys", "embodiment", "control_hz", "n_action_steps", "names", "units"}
 _FREE |= {
     "pad_token_id",
@@ -102,8 +103,8 @@ def export_vlacpp(
     if manifest.architecture not in ARCHITECTURES:
         why = REFUSED.get(manifest.architecture)
         raise ConvertError(
-            f"{bundle.path}: architecture {manifest.architecture!r}: vla.cpp's files are written for"
-            f" {', '.join(ARCHITECTURES)} only{f'; {why}' if why else ''}"
+            f"{bundle.path}: architecture {manifest.architecture!r}: expected one of {', '.join(ARCHITECTURES)}, which"
+            f" vla.cpp's files support{f'; {why}' if why else ''}. Serve the bundle with `sinew serve` instead"
         )
     if out.exists():
         raise ConvertError(f"{out}: the file already exists; choose a new one")
@@ -115,36 +116,48 @@ def export_vlacpp(
         if manifest.architecture == "smolvla" and GGMLQuantizationType.F32 in (
             info.type for name, info in bundle.infos.items() if _WHOLE.get(name) == TOKENS
         ):
-            logger.warning("%s is rounded to bfloat16: vla.cpp reads no other of SmolVLA", TOKENS)
+            logger.warning(
+                "%s is rounded to bfloat16, because vla.cpp reads this tensor of SmolVLA as bfloat16 only",
+                TOKENS,
+            )
     out.parent.mkdir(parents=True, exist_ok=True)
     with scratch.beside(out) as folder:
         partial, tokenizer = folder / "vla.gguf", folder / "tokenizer.json"
         _write(partial, manifest.architecture, keys, tensors, progress)
         tokenizer.write_text(manifest.tokenizer, encoding="utf-8")
         names = tuple(camera.name for camera in manifest.spec.cameras)
-        given = family.beside(bundle, folder) if family else {}
-        found = read(partial, ConvertOptions(tokenizer=tokenizer, cameras=names, **given))
-        _compare(manifest, found, bundle.path)
+        paths = family.beside(bundle, folder) if family else {}
+        conversion = read(partial, ConvertOptions(tokenizer=tokenizer, cameras=names, **paths))
+        _compare(manifest, conversion, bundle.path)
         os.replace(partial, out)
 
 
 def _of_family(family: ModuleType, bundle: Bundle) -> list[TensorSource]:
-    """The tensors of a family with a module of its own. Raises :class:`ConvertError` for one without a name."""
+    """Return the tensors of a family that has its own module.
+
+    Raises:
+        ConvertError: vla.cpp has no name for a tensor.
+    """
     stored = {source.name: source for source in _stored(bundle, family.PACKED)}
-    made = family.renamed(bundle, dict(stored))
-    if left := [name for name in made if name in stored and name != "action_queries.weight"]:
+    tensors = family.renamed(bundle, dict(stored))
+    if unnamed := [name for name in tensors if name in stored and name != "action_queries.weight"]:
         raise ConvertError(
-            f"{bundle.path}: tensor {left[0]!r}: vla.cpp's {bundle.manifest.architecture} has no name for it"
+            f"{bundle.path}: tensor {unnamed[0]!r}: vla.cpp's {bundle.manifest.architecture} has no name for this"
+            " tensor; serve the bundle with `sinew serve` instead"
         )
-    return [replace(source, name=name) for name, source in made.items()]
+    return [replace(source, name=name) for name, source in tensors.items()]
 
 
 def vlacpp_name(name: str, architecture: str) -> str:
-    """Return vla.cpp's name of our tensor. Raises :class:`ConvertError` for one that it has no name for."""
-    found = _WHOLE.get(name) or _renamed(name)
-    if bundle_name(found, architecture) != name:
-        raise ConvertError(f"tensor {name!r}: vla.cpp's {architecture} has no name for it")
-    return found
+    """Return vla.cpp's name of a tensor of Sinew.
+
+    Raises:
+        ConvertError: vla.cpp has no name for the tensor.
+    """
+    upstream = _WHOLE.get(name) or _renamed(name)
+    if bundle_name(upstream, architecture) != name:
+        raise ConvertError(f"tensor {name!r}: vla.cpp's {architecture} has no name for this tensor")
+    return upstream
 
 
 def _renamed(name: str) -> str:
@@ -163,20 +176,31 @@ def _renamed(name: str) -> str:
 
 
 def _stored(bundle: Bundle, packed: tuple[GGMLQuantizationType, ...] = ()) -> Iterator[TensorSource]:
-    """The tensors under their own names. Raises :class:`ConvertError` for one in few bits, other than ``packed``."""
+    """Yield the tensors under their names in the bundle.
+
+    Args:
+        bundle: The bundle.
+        packed: Low-bit types that the family's file supports, besides float32 and bfloat16.
+
+    Raises:
+        ConvertError: A tensor has another type.
+    """
     for name, info in bundle.infos.items():
         if info.type not in (*STORED, *packed):
             raise ConvertError(
-                f"{bundle.path}: tensor {name!r}: expected F32 or BF16, got {info.type.name}; export the bundle that"
-                " it was quantised from"
+                f"{bundle.path}: tensor {name!r}: expected F32 or BF16, got {info.type.name}; export the bundle before"
+                " its quantisation"
             )
         data = FileSlice(bundle.path, info.offset, info.nbytes)
         yield TensorSource(name, info.shape, info.type, info.nbytes, data)
 
 
 def _weights(bundle: Bundle) -> Iterator[TensorSource]:
-    """The tensors under vla.cpp's names; its small ones of the tower are float32, the tokens of SmolVLA bfloat16, the
-    projector times what the engine divides by."""
+    """Yield the tensors under vla.cpp's names.
+
+    Small tensors of the vision tower become float32, and the token table of SmolVLA becomes bfloat16. The projector is
+    multiplied by the number that vla.cpp's engine divides the image features by.
+    """
     factor = _factor(bundle.manifest)
     for stored in _stored(bundle):
         source = replace(stored, name=vlacpp_name(stored.name, bundle.manifest.architecture))
@@ -200,12 +224,18 @@ def _statistics(manifest: Manifest) -> Iterator[TensorSource]:
     for what in ("state", "action"):
         for stat, values in getattr(manifest.processing, what).stats.items():
             if (name := f"{what}_{stat}") not in STATISTICS:
-                raise ConvertError(f"processing.{what}: vla.cpp's file has no place for {stat!r}")
+                raise ConvertError(
+                    f"processing.{what}: vla.cpp's file does not support the statistic {stat!r}; serve the bundle with"
+                    " `sinew serve` instead"
+                )
             yield constant(name, np.asarray(values, np.float32))
 
 
 def _keys(manifest: Manifest) -> dict[str, Any]:
-    """Metadata, without the architecture's prefix. Numbers in a tuple are float64 in the file, others float32."""
+    """Return the metadata keys without the prefix of the architecture.
+
+    A number in a tuple is written as float64. Other floats are written as float32.
+    """
     config, spec, kind = manifest.config, manifest.spec, manifest.architecture
     language, expert, vision = config["language"], config["expert"], config["vision"]
     shuffle = config.get("pixel_shuffle", 1)
@@ -288,28 +318,33 @@ def _write(
         file.write(bytes(-file.tell() % ALIGNMENT))
 
 
-def _compare(ours: Manifest, found: Conversion, path: Path) -> None:
-    """Raise :class:`ConvertError` with the first field in which the file's policy is another one."""
-    processing = replace(found.processing, compat=ours.processing.compat)
-    # A bundle of a day when a record had fewer fields leaves out what now has a default. So would msgspec: of a
-    # dataclass that it decoded it encodes what was there, and asdict all.
-    config: Any = from_builtins(ours.config, type(found.config), f"{path}: sinew.config")
-    for where, wanted, got in (
-        ("config", config, found.config),
-        ("spec", ours.spec, found.spec),
+def _compare(ours: Manifest, conversion: Conversion, path: Path) -> None:
+    """Check that the file contains the same policy as the bundle.
+
+    Raises:
+        ConvertError: A field differs. The message names the first such field.
+    """
+    processing = replace(conversion.processing, compat=ours.processing.compat)
+    # An older bundle lacks newer fields of the configuration. Decode the configuration, so that these fields get their
+    # defaults. Compare it with asdict, because msgspec would omit fields that were absent when it decoded the object.
+    config: Any = from_builtins(ours.config, type(conversion.config), f"{path}: sinew.config")
+    for where, expected, got in (
+        ("config", config, conversion.config),
+        ("spec", ours.spec, conversion.spec),
         ("processing", ours.processing, processing),
     ):
-        plain = (msgspec.to_builtins(asdict(record)) for record in (wanted, got))
+        plain = (msgspec.to_builtins(asdict(record)) for record in (expected, got))
         for field, have, would in _differences(where, *plain):
             raise ConvertError(
-                f"{path}: {field} is {have!r}, which vla.cpp's file has no place for: it would mean {would!r}"
+                f"{path}: {field} is {have!r}, which vla.cpp's file does not support: vla.cpp would use {would!r};"
+                " serve the bundle with `sinew serve` instead"
             )
 
 
-def _differences(where: str, wanted: Any, got: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(wanted, dict) and isinstance(got, dict):
-        for key in dict.fromkeys([*wanted, *got]):
+def _differences(where: str, expected: Any, got: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(expected, dict) and isinstance(got, dict):
+        for key in dict.fromkeys([*expected, *got]):
             if key not in _FREE:
-                yield from _differences(f"{where}.{key}", wanted.get(key), got.get(key))
-    elif wanted != got:
-        yield where, wanted, got
+                yield from _differences(f"{where}.{key}", expected.get(key), got.get(key))
+    elif expected != got:
+        yield where, expected, got

@@ -1,7 +1,8 @@
-"""BitVLA as vla.cpp's file: names, sizes, statistics and tiled ternary matrices of :mod:`.write`.
+"""Export BitVLA as vla.cpp's file: names, sizes, statistics and tiled ternary matrices for :mod:`.write`.
 
-Its kernel reads 16 rows and 128 columns at a time: rows that 16 does not divide are refused, columns are padded.
-Source: vla.cpp ``scripts/convert_bitvla_to_gguf.py`` and what ``src/models/bitvla.cpp`` reads of it (commit b18873d).
+vla.cpp's kernel reads tiles of 16 rows and 128 columns. A number of rows that is not a multiple of 16 is rejected, and
+columns are padded. Source: vla.cpp ``scripts/convert_bitvla_to_gguf.py``, and the keys that ``src/models/bitvla.cpp``
+reads (commit b18873d).
 """
 
 from __future__ import annotations
@@ -47,34 +48,47 @@ RULES = [
 ]
 
 
-def renamed(bundle: Bundle, found: dict[str, TensorSource]) -> dict[str, TensorSource]:
-    """Return a bundle's tensors under vla.cpp's names, its ternary matrices tiled, gate and up in one.
+def renamed(bundle: Bundle, tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
+    """Rename the tensors of a bundle to vla.cpp's names and tile the ternary matrices.
 
-    Raises :class:`ConvertError` for a tower that is not ternary, and for a matrix that is not made of whole tiles.
+    The matrices ``gate`` and ``up`` of a layer become one matrix.
+
+    Args:
+        bundle: The bundle.
+        tensors: Its tensors under Sinew's names. This function changes the dict.
+
+    Returns:
+        vla.cpp's name -> tensor.
+
+    Raises:
+        ConvertError: The vision tower is not ternary, or the number of rows of a matrix is not a multiple of 16.
     """
     config = bundle.manifest.config
     text, vision = config["language"], config["vision"][0]
     if not vision.get("ternary"):
-        raise ConvertError(f"{bundle.path}: vision: vla.cpp's kernels read a ternary tower only")
+        raise ConvertError(
+            f"{bundle.path}: vision: expected a ternary vision tower, which vla.cpp's kernels require; serve the bundle"
+            " with `sinew serve` instead"
+        )
     for name in bundle.lowbit:
         inner = text if name.startswith("language.") else vision
         second = name.endswith((".down_proj", ".fc2"))
         columns = inner["intermediate_size"] if second else inner["hidden_size"]
-        found[f"{name}.weight"] = _tiles(found[f"{name}.weight"], columns)
+        tensors[f"{name}.weight"] = _tiles(tensors[f"{name}.weight"], columns)
     for layer in range(text["num_layers"]):
         base = f"language.layers.{layer}.mlp."
         for end in ("weight", "scale"):
-            parts = [found.pop(f"{base}{part}_proj.{end}") for part in ("gate", "up")]
-            found[f"{base}gate_up_proj.{end}"] = join(*parts)
-    return apply(found, RULES)
+            parts = [tensors.pop(f"{base}{part}_proj.{end}") for part in ("gate", "up")]
+            tensors[f"{base}gate_up_proj.{end}"] = join(*parts)
+    return apply(tensors, RULES)
 
 
 def _tiles(source: TensorSource, columns: int) -> TensorSource:
-    """The bytes of a matrix of packed rows, tile by tile."""
+    """Return the bytes of a packed matrix, tile after tile. ``columns`` is the number of columns before packing."""
     count = source.shape[0]
     if count % ROWS:
         raise ConvertError(
-            f"{source.name}: vla.cpp's kernel reads {ROWS} rows at a time: expected a multiple, got {count}"
+            f"{source.name}: expected a multiple of {ROWS} rows, the tile height of vla.cpp's kernel, got {count}"
         )
     nbytes = count * -(-columns // COLUMNS) * COLUMNS // 4
     data = Transformed((source,), lambda raw: tiled(unpack_ternary(raw, columns)), read_elements)
@@ -82,11 +96,11 @@ def _tiles(source: TensorSource, columns: int) -> TensorSource:
 
 
 def keys(bundle: Bundle) -> dict[str, Any]:
-    """Return the metadata of a file, without the architecture's prefix."""
+    """Return the metadata of a file, without the prefix of the architecture."""
     manifest, config = bundle.manifest, bundle.manifest.config
     vision, language, image = config["vision"][0], config["language"], manifest.processing.image
     words = Tokenizer.from_str(manifest.tokenizer)
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         **tower_keys("vit", vision),
         "vit.image_size": vision["image_size"],
         "vit.patch_size": vision["patch_size"],
@@ -111,11 +125,11 @@ def keys(bundle: Bundle) -> dict[str, Any]:
     for name, text in (TOKENS | {"action_begin_id": "<action_0>"}).items():
         if (
             number := words.token_to_id(text)
-        ) is not None:  # vla.cpp has the published ids for what is absent
-            found[f"tokens.{name}"] = number
-    return found
+        ) is not None:  # vla.cpp uses the published id if the file has none
+            metadata[f"tokens.{name}"] = number
+    return metadata
 
 
 def beside(_bundle: Bundle, _folder: Path) -> dict[str, Any]:
-    """Return no options: all that the importer reads is in the file."""
+    """Return no options, because the file contains all that the importer reads."""
     return {}

@@ -1,6 +1,6 @@
-"""Evo-1 of the original repository as vla.cpp's file: names, sizes and statistics of :mod:`.write`.
+"""Export Evo-1 of the original repository as vla.cpp's file: names, sizes and statistics for :mod:`.write`.
 
-Source: vla.cpp ``scripts/convert_evo1_to_gguf.py`` and what ``src/models/evo1.cpp`` reads of it (commit b18873d).
+Source: vla.cpp ``scripts/convert_evo1_to_gguf.py``, and the keys that ``src/models/evo1.cpp`` reads (commit b18873d).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sinew.vlacpp.write_prismatic import language_rules
 
 ARCHITECTURES = ("evo1",)
 PACKED = ()
-CONNECTOR_EPS = 1e-5  # torch's default
+CONNECTOR_EPS = 1e-5  # the default of torch.nn.LayerNorm
 _VIEW, _BLOCK = r"vit.blk.\1.", r"aex.blk.\1."
 _TOWER, _HEAD = r"vision\.layers\.(\d+)\.", r"head\.layers\.(\d+)\."
 
@@ -34,7 +34,7 @@ def _table(source: TensorSource) -> TensorSource:  # [rows, C] -> [1, rows, C]
 
 def _rules(unshuffle: int) -> list[Rule]:
     def ordered(source: TensorSource) -> TensorSource:
-        """The columns of a token, patch by patch instead of channel by channel."""
+        """Reorder the columns of a token from channel after channel to patch after patch."""
         *before, width = source.shape
         squares = (*before, width // unshuffle**2, unshuffle**2)
         return moved(lambda x: x.reshape(squares).swapaxes(-1, -2).reshape(source.shape), source)
@@ -65,30 +65,40 @@ def _rules(unshuffle: int) -> list[Rule]:
     ]
 
 
-def renamed(bundle: Bundle, found: dict[str, TensorSource]) -> dict[str, TensorSource]:
-    """Return a bundle's tensors under vla.cpp's names, with its statistics.
+def renamed(bundle: Bundle, tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
+    """Rename the tensors of a bundle to vla.cpp's names and add the statistics.
 
-    The class token holds its own position in a bundle, so that the table begins with zeros here. Raises
-    :class:`ConvertError` for a policy that vla.cpp computes in another way.
+    The class token of a bundle contains its own position embedding. The first row of the position table is zeros here,
+    so that vla.cpp does not add the embedding again.
+
+    Args:
+        bundle: The bundle.
+        tensors: Its tensors under Sinew's names. This function changes the dict.
+
+    Returns:
+        vla.cpp's name -> tensor.
+
+    Raises:
+        ConvertError: vla.cpp computes this policy differently.
     """
     manifest = bundle.manifest
     if not manifest.config["rows"]:
         raise ConvertError(
-            f"{bundle.path}: config.rows: vla.cpp's head reads masked rows, as the original repository's;"
-            " LeRobot's reads none"
+            f"{bundle.path}: config.rows: expected a checkpoint of the original repository, whose head reads masked"
+            " rows as vla.cpp's does, got LeRobot's layout; serve the bundle with `sinew serve` instead"
         )
     if manifest.config.get("masked_attend", True):
         raise ConvertError(
-            f"{bundle.path}: config.masked_attend: expected False, got True: vla.cpp's engine gives what masked rows"
-            " attend to as zeros (src/models/evo1.cpp); a bundle of `--set masked_rows=zero` computes so"
+            f"{bundle.path}: config.masked_attend: expected False, got True: vla.cpp's engine sets the attention output"
+            " of masked rows to zeros (src/models/evo1.cpp); convert the checkpoint with `--set masked_rows=zero`"
         )
     for prefix in ("vision.layers.", "head.layers."):
-        fuse(found, prefix)
-    token, table = found.pop("vision.prefix"), found.pop("vision.position_embedding.weight")
-    made = apply(found, _rules(manifest.config["unshuffle"]))
-    made["vit.class_embd"] = _table(token)
+        fuse(tensors, prefix)
+    token, table = tensors.pop("vision.prefix"), tensors.pop("vision.position_embedding.weight")
+    upstream = apply(tensors, _rules(manifest.config["unshuffle"]))
+    upstream["vit.class_embd"] = _table(token)
     count, width = table.shape
-    made["vit.pos_embd"] = computed(
+    upstream["vit.pos_embd"] = computed(
         lambda x: np.concatenate([np.zeros((1, width), np.float32), x])[None],
         table,
         shape=(1, count + 1, width),
@@ -97,24 +107,27 @@ def renamed(bundle: Bundle, found: dict[str, TensorSource]) -> dict[str, TensorS
         piece = getattr(manifest.processing, what)
         if piece.mode != "min_max":
             raise ConvertError(
-                f"{bundle.path}: processing.{what}: vla.cpp's file has no place for {piece.mode!r}, it reads min"
-                " and max only"
+                f"{bundle.path}: processing.{what}: expected the mode 'min_max', which vla.cpp's file supports, got"
+                f" {piece.mode!r}; serve the bundle with `sinew serve` instead"
             )
         for stat, values in piece.stats.items():
             padded = np.pad(np.asarray(values, np.float32), (0, VECTOR - len(values)))
-            made[f"{what}_{stat}"] = constant(f"{what}_{stat}", padded)
-    assert set(STATISTICS) <= made.keys()
-    return made
+            upstream[f"{what}_{stat}"] = constant(f"{what}_{stat}", padded)
+    assert set(STATISTICS) <= upstream.keys()
+    return upstream
 
 
 def keys(bundle: Bundle) -> dict[str, Any]:
-    """Return the metadata of a file, without the architecture's prefix; a number in a tuple is a float64."""
+    """Return the metadata of a file, without the prefix of the architecture. A number in a tuple becomes float64."""
     manifest, config = bundle.manifest, bundle.manifest.config
     vision, language = config["vision"], config["language"]
     words = Tokenizer.from_str(manifest.tokenizer)
     ids = {name: words.token_to_id(text) for name, text in (("start", "<img>"), ("end", "</img>"))}
     if missing := [name for name, number in ids.items() if number is None]:
-        raise ConvertError(f"{bundle.path}: the tokenizer has no token for the {missing[0]} of an image")
+        raise ConvertError(
+            f"{bundle.path}: the tokenizer lacks the {missing[0]} token of an image; convert the checkpoint again with"
+            " InternVL3's tokenizer"
+        )
     return {
         "vit_hidden": vision["hidden_size"],
         "vit_layers": vision["num_layers"],
@@ -156,7 +169,15 @@ def keys(bundle: Bundle) -> dict[str, Any]:
 
 
 def beside(bundle: Bundle, folder: Path) -> dict[str, Any]:
-    """Write what the importer takes from InternVL's repository into ``folder``; return the options that name it."""
+    """Write the files of InternVL's repository that the importer reads.
+
+    Args:
+        bundle: The bundle.
+        folder: An existing folder for the files.
+
+    Returns:
+        The conversion option that names the folder.
+    """
     config = bundle.manifest.config
     vision, language = config["vision"], config["language"]
     text = {

@@ -1,7 +1,7 @@
-"""OpenVLA-OFT and VLA-Adapter ("Pro" head) as vla.cpp's files: names, sizes and statistics of :mod:`.write`.
+"""Export OpenVLA-OFT and VLA-Adapter ("Pro" head) as vla.cpp's files: names, sizes and statistics for :mod:`.write`.
 
-Source: vla.cpp ``scripts/convert_{openvla_oft,vla_adapter}_to_gguf.py``, ``gguf_blocks.py``, and what
-``src/models/{openvla_oft,vla_adapter}.cpp`` reads of it (commit b18873d).
+Source: vla.cpp ``scripts/convert_{openvla_oft,vla_adapter}_to_gguf.py``, ``gguf_blocks.py``, and the keys that
+``src/models/{openvla_oft,vla_adapter}.cpp`` read (commit b18873d).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sinew.core import ConvertError
 from sinew.families.openvla import adapter, model
 
 ARCHITECTURES = ("openvla_oft", "vla_adapter")
-PACKED = ()  # types of tensors beside float32 and bfloat16
+PACKED = ()  # these families have no tensor types besides float32 and bfloat16
 _LINEAR = r"\.(weight|bias)"
 _BLOCK = r"aex.head.blk.\1."
 
 
 def _first(source: TensorSource) -> tuple[TensorSource, TensorSource]:
-    """The class token and the registers, [1, n, C] each."""
+    """Split the prefix into the class token [1, 1, C] and the registers [1, n, C]."""
     count, width = source.shape
     first, others = split(source, (1, count - 1))
     return reshape(first, 1, 1, width), reshape(others, 1, count - 1, width)
@@ -50,7 +50,11 @@ def _tower(index: int, letter: str) -> list[Rule]:
 
 
 def language_rules(prefix: str) -> list[Rule]:
-    """Return the rules of a language model, whose names begin with ``prefix`` there; gate and up may be one."""
+    """Return the rules that rename a language model. The matrices gate and up may be one matrix.
+
+    Args:
+        prefix: Prefix of the names in vla.cpp.
+    """
     old, to = r"language\.layers\.(\d+)\.", rf"{prefix}.blk.\1."
     return [
         Rule(r"language\.embed_tokens\.weight", ("token_embd.weight",)),
@@ -63,7 +67,12 @@ def language_rules(prefix: str) -> list[Rule]:
 
 
 def head_rules(norm: str, linear: str) -> list[Rule]:
-    """Return the rules of the head and the state's projector. norm, linear: vla.cpp's names of the parts of a block."""
+    """Return the rules that rename the head and the projector of the state.
+
+    Args:
+        norm: vla.cpp's name of a block's norm.
+        linear: vla.cpp's name of a block's linear layer.
+    """
     ends = {"norm_in": "ln1", "proj_in": "fc1", "norm_out": "ln2", "proj_out": "fc2"}
     block = r"head\.blocks\.(\d+)\."
     return [
@@ -90,26 +99,37 @@ def _rules(adapter: bool) -> list[Rule]:
     ]
 
 
-def renamed(bundle: Bundle, found: dict[str, TensorSource]) -> dict[str, TensorSource]:
-    """Return a bundle's tensors under vla.cpp's names; one that it has no name for keeps its own.
+def renamed(bundle: Bundle, tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
+    """Rename the tensors of a bundle to vla.cpp's names. A tensor without such a name is returned under its own name.
 
-    Raises :class:`ConvertError` for a policy without a state.
+    Args:
+        bundle: The bundle.
+        tensors: Its tensors under Sinew's names. This function changes the dict.
+
+    Returns:
+        vla.cpp's name -> tensor.
+
+    Raises:
+        ConvertError: The policy has no state.
     """
     if not bundle.manifest.config["max_state_dim"]:
-        raise ConvertError(f"{bundle.path}: a policy without a state: vla.cpp's file needs its projector")
-    fuse(found, "vision.towers.")
-    return apply(found, _rules(bundle.manifest.architecture == "vla_adapter"))
+        raise ConvertError(
+            f"{bundle.path}: expected a policy with a state, because vla.cpp's file requires the state's projector;"
+            " serve the bundle with `sinew serve` instead"
+        )
+    fuse(tensors, "vision.towers.")
+    return apply(tensors, _rules(bundle.manifest.architecture == "vla_adapter"))
 
 
 def keys(bundle: Bundle) -> dict[str, Any]:
-    """Return the metadata of a file, without the architecture's prefix."""
+    """Return the metadata of a file, without the prefix of the architecture."""
     manifest, config = bundle.manifest, bundle.manifest.config
     towers, language = config["vision"], config["language"]
     side, patch = towers[0]["image_size"], towers[0]["patch_size"]
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for name, tower in zip(("dino", "sig"), towers, strict=True):
-        found |= tower_keys(f"vit.{name}", tower)
-    found |= {
+        metadata |= tower_keys(f"vit.{name}", tower)
+    metadata |= {
         "vit.image_size": side,
         "vit.patch_size": patch,
         "vit.n_patches": (side // patch) ** 2,
@@ -128,12 +148,12 @@ def keys(bundle: Bundle) -> dict[str, Any]:
         "statistics_json": json.dumps({manifest.spec.embodiment or "sinew": statistics(manifest)}),
     }
     if manifest.architecture == "openvla_oft":
-        return found | {
+        return metadata | {
             "vit.num_images": len(manifest.spec.cameras),
             "action.head_hidden": bundle.infos["head.proj_in.weight"].shape[0],
             "action.head_ln_eps": model.HEAD_EPS,
         }
-    return found | {
+    return metadata | {
         "action.num_tokens": config["num_queries"],
         "action.head_heads": adapter.HEADS,
         "action.head_dim": language["hidden_size"] // adapter.HEADS,
@@ -143,12 +163,12 @@ def keys(bundle: Bundle) -> dict[str, Any]:
 
 
 def beside(_bundle: Bundle, _folder: Path) -> dict[str, Any]:
-    """Return no options: all that the importer reads is in the file."""
+    """Return no options, because the file contains all that the importer reads."""
     return {}
 
 
 def tower_keys(prefix: str, tower: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a vision tower, which both exporters write."""
+    """Return the metadata keys of a vision tower, for this exporter and BitVLA's."""
     return {
         f"{prefix}.hidden": tower["hidden_size"],
         f"{prefix}.layers": tower["num_layers"],
@@ -159,7 +179,7 @@ def tower_keys(prefix: str, tower: dict[str, Any]) -> dict[str, Any]:
 
 
 def language_keys(language: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of the language model, which both exporters write."""
+    """Return the metadata keys of the language model, for this exporter and BitVLA's."""
     return {
         "lm.hidden": language["hidden_size"],
         "lm.layers": language["num_layers"],
@@ -173,32 +193,43 @@ def language_keys(language: dict[str, Any]) -> dict[str, Any]:
 
 
 def statistics(manifest: Manifest) -> dict[str, Any]:
-    """Return the content of the training project's dataset_statistics.json for one robot, with the actions first, as
-    vla.cpp expects.
+    """Return the statistics of one robot in the form of the training project's dataset_statistics.json.
 
-    Raises :class:`ConvertError` for statistics that vla.cpp does not read.
+    The actions come first, because vla.cpp expects this order.
+
+    Raises:
+        ConvertError: vla.cpp does not support the normalisation mode.
     """
     processing, spec = manifest.processing, manifest.spec
-    found = {}
+    stats = {}
     for vector, dim, whole, parts in (
         ("action", spec.action.dim, processing.action, processing.action_parts),
         ("proprio", spec.state.dim, processing.state, ()),
     ):
         pieces = [(part.dim, part.normalization) for part in parts] or [(dim, whole)]
-        found[vector] = {
+        stats[vector] = {
             "q01": [value for size, piece in pieces for value in _bound(vector, piece, "q01", size, -1.0)],
             "q99": [value for size, piece in pieces for value in _bound(vector, piece, "q99", size, 1.0)],
             "mask": [piece.mode != "identity" for size, piece in pieces for _ in range(size)],
         }
-    return found
+    return stats
 
 
 def _bound(vector: str, piece: Normalization, name: str, size: int, other: float) -> list[float]:
-    """A bound of each value; ``other`` for those that a mask leaves alone."""
+    """Return one bound of each value.
+
+    Args:
+        vector: Name of the vector, for messages.
+        piece: Normalisation of the values.
+        name: Name of the bound: "q01" or "q99".
+        size: Number of values.
+        other: The bound of values that are not normalised.
+    """
     if piece.mode == "identity":
         return [other] * size
     if piece.mode != "quantiles":
         raise ConvertError(
-            f"processing.{vector}: vla.cpp's file has no place for {piece.mode!r}, it reads q01 and q99 only"
+            f"processing.{vector}: expected the mode 'quantiles', which vla.cpp's file supports, got {piece.mode!r};"
+            " serve the bundle with `sinew serve` instead"
         )
     return list(piece.stats[name])

@@ -80,12 +80,24 @@ def test_imported_files_act_like_their_checkpoints(golden, tmp_path, case):
 @pytest.mark.parametrize(
     ("case", "change", "message"),
     [
-        ("openvla-oft", {"tokenizer": None}, "hold no tokenizer.*--tokenizer FILE_OR_DIR"),
-        ("openvla-oft", {"embodiment": "gr1"}, "--embodiment: .*openvla_oft or vla_adapter, which takes"),
+        ("openvla-oft", {"tokenizer": None}, "contain no tokenizer.*--tokenizer FILE_OR_DIR"),
+        (
+            "openvla-oft",
+            {"embodiment": "gr1"},
+            "--embodiment: .*openvla_oft or vla_adapter, which does not take",
+        ),
         ("openvla-oft", {"settings": {"frames": "2x2"}}, "--set frames: expected a setting of .*openvla_oft"),
         ("groot-n17", {"embodiment": ""}, "several robots. Choose one with --embodiment TAG"),
-        ("groot-n17", {"cameras": ("a", "b")}, "cameras: a vla.cpp file of gr00t_n1_7 does not read it"),
-        ("vla-jepa", {"cameras": ()}, "hold no cameras; give them in their order with --cameras"),
+        (
+            "groot-n17",
+            {"cameras": ("a", "b")},
+            "cameras: a vla.cpp file of gr00t_n1_7 does not support this option",
+        ),
+        (
+            "vla-jepa",
+            {"cameras": ()},
+            "contain no names of cameras; pass the names in the order of the training with --cameras",
+        ),
         ("vla-jepa", {"stats": None}, "no statistics .* for 'action'.*--stats FILE"),
         ("vla-jepa", {"settings": {"letterbox": "true"}}, "letterbox: a vla.cpp file of vla_jepa does not"),
     ],
@@ -174,7 +186,8 @@ def test_an_exported_bundle_comes_back_the_same(golden, bundle_of, tmp_path, cap
         np.testing.assert_array_equal(values(exported, TOKENS), table.bfloat16().float().numpy())
         assert found.pop(TOKENS)[1] is GGMLQuantizationType.BF16
         del wanted[TOKENS]
-    told = [f"{TOKENS} is rounded to bfloat16: vla.cpp reads no other of SmolVLA"] if plain else []
+    why = "because vla.cpp reads this tensor of SmolVLA as bfloat16 only"
+    told = [f"{TOKENS} is rounded to bfloat16, {why}"] if plain else []
     assert [record.getMessage() for record in caplog.records if "rounded" in record.getMessage()] == told
     assert [name for name in wanted if found[name] != wanted[name]] == []
     for key, value in reference.metadata.items():
@@ -276,7 +289,10 @@ def test_a_file_of_another_factor_is_refused_and_one_without_says_so(pi_bundle, 
     reference = write_vlacpp_pi(golden / "pi0-2cam", tmp_path / "reference.gguf")
     (tmp_path / "tokenizer.json").write_text(Bundle(pi_bundle("pi0-2cam")).manifest.tokenizer)
     back = Bundle(convert(reference, tmp_path / "back.gguf", tokenizer=tmp_path))
-    assert any("vla.cpp's engine divides them by the root" in note for note in back.manifest.provenance.notes)
+    assert any(
+        "vla.cpp's engine divides the image features by the root" in note
+        for note in back.manifest.provenance.notes
+    )
     export_vlacpp(Bundle(pi_bundle("pi0-2cam")), tmp_path / "theirs.gguf", before_0_4=True)
     content, factor = (
         (tmp_path / "theirs.gguf").read_bytes(),
@@ -302,14 +318,14 @@ def content(file: GGUFFile, name: str) -> bytes:
 def test_what_vlacpp_has_no_place_for_is_refused(groot_bundle, smolvla_bundle, tmp_path):
     with pytest.raises(
         ConvertError,
-        match="'gr00t_n1_5': vla.cpp's files are written for smolvla, .* only; .* all embodiments",
+        match="'gr00t_n1_5': expected one of smolvla, .*, which vla.cpp's files support; .* all embodiments",
     ):
         export_vlacpp(Bundle(groot_bundle("groot-n15")), tmp_path / "theirs.gguf")
     bundle = Bundle(smolvla_bundle("smolvla-2cam"))
     prompt = replace(bundle.manifest.processing.prompt, steps=sentence("Do: {prompt}"))
     bundle.manifest = replace(bundle.manifest, processing=replace(bundle.manifest.processing, prompt=prompt))
     with pytest.raises(
-        ConvertError, match="processing.prompt.steps is .*'text': 'Do: '.*, which vla.cpp's file has no"
+        ConvertError, match="processing.prompt.steps is .*'text': 'Do: '.*, which vla.cpp's file does not"
     ):
         export_vlacpp(bundle, tmp_path / "theirs.gguf")
     assert list(tmp_path.iterdir()) == []

@@ -163,13 +163,13 @@ def test_an_exported_bitvla_comes_back_the_same(bitvla, golden, openvla_bundle, 
     assert back.manifest.processing == ours.manifest.processing
     for name in ours.infos:
         assert torch.equal(back.tensor(name), ours.tensor(name)), name
-    with pytest.raises(ConvertError, match="16 rows at a time: expected a multiple, got 108"):
+    with pytest.raises(ConvertError, match="expected a multiple of 16 rows, .*, got 108"):
         export_vlacpp(Bundle(openvla_bundle("bitvla")), tmp_path / "other.gguf")
 
 
 def test_bitvla_files_that_are_not_understood(bitvla, golden, tmp_path):
     file = write_bitvla(bitvla, tmp_path / "t.gguf")
-    with pytest.raises(ConvertError, match="hold no tokenizer.*--tokenizer"):
+    with pytest.raises(ConvertError, match="contain no tokenizer.*--tokenizer"):
         convert(file, tmp_path / "a.gguf")
     other = tmp_path / "other"
     shutil.copytree(bitvla, other, ignore=shutil.ignore_patterns("model*", "*.pt"))

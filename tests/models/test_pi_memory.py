@@ -156,7 +156,10 @@ def test_a_moment_that_is_not_there_costs_nothing(policy: Policy, g: Golden) -> 
     warnings = [policy.infer(memory_observation(g, step)).warnings for step in range(STEPS)]
     hook.remove()
     assert encoded == [2 * (1 + earlier) for earlier in EARLIER]
-    said = "earlier: the policy reads 3 moments, 2 control steps apart, and got 1, as only an episode's start has"
+    said = (
+        "earlier: the policy uses 3 observation steps, 2 control steps apart, and got 1, which is normal at the start"
+        " of an episode only"
+    )
     assert warnings == [(said,)] * 2 + [()] * 4
 
 
@@ -265,7 +268,9 @@ def test_a_stride_without_bounds_is_refused(stride: int, case_bundle: Any) -> No
 
 def test_observations_that_do_not_fit_are_refused(policy: Policy, g: Golden) -> None:
     given = memory_observation(g)
-    with pytest.raises(ObservationError, match="earlier: expected at most 2, as this policy reads 3, got 4"):
+    with pytest.raises(
+        ObservationError, match="earlier: expected at most 2, because this policy reads 3, got 4"
+    ):
         policy.infer(replace(given, earlier=2 * given.earlier))
     alone = replace(given.earlier[0], images={"front": given.images["front"]})
     with pytest.raises(ObservationError, match=r"earlier\[0\].images.wrist: expected a frame of each"):
@@ -309,7 +314,7 @@ def test_an_adapter_brings_the_states_projection(checkpoint: Path, g: Golden, tm
 
 
 def test_a_file_without_a_place_for_it_is_not_written(case_bundle: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConvertError, match="config.memory is .* which vla.cpp's file has no place for"):
+    with pytest.raises(ConvertError, match="config.memory is .* which vla.cpp's file does not support"):
         export_vlacpp(Bundle(case_bundle("pi05-mem")), tmp_path / "out.gguf")
 
 
