@@ -1,4 +1,4 @@
-"""Convert checkpoints of other projects into bundles. Each family states which checkpoints it reads
+"""Convert checkpoints of other projects into bundles. Each model family declares the checkpoint formats that it reads
 (:mod:`sinew.core.registry`).
 """
 
@@ -24,12 +24,13 @@ from sinew.convert.read.safetensors import refuse_adapter
 from sinew.convert.tokenizer_files import download
 from sinew.core import ConvertError, SinewError, called, registry
 
-if TYPE_CHECKING:  # the module imports torch, which is not needed to tell a checkpoint from a bundle
+# conversion.py imports torch, and recognising a checkpoint does not need torch. Import it for type checkers only.
+if TYPE_CHECKING:
     from sinew.convert.conversion import Conversion
 
-called.call(__name__, "sinew.convert:convert")  # sinew.convert(...)
-# The errors of readers for files whose values have unexpected types. Readers check the fields that often have wrong
-# values; these errors cover the other fields.
+called.call(__name__, "sinew.convert:convert")  # makes the module callable as `sinew.convert(...)`
+# A reader checks only the fields that users often get wrong. For any other malformed field, Python raises one of these
+# errors, and conversion reports it as a ConvertError.
 MALFORMED = (
     TypeError,
     ValueError,
@@ -99,17 +100,25 @@ def convert(
 
 
 def read(source: str | Path, options: ConvertOptions) -> Conversion:
-    """Recognise a checkpoint and read all of it except the weights. Raises :class:`ConvertError`."""
+    """Recognise a checkpoint and read all of it except the weights.
+
+    Raises:
+        ConvertError: The checkpoint or an option is not supported.
+    """
     if options.control_hz is not None and not 0 < options.control_hz <= 10_000:
-        raise ConvertError(f"--control-hz {options.control_hz}: expected actions per second, above 0")
+        raise ConvertError(
+            f"--control-hz {options.control_hz}: expected actions per second, above 0 and at most 10000"
+        )
     if options.compat not in COMPAT:
         raise ConvertError(f"--compat {options.compat!r} is not one of {', '.join(COMPAT)}")
     path = Path(source)
     if not path.exists():
         parts = str(source).split("/")
         if len(parts) != 2 or not all(parts):
-            raise ConvertError(f"{source}: no such file or directory")
-        path = download(str(source), CHECKPOINT_FILES, "download it and give the directory")
+            raise ConvertError(
+                f"{source}: no such file or directory; pass a checkpoint folder, a .gguf file or a hub name OWNER/NAME"
+            )
+        path = download(str(source), CHECKPOINT_FILES, "download the checkpoint and pass its folder")
         conversion = _read(path, options)
         return replace(conversion, spec=replace(conversion.spec, name=parts[1]))
     return _read(resolve(path, adapters=options.base is not None), options)
@@ -124,14 +133,15 @@ def _read(path: Path, options: ConvertOptions) -> Conversion:
         if options.dataset is not None and (file := read_dataset(options.dataset).stats) is not None:
             try:
                 conversion = replace(conversion, seen=seen_in(file, conversion.spec))
-            except ConvertError as error:  # the policy runs without these statistics
-                notes = (*notes, f"what its cameras and joints looked like was not taken: {error}")
+            except ConvertError as error:
+                # The policy also runs without this record of the training data, so write a note and continue.
+                notes = (*notes, f"the record of training frames and states was not stored: {error}")
     except SinewError:
         raise
     except MALFORMED as error:
         raise ConvertError(
-            f"{path}: its files do not have the form of a checkpoint of {' or '.join(family.NAMES)}"
-            f" ({type(error).__name__}: {str(error)[:200]})"
+            f"{path}: reading the files as a checkpoint of {' or '.join(family.NAMES)} failed"
+            f" ({type(error).__name__}: {str(error)[:200]}). Check that the checkpoint is complete"
         ) from error
     return replace(conversion, notes=notes)
 
@@ -141,8 +151,8 @@ def _without_type(file: Path, record: Mapping[str, Any], modules: list[ModuleTyp
     file has."""
     if "input_features" not in record:
         return (
-            f'{file}: expected the key "type" (LeRobot) or "model_type" (transformers), got neither; the checkpoint\'s'
-            f" own config.json has one of {known}"
+            f'{file}: expected the key "type" (LeRobot) or "model_type" (transformers), got neither. Use the'
+            f" config.json that was saved with the checkpoint. It has one of these types: {known}"
         )
     fits = [
         name
@@ -153,7 +163,9 @@ def _without_type(file: Path, record: Mapping[str, Any], modules: list[ModuleTyp
     ]
     entries = ", ".join(f'"type": "{name}"' for name in dict.fromkeys(fits))
     hint = (
-        f"its other keys are those of {entries}: add that line" if entries else f"add it, with one of {known}"
+        f"its other keys are those of {entries}: add this line to the file"
+        if entries
+        else f"add the key, with one of {known}"
     )
     return f'{file}: the key "type" is missing, as in files of some versions of LeRobot; {hint}'
 
@@ -168,7 +180,7 @@ def _converters() -> Iterator[ModuleType]:
 
 
 def readers() -> dict[str, Path]:
-    """Return family name -> folder, which has the code that reads the family's checkpoints."""
+    """Return a dict from family name to the folder with the code that reads the family's checkpoints."""
     return {family.name: family.folder for family in registry.families()}
 
 
@@ -183,18 +195,20 @@ def recognise(path: Path, adapters: bool = False) -> ModuleType:
         if module.recognises(path):
             return module
     if not (path / "config.json").exists():
-        got = "a folder without one" if path.is_dir() else "a file"
+        got = "a folder without config.json" if path.is_dir() else "a file"
         runs = runs_near(path)
         near = (
-            f"; training runs near it: {', '.join(map(str, runs))}; give one of these folders" if runs else ""
+            f"; training runs in folders near it: {', '.join(map(str, runs))}; pass one of these folders"
+            if runs
+            else ""
         )
         raise ConvertError(f"{path}: expected a checkpoint, a folder with config.json, got {got}{near}")
     record = read_json(path / "config.json")
     kind = record.get("type", record.get("model_type"))
-    known = ", ".join(name for module in modules for name in module.NAMES)
+    types = ", ".join(name for module in modules for name in module.NAMES)
     if kind is None:
-        raise ConvertError(_without_type(path / "config.json", record, modules, known))
+        raise ConvertError(_without_type(path / "config.json", record, modules, types))
     raise ConvertError(
-        f"{path / 'config.json'}: checkpoint type {kind!r} is not one of {known}; docs/families.md lists what is"
-        " supported, and docs/adding-a-model.md says how another one is added"
+        f"{path / 'config.json'}: checkpoint type {kind!r} is not one of {types}; docs/families.md lists the supported"
+        " types, and docs/adding-a-model.md explains how to add one"
     )

@@ -3,9 +3,9 @@
     W + scale * B @ A,   scale = lora_alpha / r, or lora_alpha / sqrt(r) with ``use_rslora``
 
 A [r, inputs] and B [outputs, r] belong to W [outputs, inputs] (Hu et al. 2021, "LoRA"; Kalajdzievski 2023 for the
-square root). The sum is computed in float32 and rounded to the base's type. Whole weights of ``modules_to_save`` and
-biases replace the base's. Names and fields are those of PEFT 0.18 to 0.21. Each changed weight records its change
-(:class:`Changed`), so that an adapter can be written without its base (``unmerged.py``).
+square root). The sum is computed in float32 and rounded to the type of the base's weight. Whole weights of
+``modules_to_save`` and biases replace the base's weights. Names and fields follow PEFT 0.18 to 0.21. Each changed
+weight records its change (:class:`Changed`), so that an adapter can be written without its base (``unmerged.py``).
 """
 
 from __future__ import annotations
@@ -28,20 +28,16 @@ from sinew.convert.tensors import computed, read_array, rounded
 from sinew.core import ConvertError
 
 PREFIX = "base_model.model."
-# These fields concern training, or list modules that the names of the weights repeat. All other fields must be empty.
+# Fields of adapter_config.json that conversion ignores. These fields concern training, or repeat the names of modules
+# that the weights already have. Conversion requires every other field to be empty.
 UNREAD = (
     "alpha_pattern base_model_name_or_path bias corda_config ensure_weight_tying eva_config exclude_modules"
     " inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout"
     " megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern revision runtime_config"
     " target_modules task_type use_rslora auto_mapping"
 )
-INITIAL = (
-    True,
-    False,
-    "gaussian",
-    "orthogonal",
-    "eva",
-)  # initialisations that do not change the base's weights
+# Values of init_lora_weights that leave the base's weights unchanged.
+INITIAL = (True, False, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
@@ -64,23 +60,35 @@ class Changed:
 
 
 def merge(base: Mapping[str, TensorSource], folder: Path) -> tuple[dict[str, TensorSource], list[Path]]:
-    """Return the tensors of a base, changed by the adapter in a folder, and the adapter's files.
+    """Apply the adapter in a folder to the tensors of its base.
 
-    The base's weights are read later, when the bundle is written. Raises :class:`ConvertError` for an adapter of
-    another kind, and for an adapter that does not fit the base.
+    The base's weights are read later, when the bundle is written.
+
+    Args:
+        base: Name -> weight of the base.
+        folder: The adapter's folder, with ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    Returns:
+        Name -> weight of the merged model, and the adapter's files.
+
+    Raises:
+        ConvertError: The adapter is not a LoRA, or does not fit the base.
     """
     file = folder / ADAPTER_CONFIG
     config, merged = read_config(file), dict(base)
     weights = read_safetensors(folder / ADAPTER_WEIGHTS)
     if not weights:
-        raise ConvertError(f"{folder / ADAPTER_WEIGHTS}: expected the weights of an adapter, got none")
+        raise ConvertError(
+            f"{folder / ADAPTER_WEIGHTS}: expected the weights of an adapter, got an empty file; copy the adapter again"
+        )
     for module, factors in _factors(folder, weights):
         name = _named(base, f"{module}.weight", folder)
         down, up, weight = factors["A"], factors["B"], base[name]
         if weight.shape != (up.shape[0], down.shape[1]) or up.shape[1] != down.shape[0] or not down.shape[0]:
             raise ConvertError(
-                f"{folder}: {module}: expected lora_A [r, inputs] and lora_B [outputs, r] of {list(weight.shape)}, got"
-                f" {list(down.shape)} and {list(up.shape)}"
+                f"{folder}: {module}: expected lora_A [r, inputs] and lora_B [outputs, r] for a weight"
+                f" {list(weight.shape)}, got {list(down.shape)} and {list(up.shape)}; pass the base that the adapter"
+                " was trained on with --base"
             )
         scale = _scale(file, config, module, down.shape[0])
         merged[name] = _merged(weight, down, up, scale)
@@ -88,14 +96,13 @@ def merge(base: Mapping[str, TensorSource], folder: Path) -> tuple[dict[str, Ten
         if ".lora_" not in key:
             name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
             if name not in base and _is_new(config, name):
-                merged[name] = (
-                    source  # the adapter has this module, trained and saved as a whole, and the base does not
-                )
+                # The adapter trained and saved this whole module (modules_to_save), and the base lacks it.
+                merged[name] = source
                 continue
             name = _named(base, name, folder)
             if source.shape != base[name].shape:
                 raise ConvertError(
-                    f"{folder}: {key}: expected {list(base[name].shape)}, got {list(source.shape)}"
+                    f"{folder}: {key}: expected {list(base[name].shape)} as in the base, got {list(source.shape)}"
                 )
             merged[name] = replace(source, data=Changed(source.data, base[name]))
     return merged, [file, folder / ADAPTER_WEIGHTS]
@@ -112,13 +119,14 @@ def read_config(file: Path) -> dict[str, Any]:
         )
     if config.get("init_lora_weights", True) not in INITIAL:
         raise ConvertError(
-            f"{file}: init_lora_weights={json.dumps(config['init_lora_weights'])[:80]}: expected one that leaves"
-            " the base as it was; save the adapter as a usual one first"
+            f"{file}: init_lora_weights={json.dumps(config['init_lora_weights'])[:80]}: this initialisation changes the"
+            " weights of the base; convert the adapter to a plain LoRA with PEFT first"
         )
     for key, value in config.items():
         if key not in UNREAD.split() and value not in (None, False, "", [], {}):
             raise ConvertError(
-                f"{file}: {key}={json.dumps(value)[:80]} is not supported; merge the adapter with PEFT"
+                f"{file}: {key}={json.dumps(value)[:80]} is not supported; merge the adapter with PEFT, and convert"
+                " the merged model"
             )
     return config
 
@@ -126,7 +134,11 @@ def read_config(file: Path) -> dict[str, Any]:
 def _factors(
     folder: Path, weights: Mapping[str, TensorSource]
 ) -> Iterator[tuple[str, dict[str, TensorSource]]]:
-    """Yield each module and its two factors. Raises :class:`ConvertError`."""
+    """Yield each module and its two factors.
+
+    Raises:
+        ConvertError: One factor of a module is missing.
+    """
     modules: dict[str, dict[str, TensorSource]] = {}
     for key, source in weights.items():
         if ".lora_" not in key:
@@ -138,11 +150,13 @@ def _factors(
                 " of a linear layer; merge the adapter with PEFT"
             )
         if not np.isfinite(read_array(source)).all():
-            raise ConvertError(f"{folder}: {key}: expected finite numbers")
+            raise ConvertError(f"{folder}: {key}: expected finite numbers, got NaN or infinity")
         modules.setdefault(match[1], {})[match[2]] = source
     for module, factors in modules.items():
         if missing := {"A", "B"} - set(factors):
-            raise ConvertError(f"{folder}: {module}: lora_{missing.pop()}.weight is missing")
+            raise ConvertError(
+                f"{folder}: {module}: lora_{missing.pop()}.weight is missing; copy the complete adapter"
+            )
         yield module, factors
 
 
@@ -156,12 +170,12 @@ def _is_new(config: Mapping[str, Any], name: str) -> bool:
 
 
 def _named(base: Mapping[str, TensorSource], name: str, folder: Path) -> str:
-    """Return the base's name of a weight. The name may lack ``model.``, as in LeRobot's first files of pi0."""
+    """Return the base's name of a weight. The base may omit ``model.``, as in LeRobot's first files of pi0."""
     for each in (name, name.removeprefix("model.")):
         if each in base:
             return each
     raise ConvertError(
-        f"{folder}: {name} is no weight of the base; was it another one that the adapter was trained on?"
+        f"{folder}: {name} is no weight of the base; pass the base that the adapter was trained on with --base"
     )
 
 
@@ -186,7 +200,9 @@ def _of_module(file: Path, config: Mapping[str, Any], pattern: str, module: str,
     for key, value in table.items():
         name = key.removeprefix("^").replace("\\.", ".")
         if not re.fullmatch(r"[\w.]+", name):
-            raise ConvertError(f"{file}: {pattern}: expected names of modules, got {key[:80]!r}")
+            raise ConvertError(
+                f"{file}: {pattern}: expected names of modules (no other regular expressions), got {key[:80]!r}"
+            )
         if module == name or (not key.startswith("^") and module.endswith(f".{name}")):
             return value
     return usual

@@ -1,5 +1,5 @@
-"""Advantages in the prompt of a checkpoint that was trained with them (RECAP). The user states their names and words,
-because no file of the checkpoint has them.
+"""Add advantages (RECAP) to the prompt of a policy that was trained with them. The user states the names and the text
+of the advantages, because the checkpoint's files do not contain them.
 """
 
 from __future__ import annotations
@@ -12,32 +12,45 @@ from sinew.core import ConvertError
 from sinew.core.fields import problems
 from sinew.steps.prompt.advantage import Advantage
 
-if TYPE_CHECKING:  # the module imports torch
+# conversion.py imports torch. Import it for type checkers only.
+if TYPE_CHECKING:
     from sinew.convert.conversion import Conversion
 
-WORDS = r"\nAdvantage: {advantage}"  # RLinf's TokenizePromptWithGuidance, and Evo-RL's
+# The text that RLinf (TokenizePromptWithGuidance) and Evo-RL add to the prompt.
+WORDS = r"\nAdvantage: {advantage}"
 NAME = "{advantage}"
 SETTINGS = {
     "advantage": Setting(
         str, "advantages that training wrote into the prompt, separated by commas, as positive,negative"
     ),
     "advantage_words": Setting(
-        str, rf"what it wrote for one, with {NAME} for its name and \n for a line break; {WORDS} if absent"
+        str,
+        rf"text of an advantage in the prompt, with {NAME} for its name and \n for a line break; {WORDS} if absent",
     ),
     "advantage_place": Setting(
         str,
-        "where: behind the instruction, before that is cleaned (the rule), or behind the whole text",
+        "position of this text: after the instruction, before the instruction is cleaned (the rule), or after the whole"
+        " prompt",
         values=("instruction", "text"),
     ),
-    "usual_advantage": Setting(str, "the advantage of a request that names none; none if absent"),
+    "usual_advantage": Setting(
+        str, "advantage of a request that names none; if absent, such a request has no advantage"
+    ),
 }
 
 
 def with_advantage(conversion: Conversion, options: ConvertOptions) -> Conversion:
-    """Return the conversion with the prompt step that ``--set advantage=...`` and the related settings request.
+    """Add the prompt step that ``--set advantage=...`` and the related settings request.
 
-    Raises :class:`ConvertError` for words without a place for the advantage's name, for settings without advantages,
-    and for a policy whose prompt has no instruction.
+    Args:
+        conversion: The checkpoint that has been read.
+        options: The options of the conversion. ``options.settings`` may contain the names in :data:`SETTINGS`.
+
+    Returns:
+        The changed conversion, or ``conversion`` itself if the options contain none of these settings.
+
+    Raises:
+        ConvertError: A setting is invalid, a setting needs ``advantage``, or the policy's prompt has no instruction.
     """
     values: dict[str, Any] = {name: options.settings[name] for name in SETTINGS if name in options.settings}
     if not values:
@@ -46,14 +59,18 @@ def with_advantage(conversion: Conversion, options: ConvertOptions) -> Conversio
     if not names:
         raise ConvertError(f"--set {next(iter(values))} needs --set advantage=NAME,NAME")
     if len(set(names)) != len(names):
-        raise ConvertError(f"--set advantage: expected different names, got {', '.join(names)}")
+        raise ConvertError(
+            f"--set advantage: expected different names, got {', '.join(names)}; remove duplicates"
+        )
     words = values.get("advantage_words", WORDS).replace(r"\n", "\n")
     if NAME not in words:
-        raise ConvertError(f"--set advantage_words: expected a place for the name, {NAME}, got {words!r}")
+        raise ConvertError(f"--set advantage_words: expected a text that contains {NAME}, got {words!r}")
     prompt = conversion.processing.prompt
     if not any(step.slot == "{prompt}" for step in prompt.steps):
         kind = conversion.spec.architecture
-        raise ConvertError(f"--set advantage: expected a policy that reads an instruction, got {kind}")
+        raise ConvertError(
+            f"--set advantage: expected a policy that reads an instruction, got {kind}; omit this setting"
+        )
     step = Advantage(
         tuple((name, words.replace(NAME, name)) for name in names),
         values.get("usual_advantage", ""),

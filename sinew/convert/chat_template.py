@@ -13,12 +13,16 @@ from typing import Any
 from sinew.convert.read.files import read_json, read_text
 from sinew.core import ConvertError
 
-MARK = "\u0001instruction\u0001"  # the placeholder; no template has this text
+MARK = "\u0001instruction\u0001"  # the placeholder for the instruction; no template contains this text
 MAX_TEXT = 1 << 16
 
 
 def find_chat_template(directory: Path) -> tuple[str, Path]:
-    """Return the chat template of a processor's directory and the file that holds it. Raises ConvertError."""
+    """Return the chat template in a processor's directory, and the file that contains the template.
+
+    Raises:
+        ConvertError: No file of the directory contains a chat template.
+    """
     if (path := directory / "chat_template.jinja").is_file():
         return read_text(path), path
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -26,15 +30,26 @@ def find_chat_template(directory: Path) -> tuple[str, Path]:
         template = read_json(path).get("chat_template") if path.is_file() else None
         if isinstance(template, str):
             return template, path
-    raise ConvertError(f"{directory}: no chat template (chat_template.jinja or .json, tokenizer_config.json)")
+    raise ConvertError(
+        f"{directory}: no chat template; copy chat_template.jinja, chat_template.json or tokenizer_config.json of the"
+        " original model into this folder"
+    )
 
 
 def render(template: str, content: Sequence[str], generate: bool, where: Path) -> str:
-    """Return the text of one user turn. ``content`` lists "image" and "text" in order; the text is :data:`MARK`.
+    """Return the text of one user turn, with :data:`MARK` in place of the instruction.
 
-    With ``generate``, the assistant's turn is opened behind the user's turn. Raises :class:`ConvertError`.
+    Args:
+        template: A Jinja chat template.
+        content: "image" and "text" in the order of the turn. "text" is the instruction.
+        generate: True to append the start of the assistant's turn.
+        where: The template's file, for messages.
+
+    Raises:
+        ConvertError: The template cannot be rendered, or does not contain the instruction exactly once.
     """
-    from jinja2 import TemplateError  # installed with torch, which depends on jinja2
+    # jinja2 is a dependency of torch. Import it late, because other conversions do not need it.
+    from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     parts: list[dict[str, Any]] = [
@@ -52,9 +67,12 @@ def render(template: str, content: Sequence[str], generate: bool, where: Path) -
             messages=[{"role": "user", "content": parts}], add_generation_prompt=generate
         )
     except Exception as error:  # noqa: BLE001 - a template may fail in any way
-        raise ConvertError(f"{where}: the chat template fails ({type(error).__name__}: {error})") from None
+        raise ConvertError(
+            f"{where}: the chat template cannot be rendered ({type(error).__name__}: {error})"
+        ) from None
     if text.count(MARK) != 1 or len(text) > MAX_TEXT:
         raise ConvertError(
-            f"{where}: expected a chat template that repeats the instruction once, got {text.count(MARK)} times"
+            f"{where}: expected a chat template that repeats the instruction once in at most {MAX_TEXT} characters, got"
+            f" {text.count(MARK)} times in {len(text)} characters"
         )
     return text

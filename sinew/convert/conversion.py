@@ -1,4 +1,4 @@
-"""A conversion in progress: the result of a family's reader is checked and written as a bundle."""
+"""Check the result of a family's reader, and write it as a bundle."""
 
 from __future__ import annotations
 
@@ -30,10 +30,18 @@ class Conversion:
     """A checkpoint that has been read, ready to be written as a bundle.
 
     Attributes:
+        format: Name of the checkpoint's format, for the provenance.
+        config: The configuration of the model.
+        spec: The policy's inputs and outputs.
+        processing: Pre- and post-processing of the policy.
+        tokenizer: The text of tokenizer.json.
         tensors: Name -> source. ``rename`` maps these names to the bundle's names. The sources keep the checkpoint's
             names, for messages.
+        rename: Function from a name in ``tensors`` to the bundle's name.
         dead: Prefixes of names that inference never reads.
         sources: Files whose hashes go into the provenance.
+        notes: Notes for the user about the conversion.
+        seen: Record of the frames and states of the training data; None if it was not gathered.
         widths_assumed: True if neither the checkpoint nor --arch states the widths.
     """
 
@@ -68,9 +76,17 @@ class Conversion:
         progress: Progress | None = None,
         merge: bool = True,
     ) -> None:
-        """Check the conversion, then write the bundle. ``progress`` is called with the number of bytes just written.
+        """Check the conversion, then write the bundle.
 
-        Without ``merge``, only the changes of an adapter to its base are written (``unmerged.py``).
+        Args:
+            out: The file to write.
+            name: Name of the policy.
+            options: The user's options.
+            progress: Called with the number of bytes that were just written.
+            merge: False writes only the changes of an adapter to its base (``unmerged.py``).
+
+        Raises:
+            ConvertError: The checkpoint does not fit its configuration, or cannot become a valid bundle.
         """
         named = {self.rename(t): s for t, s in self.tensors.items() if not t.startswith(self.dead)}
         weights = {name: replace(source, name=name) for name, source in named.items()}
@@ -82,7 +98,8 @@ class Conversion:
             of = name_of(resolve(options.base)) if options.base else ""
             weights, base = unmerge(weights, of, tokenizer, progress)
             tokenizer = ""
-        with ThreadPoolExecutor(1) as pool:  # a second core hashes the files while the first core copies
+        # A second core hashes the source files while the first core copies the weights.
+        with ThreadPoolExecutor(1) as pool:
             hashes = [pool.submit(sha256, path, path.stat().st_size) for path in self.sources]
 
             def manifest() -> Manifest:
@@ -118,22 +135,30 @@ class Conversion:
                 check_agreement(out, manifest(), model)
             write_bundle(out, _laid_out_first(manifest, hashes), list(weights.values()), progress)
 
-    def _check(self, kept: dict[str, TensorSource], upstream: dict[str, str]) -> Model:
-        """Return the model on the meta device. Raises :class:`ConvertError` unless the tensors are exactly the model's,
-        with the model's shapes."""
+    def _check(self, weights: dict[str, TensorSource], upstream: dict[str, str]) -> Model:
+        """Compare the tensors with the model's parameters, and return the model on the meta device.
+
+        Args:
+            weights: The bundle's name -> tensor.
+            upstream: The bundle's name -> the checkpoint's name, for messages.
+
+        Raises:
+            ConvertError: The tensors have other names or shapes than the model's parameters.
+        """
         try:
             model = build_on_meta(self.spec.architecture, self.config)
         except (ValueError, TypeError, ZeroDivisionError, OverflowError, RuntimeError) as error:
-            raise ConvertError(f"the checkpoint's config describes no model: {error}") from None
+            raise ConvertError(f"the checkpoint's config describes no valid model: {error}") from None
         state = model.state_dict()
-        packed = {name for name, tensor in state.items() if tensor.dtype == torch.uint8}  # rows of bytes
+        # A uint8 parameter contains packed low-bit weights. Its shape is [rows, bytes per row].
+        packed = {name for name, tensor in state.items() if tensor.dtype == torch.uint8}
         shapes = {
             name: (t.shape[0], t.nbytes // t.shape[0]) if name in packed and t.type in BY_TYPE else t.shape
-            for name, t in kept.items()
+            for name, t in weights.items()
         }
         if problems := mismatch(model, shapes, upstream):
             hint = (
-                "; if its widths are not the published ones, --arch FILE gives them"
+                "; if the model does not have the published widths, pass its widths with --arch FILE"
                 if self.widths_assumed
                 else ""
             )
@@ -145,16 +170,17 @@ class Conversion:
             if not parts and (wrong := [f"{got} of {name}" for name, got in sizes.items() if got != size]):
                 raise ConvertError(f"statistics of {what}: expected {size} numbers, got {', '.join(wrong)}")
         if odd := next(
-            (t for t in kept.values() if t.type not in (BY_TYPE if t.name in packed else TORCH_DTYPES)), None
+            (t for t in weights.values() if t.type not in (BY_TYPE if t.name in packed else TORCH_DTYPES)),
+            None,
         ):
-            known = ", ".join(kind.name for kind in TORCH_DTYPES)
-            raise ConvertError(f"tensor {upstream[odd.name]!r}: expected {known}, got {odd.type.name}")
+            supported = ", ".join(kind.name for kind in TORCH_DTYPES)
+            raise ConvertError(f"tensor {upstream[odd.name]!r}: expected {supported}, got {odd.type.name}")
         return model
 
 
 def _laid_out_first(manifest: Callable[[], Manifest], hashes: list[Future[str]]) -> Callable[[], Manifest]:
-    """Return a manifest function whose first call returns at once with the hashes so far, and whose later calls wait
-    for all hashes.
+    """Return a function that gives the manifest. The first call returns at once, with zeros for unfinished hashes.
+    Later calls wait for all hashes. The writer needs the first manifest only to lay out the file.
     """
     calls = 0
 

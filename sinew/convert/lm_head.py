@@ -1,5 +1,5 @@
-"""The language model's head, which no chunk of actions needs. It is kept on request, for subtasks, answers and the text
-of a stream, together with the prompts that its texts follow."""
+"""Read the language model's head, and the prompts for its texts. Actions do not need the head, so a bundle contains it
+only if the user requests it, for subtasks, answers and the text of a stream."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from sinew.steps.prompt.template import sentence
 
 LM_HEAD_SETTING = Setting(
     bool,
-    "true keeps the language model's head, for subtasks, answers and the text of a stream (docs/stream.md)",
+    "true stores the language model's head, for subtasks, answers and the text of a stream (docs/stream.md)",
 )
 PROMPT_SETTINGS = {
     "subtask_prompt": Setting(
-        str, "the prompt that a subtask follows, with {prompt} and {state} in their places"
+        str, "prompt for a subtask, with {prompt} for the instruction and {state} for the state"
     ),
-    "subtask_action": Setting(str, "what is written behind a subtask before actions follow"),
-    "question_prompt": Setting(str, "the prompt that an answer follows, with the question at {prompt}"),
+    "subtask_action": Setting(str, "text between a subtask and the actions"),
+    "question_prompt": Setting(str, "prompt for an answer, with {prompt} for the question"),
 }
 
 
 @dataclass(frozen=True)
 class LMHead:
-    """The part of the head that a bundle keeps.
+    """The language model's head in a bundle.
 
     Attributes:
         kind: The kind of head in the model's configuration: "", "own" or "tied".
         dead: Prefixes of the names of tensors that are not written into the bundle.
-        end: The id of the token that ends a text; -1 for none.
+        end: The id of the token that ends a text; -1 if there is no such token.
         notes: Notes for the user.
     """
 
@@ -55,16 +55,16 @@ def lm_head(
     dead: tuple[str, ...],
     tied: bool,
 ) -> LMHead:
-    """Return the parts of a checkpoint that ``--set lm_head=true`` keeps; without this setting, no parts.
+    """Select the parts of the language head that ``--set lm_head=true`` stores; without this setting, no parts.
 
     Args:
         options: The user's options.
         tensors: The checkpoint's tensors.
         head: Name of the head's matrix.
-        table: Name of the token table. Head and table are stored once if their bytes are equal.
+        table: Name of the token table. If head and table have equal bytes, the bundle stores them once.
         tokenizer: The tokenizer.
         end: Token that ends a text if tokenizer_config.json names no eos_token.
-        dead: Prefixes of the names of tensors that are left out if no head is kept.
+        dead: Prefixes of the names of tensors that are left out if the head is not stored.
         tied: True if a checkpoint without a head uses its token table.
 
     Raises:
@@ -77,7 +77,9 @@ def lm_head(
         return LMHead("", dead)
     matrix = tensors.get(head)
     if matrix is None and not tied:
-        raise ConvertError(f"--set lm_head=true: expected {head} in the checkpoint, got none")
+        raise ConvertError(
+            f"--set lm_head=true: expected {head} in the checkpoint, got none; omit this setting"
+        )
     shared = matrix is None or _same(matrix, tensors.get(table))
     eos = tokenizer.eos_token_id
     if eos is None:
@@ -85,10 +87,10 @@ def lm_head(
     ends = (
         f"a text ends with token {eos} ({tokenizer.token_text(eos)!r})"
         if eos is not None
-        else f"the tokenizer has no {end!r}, so a text ends at its length alone"
+        else f"the tokenizer has no {end!r}, so a text ends only at its largest length"
     )
     if shared:
-        note = f"language head: the token table once more, no bytes of its own; {ends}"
+        note = f"language head: it shares the token table, so it adds no bytes; {ends}"
         return LMHead("tied", dead, -1 if eos is None else eos, (note,))
     assert matrix is not None
     note = f"language head: {matrix.nbytes / 1e6:.1f} MB; {ends}"
@@ -105,8 +107,7 @@ def text_recipe(
     action: str = "",
     question: str = "",
 ) -> TextRecipe | None:
-    """Return the prompts of a kept language head. They come from ``--set``, else from the family; None if both prompts
-    are "".
+    """Return the prompts for the texts of the language head. ``--set`` overrides the family's prompts.
 
     Args:
         options: The user's options.
@@ -115,6 +116,12 @@ def text_recipe(
         subtask: The family's prompt for a subtask.
         action: The family's text between subtask and actions.
         question: The family's prompt for a question.
+
+    Returns:
+        The recipe; None if both prompts are "".
+
+    Raises:
+        ConvertError: A prompt contains ``{state}``, but the policy's prompt does not.
     """
     subtask = options.setting("subtask_prompt", subtask)
     question = options.setting("question_prompt", question)
@@ -123,7 +130,7 @@ def text_recipe(
     for name, words in (("subtask_prompt", subtask), ("question_prompt", question)):
         if "{state}" in words and state is None:
             raise ConvertError(
-                f"--set {name}: expected no {{state}}, as this policy's prompts have none, got one"
+                f"--set {name}: expected no {{state}}, because this policy's prompts do not contain the state, got one"
             )
     return TextRecipe(
         subtask=(*before, *sentence(subtask, state)) if subtask else (),

@@ -20,7 +20,7 @@ DECODER: Renames = ((".input_layernorm.", ".input_norm."), (".post_attention_lay
 
 
 def rename(name: str, prefixes: Renames) -> str:
-    """Replace the first prefix that matches, then the names of blocks."""
+    """Replace the first prefix that matches, then rename the model's blocks."""
     name = replace_prefix(name, prefixes)
     for old, new in ATTENTION + VISION + DECODER:
         name = name.replace(old, new)
@@ -28,23 +28,26 @@ def rename(name: str, prefixes: Renames) -> str:
 
 
 def replace_prefix(name: str, prefixes: Renames) -> str:
-    """Replace the first prefix that matches."""
+    """Replace the first of ``prefixes``, pairs (old, new), with which ``name`` begins."""
     old, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
     return new + name[len(old) :]
 
 
 def upstream_name(name: str, prefixes: Renames) -> str:
-    """Return the name in transformers, the inverse of :func:`rename`. It is needed to write checkpoints."""
+    """Return the name of a tensor in transformers, the inverse of :func:`rename`, to write a checkpoint."""
     for old, new in ATTENTION + (VISION if name.startswith("vision.") else DECODER):
         name = name.replace(new, old)
     return replace_prefix(name, tuple((new, old) for old, new in prefixes))
 
 
 def language_rules(upstream: str, layers: int = 0, norm: str = "norm") -> tuple[Rule, ...]:
-    """Return the rules for a language model below the pattern ``upstream``.
+    """Return the rules that rename the tensors of a language model.
 
-    ``layers`` is the number of layers that are read, the others are dropped; 0 reads all layers. ``norm`` is the name
-    of the final norm, "" if it is not read."""
+    Args:
+        upstream: Pattern of the prefix of their names.
+        layers: Number of layers that are read. Later layers are dropped. 0 reads all layers.
+        norm: Name of the final norm; "" if it is not read.
+    """
     dropped = "|".join(str(i) for i in range(layers, 4 * layers + 64))
     layer = "self_attn=attn input_layernorm=input_norm post_attention_layernorm=post_norm mlp"
     return (

@@ -1,4 +1,4 @@
-"""Rewrite a bundle of an older format in the present format: the header is new, and every tensor is copied byte for
+"""Rewrite a bundle of an older format in the current format: the header is new, and every tensor is copied byte for
 byte."""
 
 from __future__ import annotations
@@ -25,34 +25,47 @@ def is_bundle(path: Path) -> bool:
 def upgrade(
     source: Path, out: Path, options: ConvertOptions, progress: Progress | None = None, **more: object
 ) -> tuple[Bundle, tuple[str, ...]]:
-    """Write the bundle ``source`` in the present format. Return the new bundle, and notes about its differences.
+    """Write the bundle ``source`` in the current format.
 
-    ``out`` may be ``source``; a symbolic link stays a link. The new file takes its name when it is complete and on the
-    disk. Exported graphs, proofs and FP8 scales of the old file are not valid for the new file.
+    The new file replaces ``out`` when it is complete and on the disk. Exported graphs, proofs and FP8 scales of the old
+    file are not valid for the new file.
 
-    Raises :class:`ConvertError` if there are options or other arguments (``more``) that are valid for checkpoints only,
-    for a bundle of the present format, and for a damaged bundle.
+    Args:
+        source: A bundle of an older format.
+        out: The file to write. It may be ``source``. A symbolic link remains a link.
+        options: Options of the conversion. An older bundle accepts none.
+        progress: Called with the number of bytes that were just written.
+        **more: Further arguments, which only checkpoints accept.
+
+    Returns:
+        The new bundle, and notes about its differences.
+
+    Raises:
+        ConvertError: There are options, the bundle has the current format already, or the bundle is damaged.
     """
-    for name in (*options.given, *(name for name, value in more.items() if value)):
-        raise ConvertError(f"--{name.replace('_', '-')}: expected a checkpoint, got the bundle {source}")
+    for name in (*options.non_defaults, *(name for name, value in more.items() if value)):
+        raise ConvertError(
+            f"--{name.replace('_', '-')}: expected a checkpoint, got the bundle {source}; omit this option"
+        )
     opened = Bundle(source.resolve())
     before, now = opened.file.metadata[KEY_VERSION], READS[-1]
     if before == now:
         raise ConvertError(
-            f"{source}: expected a checkpoint or a bundle before format {now}, got one of format {now}"
+            f"{source}: expected a checkpoint or a bundle before format {now}, got one of format {now}, which needs no"
+            " conversion"
         )
-    if (
-        changed := opened.verify() if opened.hashes is not None else ()
-    ):  # new hashes would bless what is damaged
+    # Stop here if a tensor is damaged, because new hashes would make the damaged file look valid.
+    if damaged := opened.verify() if opened.hashes is not None else ():
         raise ConvertError(
-            f"{source}: {len(changed)} tensors differ from what was written, {changed[0]} first; nothing was written"
+            f"{source}: {len(damaged)} tensors are damaged, {damaged[0]} first; nothing was written. Copy or convert"
+            " the bundle again"
         )
     target = opened.path if out.exists() and out.samefile(source) else out
     rewrite(opened, opened.manifest, target, progress, durable=True)
     written = Bundle(target)
     if written.manifest != opened.manifest or (opened.hashes or written.hashes) != written.hashes:
-        raise AssertionError("an upgraded bundle reads as another one")
+        raise AssertionError("the upgraded bundle has other contents than the old bundle; please report this")
     news = "; ".join(NEWS[version] for version in range(before + 1, now + 1))
-    hashes = "" if opened.hashes else ", which had no hashes and have them now"
-    notes = (f"format {before} to {now} ({news})", f"{len(written.infos)} tensors as they were{hashes}")
+    hashes = "" if opened.hashes else ", and their hashes were added"
+    notes = (f"format {before} to {now} ({news})", f"{len(written.infos)} tensors are unchanged{hashes}")
     return written, notes

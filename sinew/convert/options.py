@@ -1,4 +1,4 @@
-"""The options that the user can add to a checkpoint, and their record in the bundle."""
+"""Parse the options that the user can add to a checkpoint, and record the options in the bundle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from sinew.core import BundleError, ConvertError, MotionSpec, VectorSpec
 from sinew.core.fields import from_builtins
 
-COMMON = ("compat", "control_hz", "motion", "settings", "vectors")  # options of every family
+COMMON = ("compat", "control_hz", "motion", "settings", "vectors")  # every family supports these options
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,14 @@ class Setting:
         return value
 
 
-IGNORE_SETTING = Setting(str, "keys of config.json to leave aside, separated by commas")
+IGNORE_SETTING = Setting(str, "keys of config.json to skip, separated by commas")
 COMMITTED_ROWS_SETTING = Setting(
-    int, "most rows of a running chunk that the head was trained to continue (training-time RTC)", 0, 10_000
+    int,
+    "longest action prefix, in actions, that the head was trained to continue (training-time RTC)",
+    0,
+    10_000,
 )
-SOLVER_STEPS_SETTING = Setting(int, "solver steps of a request that does not say how many", 1, 100)
+SOLVER_STEPS_SETTING = Setting(int, "solver steps of a request that does not state their number", 1, 100)
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,16 @@ class Joints:
     units: tuple[str, ...] = ()
 
     def named(self, key: str, vector: VectorSpec | None = None) -> VectorSpec:
-        """Return a vector with these names and units. Raises :class:`ConvertError` if their count differs from the
-        vector's size, or if the checkpoint states others."""
+        """Return a vector with these names and units.
+
+        Args:
+            key: "state" or "action", for messages.
+            vector: The checkpoint's vector; None if the checkpoint is not read yet.
+
+        Raises:
+            ConvertError: The number of names or units differs from the vector's size, or the checkpoint states other
+                names or units.
+        """
         size = len(self.names or self.units)
         spec = VectorSpec(size) if vector is None else vector
         for what, names_or_units, own in (
@@ -79,9 +90,7 @@ class Joints:
             if names_or_units and len(names_or_units) != spec.dim:
                 raise ConvertError(f"--vectors: {key}.{what}: expected {spec.dim}, got {len(names_or_units)}")
             if names_or_units and own and names_or_units != own:
-                mismatch = (
-                    f"expected {', '.join(own)}, as the checkpoint says, got {', '.join(names_or_units)}"
-                )
+                mismatch = f"expected {', '.join(own)} as in the checkpoint, got {', '.join(names_or_units)}"
                 raise ConvertError(f"--vectors: {key}.{what}: {mismatch}")
         return replace(spec, names=self.names or spec.names, units=self.units or spec.units)
 
@@ -92,20 +101,21 @@ class CheckpointFlags:
 
     Attributes:
         vlm: directory of the vision-language model that the checkpoint names: its config.json, tokenizer, processor.
-        base: directory of the base model, for checkpoints that hold only what was trained on top of it: a LoRA
-            adapter of LeRobot's SmolVLA, pi0, pi0.5 or pi0-FAST, which is merged; some of GR00T's.
-        tokenizer: a tokenizer.json or a directory that has one, instead of the checkpoint's own.
-        action_tokenizer: directory of FAST's tokenizer, for policies that generate actions as its tokens.
+        base: directory of the base model, for checkpoints that contain only the trained changes: a LoRA adapter of
+            LeRobot's SmolVLA, pi0, pi0.5 or pi0-FAST, which is merged; some checkpoints of GR00T.
+        tokenizer: a tokenizer.json or a directory that contains one, instead of the checkpoint's own.
+        action_tokenizer: directory of the FAST tokenizer, for policies that generate actions as FAST tokens.
         arch: JSON file with the widths behind a named variant, instead of the language model's config.
         stats: a data set's meta/stats.json, for checkpoints without statistics.
         dataset: directory or hub name of the LeRobot data set: names of joints, actions per second, and statistics if
             the checkpoint has none.
         compat: version to follow where versions of the training project disagree.
-        openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid), or a file with one of
-            your own (docs/tutorial-openpi.md).
-        embodiment: tag of the robot, for checkpoints of several.
-        stats_key: which of several sets of statistics (arm/dataset if there are two levels).
-        control_hz: actions per second at which the chunk should be executed; checkpoints do not state it.
+        openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid), or a file with your own
+            training config (docs/tutorial-openpi.md).
+        embodiment: tag of the robot, for checkpoints of several robots.
+        stats_key: name of the set of statistics to use, if the checkpoint has several (arm/dataset if there are two
+            levels).
+        control_hz: actions per second at which the robot should execute a chunk; checkpoints do not state it.
     """
 
     vlm: Path | None = None
@@ -124,15 +134,19 @@ class CheckpointFlags:
 
 @dataclass(frozen=True)
 class ConvertOptions(CheckpointFlags):
-    """The options that the user can add to a checkpoint: see ``sinew convert --help``. Empty values are not set."""
+    """The options that the user can add to a checkpoint: see ``sinew convert --help``. Empty values are not set.
 
-    cameras: tuple[str, ...] = ()  # names of cameras, for checkpoints that do not state them
-    motion: MotionSpec | None = None  # the reference of the actions, which no checkpoint states
-    # "state" and "action" -> their names and units. No config has units.
+    Attributes:
+        cameras: Names of the cameras, for checkpoints that do not state them.
+        motion: The reference of the actions, which no checkpoint states.
+        vectors: "state" and "action" -> the names and units of their numbers. No checkpoint states units.
+        settings: The values of ``--set`` as text. The family parses them.
+    """
+
+    cameras: tuple[str, ...] = ()
+    motion: MotionSpec | None = None
     vectors: Mapping[str, Joints] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # values of --set: text, which the family parses
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def setting(self, name: str, default: Any) -> Any:
         """Return the value of ``--set NAME=VALUE``, else ``default``."""
@@ -141,38 +155,48 @@ class ConvertOptions(CheckpointFlags):
     def for_family(
         self, family: ModuleType, source: Path, common: Mapping[str, Setting] | None = None
     ) -> ConvertOptions:
-        """Return the options with settings as values of their types. ``common`` has the settings of every family.
+        """Parse the settings with the types that the family declares.
 
-        Raises :class:`ConvertError` for an option or a setting that the family does not read, because a request of the
-        user must not be ignored silently.
+        Args:
+            family: The family's module. OPTIONS and SETTINGS list the options that it supports.
+            source: The checkpoint, for messages.
+            common: The settings that every family supports.
+
+        Returns:
+            The options with settings as values of their types.
+
+        Raises:
+            ConvertError: The family does not support an option or a setting. Ignoring it silently would hide the user's
+                mistake.
         """
-        for name in self.given:
+        for name in self.non_defaults:
             if name not in (*COMMON, *family.OPTIONS):
-                known = ", ".join(_flag(option) for option in family.OPTIONS)
+                supported = ", ".join(_flag(option) for option in family.OPTIONS) or "none"
                 raise ConvertError(
-                    f"{_flag(name)}: {source} is a checkpoint of {' or '.join(family.NAMES)}, which takes {known}"
+                    f"{_flag(name)}: {source} is a checkpoint of {' or '.join(family.NAMES)}, which does not take this"
+                    f" option; it takes {supported}"
                 )
         settings = {**family.SETTINGS, **(common or {})}
         for name in self.settings:
             if name not in settings:
-                known = "; ".join(f"{key}: {setting.help}" for key, setting in settings.items())
+                supported = "; ".join(f"{key}: {setting.help}" for key, setting in settings.items())
                 raise ConvertError(
-                    f"--set {name}: expected a setting of {' or '.join(family.NAMES)} ({known or 'none'})"
+                    f"--set {name}: expected a setting of {' or '.join(family.NAMES)} ({supported or 'none'})"
                 )
         values = {name: settings[name].parse(name, str(text)) for name, text in self.settings.items()}
         return replace(self, settings=values)
 
     @property
-    def given(self) -> tuple[str, ...]:
+    def non_defaults(self) -> tuple[str, ...]:
         """Return the names of the options that differ from their defaults."""
         return tuple(
             f.name for f in fields(self) if getattr(self, f.name) != getattr(ConvertOptions(), f.name)
         )
 
     def record(self) -> dict[str, str]:
-        """Return the options that were set, as text for the provenance. Of paths, only the last two names are kept."""
+        """Return the options that were set, as text for the provenance. A path is recorded as its last two names."""
         texts: dict[str, str] = {}
-        for name in self.given:
+        for name in self.non_defaults:
             value = getattr(self, name)
             if isinstance(value, Path):
                 value = "/".join(value.resolve().parts[-2:])
@@ -190,20 +214,24 @@ class ConvertOptions(CheckpointFlags):
 COMPAT = get_args(get_type_hints(CheckpointFlags)["compat"])
 
 
-def parse_motion(given: Mapping[str, Any] | None) -> MotionSpec | None:
-    """Return the value of ``--motion``. Raises :class:`ConvertError`. The bundle's checks cover the numbers."""
-    if given is None:
+def parse_motion(record: Mapping[str, Any] | None) -> MotionSpec | None:
+    """Return the value of ``--motion``. Raises :class:`ConvertError`. The bundle's own check validates the numbers."""
+    if record is None:
         return None
     try:
-        return from_builtins(dict(given), MotionSpec, "--motion")
+        return from_builtins(dict(record), MotionSpec, "--motion")
     except BundleError as error:
         raise ConvertError(str(error)) from None
 
 
-def parse_vectors(given: Mapping[str, Any] | None) -> dict[str, Joints]:
-    """Return the value of ``--vectors``: names and units of state and action. Raises :class:`ConvertError`."""
+def parse_vectors(record: Mapping[str, Any] | None) -> dict[str, Joints]:
+    """Return the value of ``--vectors``: names and units of state and action.
+
+    Raises:
+        ConvertError: The value is not valid.
+    """
     vectors = {}
-    for key, values in (given or {}).items():
+    for key, values in (record or {}).items():
         if key not in ("state", "action") or not isinstance(values, Mapping):
             raise ConvertError(
                 f"--vectors: expected state and action, each an object with names or units, got {key!r:.80}"
@@ -217,14 +245,20 @@ def parse_vectors(given: Mapping[str, Any] | None) -> dict[str, Joints]:
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, str]:
-    """Return NAME -> VALUE from texts of the form ``NAME=VALUE``. Raises :class:`ConvertError`."""
+    """Return NAME -> VALUE from texts of the form ``NAME=VALUE``.
+
+    Raises:
+        ConvertError: A text has another form, or a name occurs twice.
+    """
     values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or not equals:
             raise ConvertError(f"--set {text}: expected NAME=VALUE")
         if name in values:
-            raise ConvertError(f"--set {name}: expected one value, got {values[name]!r} and {value!r}")
+            raise ConvertError(
+                f"--set {name}: expected one value, got {values[name]!r} and {value!r}; pass it once"
+            )
         values[name] = value
     return values
 

@@ -16,12 +16,20 @@ from sinew.steps.image.base import ImageStep
 
 
 def qwen3(text: JsonRecord, layers: int, width: int) -> DecoderConfig:
-    """Return the sizes of the first ``layers`` layers of a Qwen3 language model; all layers if ``layers`` is not
-    positive. ``width`` is the width of the features in the checkpoint."""
+    """Return the sizes of the first ``layers`` layers of a Qwen3 language model.
+
+    Args:
+        text: The language model's configuration.
+        layers: Number of layers; 0 or less for all layers.
+        width: Width of the features that the checkpoint expects.
+
+    Raises:
+        ConvertError: The language model has another width.
+    """
     if text["hidden_size"] != width:
         raise ConvertError(
             f"{text.path}: text_config.hidden_size is {text['hidden_size']}, the checkpoint's"
-            f" backbone_embedding_dim {width}: --vlm names another model"
+            f" backbone_embedding_dim {width}; --vlm names another model, pass the one that the checkpoint names"
         )
     return decoder(
         text,
@@ -33,11 +41,14 @@ def qwen3(text: JsonRecord, layers: int, width: int) -> DecoderConfig:
 
 
 def qwen25_vision(vision: JsonRecord) -> Qwen25ViTConfig:
-    """Return the sizes of Qwen2.5-VL's tower. Raises :class:`ConvertError` and ValueError."""
+    """Return the sizes of Qwen2.5-VL's vision tower. Raises :class:`ConvertError` and ValueError."""
     vision.expect(hidden_act="silu", in_channels=3, in_chans=3)
     patch, merge, window = vision["patch_size"], vision["spatial_merge_size"], vision["window_size"]
     if window % (patch * merge):
-        raise ConvertError(f"{vision.path}: {vision.name}window_size: expected whole tokens, got {window}")
+        raise ConvertError(
+            f"{vision.path}: {vision.name}window_size: expected whole tokens, a multiple of {patch * merge} pixels,"
+            f" got {window}"
+        )
     return Qwen25ViTConfig(
         hidden_size=vision["hidden_size"],
         intermediate_size=vision["intermediate_size"],
@@ -59,7 +70,11 @@ def qwen25_language(text: JsonRecord) -> DecoderConfig:
 
 
 def position_sections(text: JsonRecord) -> tuple[int, int, int]:
-    """Return how many rotary frequencies turn with time, row and column. Raises :class:`ConvertError`."""
+    """Return how many rotary frequencies encode time, row and column.
+
+    Raises:
+        ConvertError: The sections of the rotary embedding are not supported.
+    """
     rope = (text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})
     sections = rope.get("mrope_section")
     if not isinstance(sections, list) or len(sections) != 3:
@@ -70,7 +85,7 @@ def position_sections(text: JsonRecord) -> tuple[int, int, int]:
 def qwen_pictures(
     steps: tuple[ImageStep, ...], preprocessor: JsonRecord, cameras: Sequence[CameraSpec]
 ) -> ImageRecipe:
-    """Return the recipe of cameras whose pictures keep their own sizes.
+    """Return the image recipe of a policy that reads each camera at the camera's own size.
 
     Args:
         steps: The steps from a frame to its picture.
@@ -78,7 +93,7 @@ def qwen_pictures(
         cameras: The cameras, with the sizes of their frames.
 
     Returns:
-        A recipe with a size for each camera, unless all have the same.
+        A recipe with a size for each camera. The sizes are omitted if all cameras have the same size.
     """
     sizes = []
     for camera in cameras:
@@ -97,7 +112,12 @@ def sizes_of_views(image: ImageRecipe, views: int) -> tuple[tuple[int, int], ...
 
 
 def qwen25_rules(language: str, vision: str) -> tuple[Rule, ...]:
-    """Return the rules of Qwen2.5-VL's tensors. language, vision: patterns of the prefixes of their names."""
+    """Return the rules that rename Qwen2.5-VL's tensors.
+
+    Args:
+        language: Pattern of the prefix of the language model's names.
+        vision: Pattern of the prefix of the vision tower's names.
+    """
     return (
         *language_rules(language),
         Rule(

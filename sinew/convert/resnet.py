@@ -1,5 +1,5 @@
-"""Rename torchvision's ResNets in a checkpoint to the names of :mod:`sinew.layers.resnet`, and LeRobot's encoder of
-views, which has a ResNet, to the names of :mod:`sinew.layers.keypoints`."""
+"""Rename torchvision's ResNets in a checkpoint to the names of :mod:`sinew.layers.resnet`, and LeRobot's image encoder
+with a ResNet to the names of :mod:`sinew.layers.keypoints`."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from sinew.convert.tensors import Rule, apply, computed, reshape
 from sinew.core import ConvertError
 from sinew.layers.resnet import folded
 
-# Index of a child of torchvision's ResNet in a Sequential -> name of the child.
+# Some checkpoints store a ResNet as a torch Sequential. Index of a child there -> torchvision's name of the child.
 CHILDREN = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
 PARTS = {"downsample.0": "shortcut", "downsample.1": "shortcut_norm", "bn1": "norm1", "bn2": "norm2"}
-VALUES = (
-    "weight",
-    "bias",
-    "running_mean",
-    "running_var",
-)  # tensors of a batch norm, in the order of :func:`folded`
+# The tensors of a batch norm, in the order in which `folded` accepts them.
+VALUES = ("weight", "bias", "running_mean", "running_var")
 
 
-def backbone(found: Mapping[str, TensorSource], theirs: str, ours: str) -> dict[str, TensorSource]:
-    """Return the tensors with the names below ``theirs`` renamed to ``ours``, and each batch norm folded into its
-    convolution.
+def backbone(tensors: Mapping[str, TensorSource], theirs: str, ours: str) -> dict[str, TensorSource]:
+    """Rename a ResNet's tensors, and fold each batch norm into its convolution.
 
-    Norms over groups of channels stay as they are. Batch counts of a batch norm are left out, because they concern
-    training only. Tensors outside of the ResNet keep their names. Raises :class:`ConvertError` if a part of a norm is
-    missing.
+    Group norms stay as they are. Counters of a batch norm (num_batches_tracked) are dropped, because they concern
+    training only. Tensors outside of the ResNet keep their names.
+
+    Args:
+        tensors: Name -> tensor of the checkpoint.
+        theirs: Prefix of the ResNet's names in the checkpoint.
+        ours: Prefix of the new names.
+
+    Raises:
+        ConvertError: A part of a norm is missing.
     """
-    out = {name: source for name, source in found.items() if not name.startswith(theirs)}
-    own = {name: source for name, source in found.items() if name.startswith(theirs)}
+    out = {name: source for name, source in tensors.items() if not name.startswith(theirs)}
+    own = {name: source for name, source in tensors.items() if name.startswith(theirs)}
     for norm in [name.removesuffix(".running_var") for name in own if name.endswith(".running_var")]:
         own.pop(f"{norm}.num_batches_tracked", None)
         conv = before(norm)
         parts = f"{conv}.weight", *(f"{norm}.{part}" for part in VALUES)
         if missing := [part for part in parts if part not in own]:
-            raise ConvertError(f"{missing[0]} is missing")
+            raise ConvertError(f"tensor {missing[0]} is missing; copy the complete checkpoint")
         weight, *four = (own.pop(part) for part in parts)
         name = ours + module(conv.removeprefix(theirs))
         out[f"{name}.weight"] = computed(lambda *v: folded(*v)[0], weight, *four, shape=weight.shape)
@@ -50,15 +52,15 @@ def backbone(found: Mapping[str, TensorSource], theirs: str, ours: str) -> dict[
 
 
 def before(norm: str) -> str:
-    """Return the convolution before a norm: conv1 of bn1, downsample.0 of downsample.1, 0 of 1."""
+    """Return the name of the convolution before a norm: conv1 for bn1, downsample.0 for downsample.1, 0 for 1."""
     return re.sub(r"bn(\d)$", r"conv\1", norm) if norm[-3:-1] == "bn" else norm[:-1] + "0"
 
 
 def module(theirs: str) -> str:
-    """Return our name of a ResNet's module; "" for any other module.
+    """Return Sinew's name of a ResNet's module; "" for any other module.
 
     For example conv1 -> stem; layer1.0.bn1 -> stages.0.0.norm1; layer2.0.downsample.0 -> stages.1.0.shortcut.
-    Children of a Sequential have numbers.
+    ``theirs`` is torchvision's name. The children of a Sequential have numbers.
     """
     first, _, rest = theirs.partition(".")
     first = CHILDREN.get(first, first)
@@ -69,13 +71,19 @@ def module(theirs: str) -> str:
     return f"stages.{int(stage[1]) - 1}.{block}.{PARTS.get(part, part)}" if stage and part else ""
 
 
-def keypoint_encoder(found: Mapping[str, TensorSource], theirs: str, ours: str) -> dict[str, TensorSource]:
-    """Return the tensors, with LeRobot's encoder of views below ``theirs`` renamed to a :class:`KeypointEncoder` below
-    ``ours``. Both prefixes end with a dot."""
+def keypoint_encoder(tensors: Mapping[str, TensorSource], theirs: str, ours: str) -> dict[str, TensorSource]:
+    """Rename the tensors of LeRobot's image encoder to those of a :class:`KeypointEncoder`.
+
+    Args:
+        tensors: Name -> tensor of the checkpoint.
+        theirs: Prefix of the encoder's names in the checkpoint, with a dot at its end.
+        ours: Prefix of the new names, with a dot at its end.
+    """
     maps, old = f"{ours}keypoints.maps", re.escape(theirs)
     rules = (
+        # pool.nets is a 1x1 convolution, which Sinew computes as a matrix product.
         Rule(
-            rf"{old}pool\.nets\.weight",  # a convolution of one pixel
+            rf"{old}pool\.nets\.weight",
             (f"{maps}.weight",),
             lambda source: reshape(source, source.shape[0], -1),
         ),
@@ -83,4 +91,4 @@ def keypoint_encoder(found: Mapping[str, TensorSource], theirs: str, ours: str) 
         Rule(rf"{old}pool\.pos_grid", (f"{ours}keypoints.places",)),
         Rule(rf"{old}out\.(.+)", (rf"{ours}out.\1",)),
     )
-    return apply(backbone(found, f"{theirs}backbone.", f"{ours}tower."), rules)
+    return apply(backbone(tensors, f"{theirs}backbone.", f"{ours}tower."), rules)

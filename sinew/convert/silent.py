@@ -1,6 +1,7 @@
-"""The tokenizer and the prompt recipe of a policy without language.
+"""The tokenizer and the prompt recipe of a policy that reads no instruction.
 
-Every bundle has both. Here, any instruction becomes one token, which the model's ``read`` ignores.
+Every bundle needs a tokenizer and a prompt recipe. These ones turn any instruction into one token, and the model
+ignores it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ TOKENIZER = (
     ' "model": {"type": "WordLevel", "vocab": {"go": 0}, "unk_token": "go"}}'
 )
 PROMPT = PromptRecipe(max_tokens=1, vocab_size=1, pad_token_id=0, steps=(Text(WORD),))
+# Fields of sinew.core.PolicySpec for such a policy.
 SPEC: dict[str, Any] = {
     "max_prompt_tokens": 1,
     "default_prompt": WORD,
-}  # fields of :class:`sinew.core.PolicySpec`
+}

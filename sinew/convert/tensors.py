@@ -1,9 +1,8 @@
-"""Tensors of a checkpoint as sources, and transforms that make new sources from them.
+"""Describe a checkpoint's tensors without reading them, and describe new tensors that are computed from them.
 
-No data is read when a transform is applied: a part of a file stays a part of that file, and computed tensors are
-computed when the bundle is written, one tensor at a time. Transforms that move elements (split, join, pick, transpose,
-reshape) work on stored bits, so bfloat16 needs no arithmetic. :func:`computed` reads float32 values and returns
-float32.
+Data is read only when the bundle is written, one tensor at a time. Transforms that move elements (split, join, pick,
+transpose, reshape) work on stored bits, so bfloat16 needs no arithmetic. :func:`computed` reads float32 values and
+returns float32. A part of a file stays a part of that file.
 """
 
 from __future__ import annotations
@@ -24,7 +23,13 @@ Transform = Callable[..., np.ndarray]
 
 @dataclass(frozen=True)
 class Transformed:
-    """Bytes that ``transform`` computes from ``inputs`` on demand. ``read`` returns the elements of one input."""
+    """Bytes that are computed on demand.
+
+    Attributes:
+        inputs: The tensors from which the bytes are computed.
+        transform: The function that computes an array from the arrays of ``inputs``.
+        read: The function that reads one input as an array.
+    """
 
     inputs: tuple[TensorSource, ...]
     transform: Transform
@@ -36,7 +41,7 @@ class Transformed:
 
 
 def read_elements(source: TensorSource) -> np.ndarray:
-    """Return the stored elements of a tensor: float32, float16, or uint16 for the bits of bfloat16."""
+    """Return the stored elements of a tensor: float32, float16, or uint16 with the bits of bfloat16."""
     raw = b"".join(bytes(block) for block in source.data.blocks())
     return np.frombuffer(raw, ELEMENTS[source.type]).reshape(source.shape)
 
@@ -44,29 +49,34 @@ def read_elements(source: TensorSource) -> np.ndarray:
 def read_array(source: TensorSource) -> np.ndarray:
     """Return the values of a tensor as float32."""
     elements = read_elements(source)
-    if source.type is BF16:  # the upper half of float32
+    # bfloat16 is the upper 16 bits of float32.
+    if source.type is BF16:
         return (elements.astype(np.uint32) << 16).view(np.float32)
     return elements.astype(np.float32, copy=False)
 
 
 def constant(name: str, array: np.ndarray) -> TensorSource:
-    """Return a source of the float32 values of ``array``, which come from no file."""
+    """Return a source of the float32 values of ``array``, which are not from a file."""
     values = np.ascontiguousarray(array, np.float32)
     return TensorSource(name, values.shape, F32, values.nbytes, ArraySlice(values))
 
 
 def moved(transform: Transform, *sources: TensorSource, shape: tuple[int, ...] | None = None) -> TensorSource:
-    """Return the source whose elements are ``transform(*elements of sources)``. The transform may only move and drop
-    elements.
+    """Return a source whose elements are ``transform(*elements of sources)``.
 
-    ``shape`` is the shape of the result. Without it, the transform is called once on arrays that take no memory as long
-    as the transform makes views. Raises :class:`ConvertError` if shapes do not fit, or if sources differ in their
-    storage type.
+    Args:
+        transform: A function that may only move and drop elements.
+        *sources: The inputs. All have the same storage type.
+        shape: Shape of the result. If None, the transform is called once on arrays that take no memory as long as the
+            transform makes views.
+
+    Raises:
+        ConvertError: The shapes do not fit, or the storage types differ.
     """
     first = sources[0]
     if other := next((s for s in sources if s.type is not first.type), None):
         raise ConvertError(
-            f"{other.name}: expected {first.type.name} as {first.name} has, got {other.type.name}"
+            f"{other.name}: expected type {first.type.name} like {first.name}, got {other.type.name}"
         )
     shape = _shape(transform, sources, ELEMENTS[first.type]) if shape is None else shape
     nbytes = math.prod(shape) * ELEMENTS[first.type].itemsize
@@ -76,7 +86,13 @@ def moved(transform: Transform, *sources: TensorSource, shape: tuple[int, ...] |
 def computed(
     transform: Transform, *sources: TensorSource, shape: tuple[int, ...] | None = None
 ) -> TensorSource:
-    """Return the source of float32 values ``transform(*float32 values of sources)``; shape as in :func:`moved`."""
+    """Return a source of the float32 values ``transform(*float32 values of sources)``.
+
+    Args:
+        transform: A function of float32 arrays.
+        *sources: The inputs.
+        shape: Shape of the result. If None, the transform is called once to find it, as in :func:`moved`.
+    """
 
     def as_float32(*values: np.ndarray) -> np.ndarray:
         return np.asarray(transform(*values), np.float32)
@@ -101,7 +117,7 @@ def rounded(source: TensorSource) -> TensorSource:
 
 
 def transpose(source: TensorSource, *axes: int) -> TensorSource:
-    """Return the source with its axes in the order ``axes``; without ``axes``, their order is reversed."""
+    """Return the source with its axes in the order ``axes``. Without ``axes``, the order of the axes is reversed."""
     return moved(lambda x: x.transpose(axes or None), source)
 
 
@@ -112,7 +128,7 @@ def reshape(source: TensorSource, *shape: int) -> TensorSource:
 
 
 def pick(source: TensorSource, *index: int) -> TensorSource:
-    """Return ``source[index]``, an entry of the first axes, such as one layer of a stack or one embodiment."""
+    """Return the entry ``source[index]`` of the first axes, for example one layer of a stack."""
     if len(index) > len(source.shape) or any(
         not 0 <= i < n for i, n in zip(index, source.shape, strict=False)
     ):
@@ -123,7 +139,7 @@ def pick(source: TensorSource, *index: int) -> TensorSource:
 
 
 def rows(source: TensorSource, start: int, stop: int) -> TensorSource:
-    """Return ``source[start:stop]`` along the first axis. If the source is a part of a file, so is the result."""
+    """Return ``source[start:stop]`` along the first axis. A part of a file stays a part of that file."""
     if not source.shape or not 0 <= start <= stop <= source.shape[0]:
         raise ConvertError(f"{source.name}: shape {list(source.shape)} has no rows {start} to {stop}")
     if not isinstance(source.data, FileSlice) or source.shape[0] == 0:
@@ -135,9 +151,15 @@ def rows(source: TensorSource, start: int, stop: int) -> TensorSource:
 
 
 def split(source: TensorSource, sizes: Sequence[int], axis: int = 0) -> tuple[TensorSource, ...]:
-    """Return consecutive parts of ``sizes`` along ``axis``, such as the parts of a fused projection.
+    """Return consecutive parts of a tensor, for example the parts of a fused projection.
 
-    Raises :class:`ConvertError` unless the sizes add up to the axis.
+    Args:
+        source: The tensor.
+        sizes: Sizes of the parts along ``axis``.
+        axis: The axis to split.
+
+    Raises:
+        ConvertError: The sizes do not add up to the size of the axis.
     """
     if not 0 <= axis < len(source.shape) or sum(sizes) != source.shape[axis]:
         raise ConvertError(
@@ -163,24 +185,26 @@ def join(*sources: TensorSource, axis: int = 0) -> TensorSource:
     rest = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
     if len(rest) > 1 or not 0 <= axis < min(map(len, shapes)):
         named = ", ".join(f"{s.name} {list(s.shape)}" for s in sources)
-        raise ConvertError(f"{named}: do not join along axis {axis}")
+        raise ConvertError(f"{named}: these tensors cannot be joined along axis {axis}")
     shape = (*shapes[0][:axis], sum(s[axis] for s in shapes), *shapes[0][axis + 1 :])
     return moved(lambda *parts: np.concatenate(parts, axis), *sources, shape=shape)
 
 
-def fuse(found: dict[str, TensorSource], prefix: str) -> None:
+def fuse(tensors: dict[str, TensorSource], prefix: str) -> None:
     """Join queries, keys and values below ``prefix`` in place: ``q_proj``, ``k_proj``, ``v_proj`` become ``qkv``."""
-    for name in [name for name in found if name.startswith(prefix) and ".q_proj." in name]:
-        parts = [found.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
-        found[name.replace(".q_proj.", ".qkv.")] = join(*parts)
+    for name in [name for name in tensors if name.startswith(prefix) and ".q_proj." in name]:
+        parts = [tensors.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+        tensors[name.replace(".q_proj.", ".qkv.")] = join(*parts)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule renames tensors whose whole name matches ``pattern`` to ``names`` (templates of ``re.Match.expand``).
+    """A rule that renames, splits or drops the tensors whose whole name matches a pattern.
 
-    ``make`` turns the source into one source per name; without ``make``, the source is only renamed. A rule without
-    names drops the tensors.
+    Attributes:
+        pattern: Regular expression for the whole name.
+        names: Templates of the new names (``re.Match.expand``); () drops the tensors.
+        make: Function from the tensor to one tensor per name; None only renames the tensor.
     """
 
     pattern: str
@@ -192,10 +216,10 @@ def renames(theirs: str, ours: str, modules: str) -> tuple[Rule, ...]:
     """Return the rules that rename modules with all their tensors.
 
     Args:
-        theirs: Pattern of the prefix of their names.
-        ours: Template of the prefix of our names.
-        modules: Words ``theirs=ours``, or one name for both. ``{qkv}`` in our name splits a joint matrix into queries,
-            keys and values.
+        theirs: Pattern of the prefix of the checkpoint's names.
+        ours: Template of the prefix of Sinew's names.
+        modules: Entries ``theirs=ours``, separated by spaces, or one name for both. ``{qkv}`` in Sinew's name splits a
+            joint matrix into queries, keys and values.
     """
     rules = []
     for word in modules.split():
@@ -207,16 +231,15 @@ def renames(theirs: str, ours: str, modules: str) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def apply(found: Mapping[str, TensorSource], rules: Sequence[Rule]) -> dict[str, TensorSource]:
-    """Return the tensors under new names. The first rule that matches a tensor's name is applied; tensors without a
-    matching rule keep their names.
+def apply(tensors: Mapping[str, TensorSource], rules: Sequence[Rule]) -> dict[str, TensorSource]:
+    """Return the tensors under new names. For each tensor, the first rule that matches its name is applied. A tensor
+    without a matching rule keeps its name.
 
-    The sources keep their upstream names, which messages use. Raises :class:`ConvertError` if two tensors get the same
-    name.
+    The sources keep the checkpoint's names, for messages. Raises :class:`ConvertError` if two tensors get one name.
     """
     compiled = [(re.compile(rule.pattern), rule) for rule in rules]
     out: dict[str, TensorSource] = {}
-    for name, source in found.items():
+    for name, source in tensors.items():
         for pattern, rule in compiled:
             if match := pattern.fullmatch(name):
                 result = rule.make(source) if rule.make and rule.names else source
@@ -227,7 +250,9 @@ def apply(found: Mapping[str, TensorSource], rules: Sequence[Rule]) -> dict[str,
             outputs = [(name, source)]
         for new, part in outputs:
             if new in out:
-                raise ConvertError(f"{source.name} and {out[new].name} would both become {new}")
+                raise ConvertError(
+                    f"{source.name} and {out[new].name} would both become {new}; the checkpoint contains a weight twice"
+                )
             out[new] = part
     return out
 

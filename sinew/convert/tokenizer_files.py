@@ -19,10 +19,10 @@ from sinew.core import ConvertError
 from sinew.core.extras import install
 from sinew.steps.tokenizer import open_tokenizer, tokenizer_record
 
-# Names of folders inside a checkpoint, and names on the hub: no part begins with a dot.
+# Allowed names of folders inside a checkpoint and of repositories on the hub. No part of such a name begins with a dot.
 INSIDE = re.compile(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?")
 HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
-# Organisations on the hub whose models the published policies build on: a checkpoint may name models of these only.
+# A checkpoint may name only models of these organisations on the hub. Published policies build on their models.
 PUBLISHERS = (
     *("HuggingFaceTB", "Qwen", "nvidia", "OpenGVLab", "openai", "google", "microsoft"),
     "x-square-robot",
@@ -31,14 +31,23 @@ PUBLISHERS = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The content of a ``tokenizer.json``, with other facts that inference needs."""
+    """The content of a ``tokenizer.json``, with other facts that inference needs.
+
+    Attributes:
+        text: The content of ``tokenizer.json``.
+        path: The file.
+        pad_token_id: Id of the token that pads prompts; None if it is not stated.
+        tokenizer: The tokenizer of ``text``.
+        eos_token_id: Id of the token that ends a text; None if it is not stated.
+        config: The content of ``tokenizer_config.json``.
+    """
 
     text: str
     path: Path
     pad_token_id: int | None
     tokenizer: Tokenizer
     eos_token_id: int | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)  # content of tokenizer_config.json
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. Special tokens in the text become their ids."""
@@ -48,7 +57,9 @@ class TokenizerFiles:
         """Return the text of one token. Raises :class:`ConvertError` for an id that the tokenizer does not have."""
         text = self.tokenizer.id_to_token(token_id)
         if text is None:
-            raise ConvertError(f"{self.path}: the tokenizer has no token of id {token_id}")
+            raise ConvertError(
+                f"{self.path}: the tokenizer has no token of id {token_id}; pass the right one with --tokenizer"
+            )
         return text
 
     def with_tokens(self, tokens: Sequence[str]) -> TokenizerFiles:
@@ -60,22 +71,37 @@ class TokenizerFiles:
     def token_id(self, token: str) -> int:
         number = self.tokenizer.token_to_id(token)
         if number is None:
-            raise ConvertError(f"{self.path}: the tokenizer has no token {token!r}")
+            raise ConvertError(
+                f"{self.path}: the tokenizer has no token {token!r}; pass the policy's tokenizer with --tokenizer"
+            )
         return number
 
 
 def find_tokenizer(options: ConvertOptions, *beside: Path, whose: str = "it") -> TokenizerFiles:
-    """Return the tokenizer of ``--tokenizer``, or of the first file or folder ``beside`` the checkpoint that has one.
+    """Return the tokenizer of ``--tokenizer``, or of the checkpoint.
 
-    ``whose`` names the tokenizer's owner, for the error message.
+    Args:
+        options: The user's options.
+        *beside: Files or folders of the checkpoint. The first one with a tokenizer is used.
+        whose: Name of the tokenizer's owner, for the error message.
+
+    Raises:
+        ConvertError: There is no tokenizer.
     """
     candidates = [options.tokenizer] if options.tokenizer else [*beside]
-    return load_tokenizer(candidates, f"give {whose} with --tokenizer FILE_OR_DIR")
+    return load_tokenizer(candidates, f"pass {whose} with --tokenizer FILE_OR_DIR")
 
 
 def load_tokenizer(candidates: list[Path], missing: str) -> TokenizerFiles:
-    """Return the tokenizer of the first candidate (file or directory) that has one. If none has one, the text of the
-    raised :class:`ConvertError` ends with ``missing``."""
+    """Return the tokenizer of the first candidate that contains a tokenizer.
+
+    Args:
+        candidates: Files or directories.
+        missing: The next step for the user, at the end of the error's message.
+
+    Raises:
+        ConvertError: No candidate contains a tokenizer, or the tokenizer is not valid.
+    """
     for candidate in candidates:
         path = candidate / "tokenizer.json" if candidate.is_dir() else candidate
         if candidate.is_dir() and not path.is_file() and is_bpe(candidate):
@@ -83,7 +109,7 @@ def load_tokenizer(candidates: list[Path], missing: str) -> TokenizerFiles:
         if path.is_file():
             break
     else:
-        tried = ", ".join(str(candidate) for candidate in candidates) or "nothing"
+        tried = ", ".join(str(candidate) for candidate in candidates) or "no folder"
         raise ConvertError(f"no tokenizer.json found (looked in {tried}); {missing}")
     if path.name == "vocab.json":
         text = bpe_tokenizer(path.parent)
@@ -101,12 +127,13 @@ def load_tokenizer(candidates: list[Path], missing: str) -> TokenizerFiles:
 
 
 def _token(value: Any) -> Any:
-    return value.get("content") if isinstance(value, dict) else value  # a dict is a serialised AddedToken
+    """Return the text of a token in tokenizer_config.json: a text, or a serialised AddedToken (a JSON object)."""
+    return value.get("content") if isinstance(value, dict) else value
 
 
-def find_model_dir(name: str, given: Path | None, near: Path, flag: str, patterns: str) -> Path:
-    """Return the directory of a model that a checkpoint names. The directory is the one that the user typed, else a
-    directory beside the checkpoint, else a download from the hub.
+def find_model_dir(name: str, typed: Path | None, near: Path, flag: str, patterns: str) -> Path:
+    """Return the directory of a model that a checkpoint names. It is the directory that the user typed, else a
+    directory next to the checkpoint, else a download from the hub.
 
     A checkpoint's own configuration is untrusted data. It may not name a folder of this machine, and on the hub it may
     only name models of the organisations that the published policies build on. With the ``[hub]`` extra the files in
@@ -114,18 +141,18 @@ def find_model_dir(name: str, given: Path | None, near: Path, flag: str, pattern
 
     Args:
         name: The model's name in the checkpoint.
-        given: The value of ``flag``: a directory, or a name on the hub; None if the user typed none.
+        typed: The value of ``flag``: a directory, or a name on the hub; None if the user did not pass the flag.
         near: The path of the checkpoint.
         flag: The option's name, for messages.
         patterns: Patterns of file names, separated by spaces.
 
     Raises:
         ConvertError: There is no such model.
-        UntypedNameError: The checkpoint names another place.
+        UntypedNameError: The checkpoint names a folder of this machine or another organisation's model.
     """
-    otherwise = f"give a directory with its config.json and tokenizer.json with {flag} DIR"
-    if given is not None:
-        return given_folder(given, flag, patterns)
+    otherwise = f"pass a directory with its config.json and tokenizer.json with {flag} DIR"
+    if typed is not None:
+        return given_folder(typed, flag, patterns)
     if INSIDE.fullmatch(name):
         for parent in (near, near.parent):
             if (parent / name / "config.json").is_file():
@@ -136,31 +163,45 @@ def find_model_dir(name: str, given: Path | None, near: Path, flag: str, pattern
 
 
 def given_folder(path: Path, flag: str, patterns: str, revision: str | None = None) -> Path:
-    """Return the folder that a flag names: a folder of this machine, or a download of the hub's repository ORG/NAME.
+    """Return the folder that a flag names: a folder of this machine, or a download of a hub repository.
 
-    ``revision`` is the revision of the repository; None is the newest. Raises :class:`ConvertError` if there is neither
-    a folder nor a repository.
+    Args:
+        path: The value of the flag: a folder, or ORG/NAME.
+        flag: The option's name, for messages.
+        patterns: Patterns of the files to download, separated by spaces.
+        revision: Revision of the repository; None for the newest.
+
+    Raises:
+        ConvertError: There is neither such a folder nor such a repository.
     """
     if path.is_dir():
         return path
     if path.exists():
-        raise ConvertError(f"{flag} {path}: expected a folder, got a file")
+        raise ConvertError(f"{flag} {path}: expected a folder, got a file; pass the folder that contains it")
     if path.is_absolute() or len(path.parts) != 2:
         raise ConvertError(
-            f"{flag} {path}: not a directory; expected a folder that is here, or a hub name ORG/NAME"
+            f"{flag} {path}: not a directory; expected a folder on this machine, or a hub name ORG/NAME"
         )
     try:
-        return download(path.as_posix(), patterns, f"give its folder with {flag} DIR", revision=revision)
+        return download(path.as_posix(), patterns, f"pass its folder with {flag} DIR", revision=revision)
     except ConvertError as error:
-        raise ConvertError(f"{flag} {path}: no file or folder of this name is here, and {error}") from None
+        raise ConvertError(f"{flag} {path}: no such folder on this machine, and {error}") from None
 
 
 def download(
     name: str, patterns: str, otherwise: str, repo_type: str = "model", revision: str | None = None
 ) -> Path:
-    """Return the folder with the files of a Hugging Face repository. Every error names the next step.
+    """Download files of a Hugging Face repository, and return their folder.
 
-    ``patterns`` lists patterns of file names, separated by spaces.
+    Args:
+        name: The repository, ORG/NAME.
+        patterns: Patterns of file names, separated by spaces.
+        otherwise: The next step for the user, at the end of each error's message.
+        repo_type: "model" or "dataset".
+        revision: Revision of the repository; None for the newest.
+
+    Raises:
+        ConvertError: huggingface_hub is not installed, or the download failed.
     """
     try:
         from huggingface_hub import snapshot_download

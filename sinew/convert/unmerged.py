@@ -1,12 +1,13 @@
-"""An adapter without its base: the changes of the adapter, in the names and the layout of the base's bundle.
+"""Write an adapter without its base. The file contains the adapter's changes, in the names and the layout of the base's
+bundle.
 
 A family's reader renames, splits and joins weights for the bundle, also the weights that an adapter changed
 (``adapter.py``). If such a transform T only moves rows, then
 
     T(W + scale * B A) = T(W) + T(scale * B) A,
 
-which is the same product with moved rows of B. A joined weight (queries, keys and values as one) has the factors of its
-parts side by side. Whether T only moves rows is checked: both sides are computed and compared.
+which is the same product with moved rows of B. If the base joins queries, keys and values into one weight, the factors
+of the three parts are placed side by side. To check that T only moves rows, both sides are computed and compared.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ from sinew.convert.read.elements import BF16, ELEMENTS
 from sinew.convert.tensors import Transformed, constant, read_array, read_elements
 from sinew.core import ConvertError
 
-AS_ONE = "convert it with its base, without --no-merge"
+AS_ONE = "merge it into its base instead: omit --no-merge"
 
 
 class Unmerged(NamedTuple):
-    """The tensors of an adapter's file, and the identity of the base that the adapter was trained on."""
+    """The result of :func:`unmerge`.
+
+    Attributes:
+        tensors: The tensors of the adapter's file.
+        base: The identity of the base that the adapter was trained on.
+    """
 
     tensors: dict[str, TensorSource]
     base: AdapterBase
@@ -41,17 +47,17 @@ class Unmerged(NamedTuple):
 def unmerge(
     tensors: Mapping[str, TensorSource], name: str, tokenizer: str, progress: Progress | None = None
 ) -> Unmerged:
-    """Return the changes of an adapter in a conversion's tensors, and the identity of their base. The whole base is
-    read, for its hash.
+    """Return the changes of an adapter in a conversion's tensors, and the identity of the adapter's base. The whole
+    base is read to compute its hash.
 
     Args:
         tensors: The conversion's tensors.
-        name: Name of the base, which messages of the adapter's bundle state.
+        name: Name of the base, for messages about the adapter's file.
         tokenizer: The tokenizer.
         progress: Called with the number of bytes that were just read.
 
     Raises:
-        ConvertError: The adapter changes nothing, or a change cannot be separated from the base.
+        ConvertError: The adapter changes no weight, or a change cannot be separated from the base.
     """
     changes: dict[str, TensorSource] = {}
     for each, source in tensors.items():
@@ -62,7 +68,10 @@ def unmerge(
             changes[each] = source
             continue
         if not each.endswith(WEIGHT) or any(leaf.factors is None for leaf in leaves):
-            raise ConvertError(f"{source.name}: the adapter changes a part of {each} as a whole; {AS_ONE}")
+            raise ConvertError(
+                f"{source.name}: the adapter replaces a whole part of {each}, so it cannot be stored separately;"
+                f" {AS_ONE}"
+            )
         down, up = _factors(each, source, leaves)
         module = each.removesuffix(WEIGHT)
         changes[module + LORA_A], changes[module + LORA_B] = (
@@ -70,7 +79,7 @@ def unmerge(
             constant(module + LORA_B, up),
         )
     if not changes:
-        raise ConvertError("--no-merge: expected an adapter with --base, got a whole model")
+        raise ConvertError("--no-merge: expected an adapter with --base, got a whole model; omit --no-merge")
     hashes = {each: _unchanged(source).sha256(progress) for each, source in tensors.items()}
     return Unmerged(
         changes, AdapterBase(name, weights_hash(hashes), hashlib.sha256(tokenizer.encode()).hexdigest())
@@ -97,30 +106,36 @@ def _factors(name: str, source: TensorSource, leaves: list[Changed]) -> tuple[np
             moved, whole = np.empty(()), np.empty(())
         if moved.shape != (source.shape[0], len(down)) or whole.shape != source.shape:
             raise ConvertError(
-                f"{source.name}: the conversion to {name} does more than move rows, so the adapter cannot be moved"
-                f" with it; {AS_ONE}"
+                f"{source.name}: the conversion to {name} does more than move rows, so the adapter cannot be stored"
+                f" separately; {AS_ONE}"
             )
         largest = float(np.abs(whole).max(initial=0.0))
         if not np.allclose(moved @ down, whole, rtol=0, atol=1e-5 * largest):
-            raise ConvertError(f"{source.name}: the conversion to {name} computes with the weight; {AS_ONE}")
+            raise ConvertError(
+                f"{source.name}: the conversion to {name} changes the weight's values, so the adapter cannot be stored"
+                f" separately; {AS_ONE}"
+            )
         downs.append(down)
         ups.append(moved)
     return np.concatenate(downs), np.concatenate(ups, axis=1)
 
 
 def _moved(source: TensorSource, leaf: Changed, values: np.ndarray, width: int | None) -> np.ndarray:
-    """Return the result of the conversion's transforms with ``values`` in place of ``leaf`` and zeros elsewhere.
+    """Apply the conversion's transforms to ``values`` in place of one changed weight, with zeros for all other weights.
 
-    ``width`` is the width of a row, if it differs from the weights'.
+    Args:
+        source: The tensor of the bundle.
+        leaf: The changed weight.
+        values: The array that replaces it.
+        width: Columns of ``values``, if their number differs from the weight's; None if it is equal.
     """
     if source.data is leaf:
         if source.shape != leaf.base.shape:
-            raise ValueError("another shape")
+            raise ValueError(f"expected shape {list(leaf.base.shape)}, got {list(source.shape)}")
         return values
     if isinstance(source.data, Transformed):
-        if (
-            source.type is BF16 and source.data.read is read_array
-        ):  # the step that rounds to bfloat16 (``tensors.py``): factors are not rounded
+        # This transform rounds a merged weight to bfloat16 (`rounded` in tensors.py). Factors are not rounded.
+        if source.type is BF16 and source.data.read is read_array:
             return _moved(source.data.inputs[0], leaf, values, width)
         parts = (_moved(each, leaf, values, width) for each in source.data.inputs)
         return np.asarray(source.data.transform(*parts))
@@ -128,7 +143,7 @@ def _moved(source: TensorSource, leaf: Changed, values: np.ndarray, width: int |
 
 
 def _unchanged(source: TensorSource) -> TensorSource:
-    """Return the source without the adapter's changes."""
+    """Return the source as it was before the adapter changed it."""
     data = source.data
     if isinstance(data, Changed):
         kind = data.base.type

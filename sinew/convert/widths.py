@@ -21,9 +21,16 @@ TOWER = SIZES | {"image_size": "image_size", "patch_size": "patch_size", "norm_e
 
 
 def decoder(text: Mapping[str, Any] | JsonRecord, **own: Any) -> DecoderConfig:
-    """Return the sizes of a language model. ``own`` has the fields that ``text`` lacks or names differently.
+    """Return the sizes of a language model.
 
-    Raises the error of ``text`` for a missing entry, and ValueError or TypeError for sizes that describe no model.
+    Args:
+        text: The language model's configuration.
+        **own: Fields that ``text`` lacks or names differently.
+
+    Raises:
+        ConvertError: ``text`` is a JsonRecord, and an entry is missing.
+        KeyError: ``text`` is a dict, and an entry is missing.
+        ValueError: The sizes describe no model.
     """
     heads = text["num_attention_heads"]
     usual = {
@@ -34,7 +41,7 @@ def decoder(text: Mapping[str, Any] | JsonRecord, **own: Any) -> DecoderConfig:
 
 
 def tower(vision: Mapping[str, Any] | JsonRecord, **own: Any) -> ViTConfig:
-    """Return the sizes of a vision tower. ``own`` and the errors are those of :func:`decoder`."""
+    """Return the sizes of a vision tower. The arguments and the errors are those of :func:`decoder`."""
     return ViTConfig(**{**_named(vision, TOWER, own), **own})
 
 
@@ -45,8 +52,10 @@ def _named(
 
 
 def rope_theta(text: JsonRecord) -> float:
-    """Return the base of the rotary positions, which newer configurations have in ``rope_parameters``."""
+    """Return the base of the rotary positions. Newer configurations have it in ``rope_parameters``."""
     theta = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
     if theta is None:
-        raise ConvertError(f"{text.path}: {text.name}rope_theta is missing")
+        raise ConvertError(
+            f"{text.path}: {text.name}rope_theta is missing; add it from the original config.json"
+        )
     return float(theta)

@@ -86,7 +86,7 @@ def test_relative_actions_that_no_step_makes_absolute(without, name):
 
 def test_vla_jepa_without_what_its_configuration_says(without):
     path, given = without("vla-jepa", "vla_jepa_binarize_gripper", binarize_gripper_action=True)
-    assert "binarize_gripper_action=true, and policy_postprocessor.json has no step" in noted(path, given)
+    assert "binarize_gripper_action=true, but policy_postprocessor.json has no step" in noted(path, given)
 
 
 @pytest.mark.parametrize(
@@ -119,5 +119,7 @@ def test_one_pipeline_without_the_other(without, name, file):
 def test_keys_of_a_pipeline_that_nothing_reads(without, file):
     path, given = without("act-2cam")
     (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | {"frozen": 1}))
-    with pytest.raises(ConvertError, match="expected name and steps, got frozen, which is not understood"):
+    with pytest.raises(
+        ConvertError, match="expected only the keys name and steps, got frozen, which is not understood"
+    ):
         convert(path, path.parent / "no.gguf", **given)

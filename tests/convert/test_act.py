@@ -119,11 +119,11 @@ def test_a_frame_of_another_camera_is_rejected(golden: Path, case_bundle: Callab
     for images, message in (
         (
             {"top": top, "wrist": top},
-            "images.wrist: expected exactly 45 x 45, got 96 x 128 .*set the camera so",
+            "images.wrist: expected exactly 45 x 45, got 96 x 128 .*set the camera to this size",
         ),
         (
             {"top": wrist, "wrist": wrist},
-            "images.top: expected exactly 96 x 128, got 45 x 45 .*set the camera so",
+            "images.top: expected exactly 96 x 128, got 45 x 45 .*set the camera to this size",
         ),
     ):
         with pytest.raises(ObservationError, match=message):
@@ -284,7 +284,7 @@ def test_whatever_is_said_is_not_read(golden: Path, case_bundle) -> None:
     with pytest.raises(ObservationError, match=r"images.wrist: expected a frame of each"):
         policy.infer(replace(given, images={"top": frames["top"]}))
     with pytest.raises(
-        ObservationError, match="expected exactly 100 x 132, got 99 x 132 .*set the camera so"
+        ObservationError, match="expected exactly 100 x 132, got 99 x 132 .*set the camera to this size"
     ):
         policy.infer(replace(given, images={name: frame[1:] for name, frame in frames.items()}))
     with pytest.raises(ObservationError, match="noise: expected none, because this policy starts from zeros"):

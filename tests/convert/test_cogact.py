@@ -109,7 +109,7 @@ def longer(sections: dict[str, Any]) -> None:
             {},
             r"action_model_type: .*, got \['DiT-S'\]",
         ),
-        (lambda run: None, {"tokenizer": None}, "give Llama 2's .* with --tokenizer FILE_OR_DIR"),
+        (lambda run: None, {"tokenizer": None}, "pass Llama 2's .* with --tokenizer FILE_OR_DIR"),
         (
             lambda run: None,
             {"stats_key": "aloha"},

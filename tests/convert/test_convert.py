@@ -238,7 +238,7 @@ def test_bad_checkpoints_say_what_is_wrong(checkpoint):
         r"input_features.*camera1: expected sizes up to": {
             "input_features": {"observation.images.camera1": {"type": "VISUAL", "shape": [3, 1 << 31, 640]}}
         },
-        "min_period, max_period: expected 0 < min_period": {"min_period": 5.0},
+        "min_period, max_period: expected 0 < min_period < max_period": {"min_period": 5.0},
     }
     for message, change in cases.items():
         edit(config, **change)
@@ -249,7 +249,7 @@ def test_bad_checkpoints_say_what_is_wrong(checkpoint):
     with pytest.raises(ConvertError, match="expected JSON, got text that is not JSON"):
         run(checkpoint)
     config.unlink()
-    with pytest.raises(ConvertError, match=r"a folder with config\.json, got a folder without one$"):
+    with pytest.raises(ConvertError, match=r"a folder with config\.json, got a folder without config\.json$"):
         run(checkpoint)
 
 
@@ -269,7 +269,7 @@ def test_what_a_copy_left_out_is_named_with_the_file_that_names_it(checkpoint, t
     (step / "training_state").mkdir()
     for folder, found in ((tmp_path / "my outputs", run_folder), (step / "training_state", step)):
         assert said(folder).endswith(
-            f"got a folder without one; training runs near it: {found}; give one of these folders"
+            f"got a folder without config.json; training runs in folders near it: {found}; pass one of these folders"
         )
     (stored,) = step.glob("*/policy_preprocessor_step_*_normalizer_processor.safetensors")
     stored.unlink()
@@ -279,9 +279,7 @@ def test_what_a_copy_left_out_is_named_with_the_file_that_names_it(checkpoint, t
     weights.unlink()
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     weights.with_name("model.safetensors.index.json").write_text(json.dumps(index))
-    words = (
-        "model.safetensors.index.json: names model-1.safetensors, model-2.safetensors, which the folder lacks"
-    )
+    words = "model.safetensors.index.json: names model-1.safetensors, model-2.safetensors, which the folder does not"
     assert words in said(run_folder)
 
 
@@ -340,7 +338,7 @@ def test_missing_statistics_tokenizer_and_vlm_say_what_to_give(checkpoint):
 def test_lora_only_checkpoint(checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "adapter_model.safetensors")
     (checkpoint / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/base"}')
-    with pytest.raises(ConvertError, match="LoRA adapter only; merge it") as caught:
+    with pytest.raises(ConvertError, match="LoRA adapter only. To merge it") as caught:
         run(checkpoint, vlm=checkpoint / "nowhere")  # before the language model is looked for
     assert "get_policy_class('smolvla').from_pretrained('someone/base')" in str(caught.value)
     (checkpoint / "config.json").unlink()
@@ -350,7 +348,7 @@ def test_lora_only_checkpoint(checkpoint):
     folder.mkdir(parents=True)
     checkpoint.rename(folder / "pretrained_model")
     for named in (folder, folder.parents[1]):
-        with pytest.raises(ConvertError, match="pretrained_model holds a LoRA adapter only"):
+        with pytest.raises(ConvertError, match="pretrained_model contains a LoRA adapter only"):
             resolve(named)
 
 
@@ -371,7 +369,9 @@ def test_hub_offline_gives_the_reason(monkeypatch, tmp_path):
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConvertError, match=r"could not be fetched from the hub .*give the directory"):
+    with pytest.raises(
+        ConvertError, match=r"could not be fetched from the hub .*download the checkpoint and pass its folder"
+    ):
         convert("someone/some_policy", tmp_path / "out.gguf")
 
 

@@ -257,7 +257,10 @@ def test_moments_are_checked_by_name(golden: Path, case_bundle: Any) -> None:
     (before,) = given.earlier
     frames = dict(before.images)
     for earlier, message in (
-        ((before, before), r"^earlier: expected at most 1, as this policy reads 2, got 2 moments"),
+        (
+            (before, before),
+            r"^earlier: expected at most 1, because this policy reads 2, got 2 observation steps",
+        ),
         (
             (Moment({"top": frames["top"]}, before.state),),
             r"^earlier\[0\].images.wrist: expected a frame of each",
@@ -268,8 +271,8 @@ def test_moments_are_checked_by_name(golden: Path, case_bundle: Any) -> None:
         ),
         ((Moment(frames, before.state[1:]),), r"^earlier\[0\].state: expected shape \[7\], got shape \[6\]"),
         ((Moment(frames, before.state * np.nan),), r"^earlier\[0\].state: expected finite numbers"),
-        ((None,), r"^earlier\[0\]: expected images and state of a moment, got NoneType"),
-        ("before", r"^earlier: expected a list of moments, got str"),
+        ((None,), r"^earlier\[0\]: expected images and state of an observation step, got NoneType"),
+        ("before", r"^earlier: expected a list of observation steps, got str"),
     ):
         with pytest.raises(ObservationError, match=message):
             policy.infer(replace(given, earlier=earlier))  # type: ignore[arg-type]
@@ -283,7 +286,9 @@ def test_moments_are_checked_by_name(golden: Path, case_bundle: Any) -> None:
 
 def test_a_policy_of_one_moment_takes_no_others(golden: Path, case_bundle: Any) -> None:
     policy, given = opened("act-2cam", golden, case_bundle)
-    with pytest.raises(ObservationError, match="earlier: expected none for this policy, got 1 moments"):
+    with pytest.raises(
+        ObservationError, match="earlier: expected none for this policy, got 1 observation steps"
+    ):
         policy.infer(replace(given, earlier=(Moment(given.images, given.state),)))
 
 
@@ -325,11 +330,11 @@ def test_a_running_chunk_is_not_continued(golden: Path, case_bundle: Any) -> Non
         ({"spec": {"history": 17}}, "spec.history: expected 1 to 16"),
         (
             {"processing": {"first_row": 9}},
-            "processing.first_row: expected a row of the solution with a whole chunk",
+            "processing.first_row: expected a row of the solution that is followed by a whole chunk",
         ),
         (
             {"processing": {"first_row": -1}},
-            "processing.first_row: expected a row of the solution with a whole chunk",
+            "processing.first_row: expected a row of the solution that is followed by a whole chunk",
         ),
         (
             {"processing": {"all_cameras": False}},

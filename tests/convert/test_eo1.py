@@ -51,7 +51,10 @@ def run(checkpoint: Path, **changes: Any) -> Bundle:
             "min_period, max_period: expected 0 < min_period < max_period, got 5.0 and 4.0",
         ),
         ({"vision_config__hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
-        ({"vision_config__window_size": 60}, "window_size: expected whole tokens, got 60"),
+        (
+            {"vision_config__window_size": 60},
+            "window_size: expected whole tokens, a multiple of [0-9]+ pixels, got 60",
+        ),
         ({"vision_config__fullatt_block_indexes": [4]}, "whole: expected block indices below 4"),
         ({"text_config__use_sliding_window": True}, "use_sliding_window: expected False, got True"),
         (

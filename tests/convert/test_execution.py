@@ -92,7 +92,7 @@ def test_real_time_chunking_of_the_checkpoint_is_a_field_and_named_at_every_star
     ("told", "message"),
     [
         ({"execution_horizon": -1}, "rtc_config.execution_horizon: expected a whole number from 0"),
-        ({"max_guidance_weight": "10"}, "rtc_config.max_guidance_weight: expected a number from 0 on"),
+        ({"max_guidance_weight": "10"}, "rtc_config.max_guidance_weight: expected a number, at least 0"),
         ({"prefix_attention_schedule": "cosine"}, "prefix_attention_schedule: expected one of exp, linear"),
         ({"mode": "soft"}, "rtc_config.mode: expected one of guided, trained"),
     ],

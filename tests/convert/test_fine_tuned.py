@@ -55,11 +55,11 @@ INSTEAD = {
     "model-00001-of-00002.safetensors": (
         "model.safetensors.index.json lists the tensors of each file; copy it into the same folder"
     ),
-    "pytorch_model_fsdp_0": '`accelerate merge-weights "{folder}/pytorch_model_fsdp_0" "{folder}"` makes it',
-    "zero_to_fp32.py": '`python "{folder}/zero_to_fp32.py" "{folder}" "{folder}" --safe_serialization` makes it',
-    "pytorch_model.bin": "`safetensors.torch.save_file` makes it of"
-    " `torch.load('{folder}/pytorch_model.bin', weights_only=True)`",
-    "ema.safetensors": "rename it where these are the weights",
+    "pytorch_model_fsdp_0": 'to make it, run `accelerate merge-weights "{folder}/pytorch_model_fsdp_0" "{folder}"`',
+    "zero_to_fp32.py": 'to make it, run `python "{folder}/zero_to_fp32.py" "{folder}" "{folder}" --safe_serialization`',
+    "pytorch_model.bin": "to make it, save `torch.load('{folder}/pytorch_model.bin', weights_only=True)`"
+    " with `safetensors.torch.save_file`",
+    "ema.safetensors": "rename this file if it contains the weights",
 }
 
 
@@ -67,12 +67,12 @@ INSTEAD = {
 def test_weights_in_another_form_say_how_they_become_one_file(folder: Path, golden: Path, other: str) -> None:
     (folder / MODEL).rename(folder / other)
     told = INSTEAD[other].replace("{folder}", str(folder))
-    assert refused(folder, golden) == f"{folder}: no {MODEL} here but {other}: {told}"
+    assert refused(folder, golden) == f"{folder}: {MODEL} is missing, but {other} exists: {told}"
 
 
 def test_no_weights_at_all_name_nothing_that_is_not_theirs(folder: Path, golden: Path) -> None:
     (folder / MODEL).unlink()
-    assert refused(folder, golden) == f"{folder}: no {MODEL} here"
+    assert refused(folder, golden) == f"{folder}: {MODEL} is missing; pass the folder that contains this file"
 
 
 def wrapped(name: str) -> Callable[[str], str]:
@@ -102,7 +102,7 @@ def test_names_of_what_was_around_the_policy(golden: Path, tmp_path: Path, case:
 def test_an_adapter_beside_a_model_is_not_left_out_silently(golden: Path, tmp_path: Path) -> None:
     made = write_folder(CASE, tmp_path / "both", 1, ATTENTION)
     shutil.copy(golden / CASE / "checkpoint" / MODEL, made / MODEL)
-    both = f"{made}: expected a model or an adapter, got {MODEL} and {ADAPTER}: move the adapter away if"
+    both = f"{made}: expected a model or an adapter, got {MODEL} and {ADAPTER}. If the adapter is merged"
     for options in ({}, {"base": golden / CASE / "checkpoint"}):
         assert refused(made, golden, **options).startswith(both)
     (made / ADAPTER).unlink()  # what a merged one may keep is no weight
@@ -117,13 +117,15 @@ def test_the_base_is_a_folder_and_an_adapter_is_safetensors(
     for base, told in (
         (
             Path("lerobot/smolvla_base"),
-            "no file or folder of this name is here, and 'lerobot/smolvla_base' could not",
+            "no such folder on this machine, and 'lerobot/smolvla_base' could not",
         ),
         (home / MODEL, "expected a folder, got a file"),
     ):
         assert refused(made, golden, base=base).startswith(f"--base {base}: {told}")
     (made / ADAPTER).rename(made / "adapter_model.bin")
-    assert refused(made, golden, base=home).startswith(f"{made}: no {ADAPTER} here but adapter_model.bin: ")
+    assert refused(made, golden, base=home).startswith(
+        f"{made}: {ADAPTER} is missing, but adapter_model.bin exists: "
+    )
 
 
 @pytest.mark.parametrize("part", ["action", "observation.state"])

@@ -266,7 +266,7 @@ def swap_weights(source: Path) -> None:
         ),
         (truncate, {}, "model-00002-of-00004.safetensors"),
         (lose_shard, {}, "model-00003-of-00004.safetensors"),
-        (keep_adapter_only, {}, "LoRA adapter only; merge it"),
+        (keep_adapter_only, {}, "LoRA adapter only. To merge it"),
         *(
             (
                 partial(ask_for_history, modality="video", offsets=offsets),
@@ -290,7 +290,7 @@ def swap_weights(source: Path) -> None:
         (None, {"settings": {}}, "--set frames=HEIGHTxWIDTH"),
         (None, {"settings": {"frames": "wide"}}, "expected HEIGHTxWIDTH such as 480x640, got 'wide'"),
         (None, {"settings": {"frames": "240x300", "chunk": "11"}}, "--set chunk=11: expected at most 10"),
-        (None, {"vlm": None}, "give a directory with its config.json and tokenizer.json with --vlm DIR"),
+        (None, {"vlm": None}, "pass a directory with its config.json and tokenizer.json with --vlm DIR"),
     ],
 )
 def test_wrong_checkpoints_say_what_to_give(golden, tmp_path, break_it, options, message):
@@ -345,7 +345,7 @@ def test_a_history_of_frames_equals_the_reference(two_steps, golden):
         "repeat",
         False,
     )
-    assert "2 moments, 20 control steps apart" in words(policy.bundle)["cameras"]
+    assert "2 observation steps, 20 control steps apart" in words(policy.bundle)["cameras"]
     given = moved(g)
     inputs = policy.processor.inputs(given)
     assert inputs.tokens.tolist() == g.numpy("input_ids")[0].tolist()
@@ -362,7 +362,7 @@ def test_the_first_frame_of_an_episode_stands_for_the_one_before(two_steps, gold
         for earlier in ((), (Moment(given.images, given.state),))
     )
     assert np.array_equal(alone.actions, twice.actions)
-    assert "the policy reads 2 observation steps and got 1; the oldest is repeated" in alone.warnings[0]
+    assert "the policy uses 2 observation steps and got 1; the oldest step is repeated" in alone.warnings[0]
     assert np.abs(alone.actions - policy.infer(given).actions).max() > 1e-3
 
 
@@ -436,5 +436,5 @@ def test_a_tokenizer_of_vocabulary_and_merges(tmp_path):
     with pytest.raises(ConvertError, match="'<img>' has id 40"):
         bpe_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
-    with pytest.raises(ConvertError, match="a Qwen2Tokenizer; got those of 'LlamaTokenizer'"):
+    with pytest.raises(ConvertError, match="a Qwen2Tokenizer; got the files of 'LlamaTokenizer'"):
         bpe_tokenizer(tmp_path)

@@ -118,7 +118,7 @@ def test_order_and_absence_of_steps(checkpoint):
     steps = original["steps"]
     path.write_text(json.dumps({"steps": [*steps[:2], steps[3], steps[2], *steps[4:]]}))
     with pytest.raises(
-        ConvertError, match=r"smolvla_new_line_processor\): expected before tokenizer_processor"
+        ConvertError, match=r"smolvla_new_line_processor\): expected this step before tokenizer_processor"
     ):
         run(checkpoint)
     path.write_text(json.dumps({"steps": [*steps[:2], *steps[3:]]}))
@@ -130,7 +130,7 @@ def test_order_and_absence_of_steps(checkpoint):
     late = {"registry_name": "relative_actions_processor", "config": {"enabled": True}}
     path.write_text(json.dumps({"steps": [*steps, late]}))
     with pytest.raises(
-        ConvertError, match="expected before normalizer_processor"
+        ConvertError, match="expected this step before normalizer_processor"
     ):  # its state would not be raw
         run(checkpoint)
     path.write_text(json.dumps({"steps": {"a": 1}}))
@@ -192,7 +192,7 @@ def test_a_rename_of_a_view_that_the_policy_does_not_read_is_noted(checkpoint, l
         ("front", "camera1"),
         ("camera2", ""),
     ]
-    assert any(f"rename_map: side for {left} is left out" in note for note in manifest.provenance.notes)
+    assert any(f"rename_map: side for {left} is ignored" in note for note in manifest.provenance.notes)
 
 
 # ----------------------------------------------------------------------------- relative actions
@@ -276,12 +276,12 @@ def test_unknown_keys_are_refused_and_may_be_set_aside(checkpoint):
     with pytest.raises(ConvertError, match=r"seed=1 .*--set ignore=attention_window,seed"):
         run(checkpoint, settings={"ignore": "attention_window"})
     for name, why in (
-        ("sed", "not there.*seed"),
-        ("chunk_size", "read"),
-        ("observation.images.none", "not there"),
+        ("sed", "does not exist.*seed"),
+        ("chunk_size", "is read"),
+        ("observation.images.none", "does not exist"),
     ):
         with pytest.raises(
-            ConvertError, match=rf"--set ignore={name}: expected a key of .* got one which is {why}"
+            ConvertError, match=rf"--set ignore={name}: expected an unread key of .* this key {why}"
         ):
             run(checkpoint, settings={"ignore": f"attention_window,seed,{name}"})
     out = run(checkpoint, settings={"ignore": "attention_window,seed"})
@@ -355,7 +355,7 @@ def test_training_folders_resolve_and_name_the_policy(checkpoint, tmp_path):
 
 
 def test_a_weights_file_asks_for_its_directory(checkpoint):
-    with pytest.raises(ConvertError, match="expected the directory that it lies in"):
+    with pytest.raises(ConvertError, match="expected a checkpoint folder or a GGUF file of vla.cpp"):
         convert(checkpoint / "model.safetensors", checkpoint.parent / "out.gguf")
 
 
@@ -416,7 +416,7 @@ def test_a_data_set_says_what_its_cameras_and_joints_looked_like(checkpoint, dat
         stats.write_text(json.dumps({f"observation.images.{camera}": broken}))
         manifest = Bundle(run(checkpoint, dataset=dataset)).manifest
         assert manifest.seen is None
-        assert any("was not taken" in note and "stats.json: " in note for note in manifest.provenance.notes)
+        assert any("was not stored" in note and "stats.json: " in note for note in manifest.provenance.notes)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,10 @@ def test_sets_without_the_state_are_named_as_such(case):
     path, given = case("smolvla-2cam")
     by_set(path, {"so100": 1.0, "so100-red": 2.0}, only="action")
     message = refused(path, **given)
-    assert "those of the data sets so100, so100-red: none of them has these, or give your own" in message
+    assert (
+        "those of the data sets so100, so100-red: none of these sets has the missing statistics, or pass the"
+        " statistics of your own" in message
+    )
     assert "'observation.state'" in message
 
 
@@ -106,7 +109,10 @@ def test_a_file_without_quantiles_is_named_with_what_adds_them(case, name, has):
     file.write_text(json.dumps({key: {k: [0.1] * 7 for k in has} for key in ("observation.state", "action")}))
     message = refused(path, stats=file, **given)
     assert message.startswith(f"--stats {file}: no statistics ['q01', 'q99'] for 'observation.state'")
-    assert f"it has {', '.join(sorted(has))}; LeRobot's " in message
+    assert (
+        f"it has {', '.join(sorted(has))}; to add quantiles to a data set (version 3), run LeRobot's "
+        in message
+    )
     assert "augment_dataset_quantile_stats.py" in message
 
 
@@ -128,7 +134,7 @@ def test_a_folder_in_place_of_the_statistics_names_its_file(case, tmp_path, name
     (folder / name).parent.mkdir(parents=True)
     assert f"{folder}: expected a JSON file, got a folder" in refused(path, stats=folder, **given)
     (folder / name).write_text("{}")
-    assert f"got a folder; give {folder / name}" in refused(path, stats=folder, **given)
+    assert f"got a folder; pass {folder / name}" in refused(path, stats=folder, **given)
 
 
 def test_a_file_of_other_features_is_named_with_its_own(case):
@@ -136,7 +142,7 @@ def test_a_file_of_other_features_is_named_with_its_own(case):
     file = path.parent / "stats.json"
     file.write_text(json.dumps({"observation.joints": {}, "actions": {}}))
     message = refused(path, stats=file, **given)
-    assert "it has none of this feature but of actions, observation.joints" in message
+    assert "it has none of this feature, only of actions, observation.joints" in message
 
 
 def data_set(folder: Path, episodes=3, dim=6, version="v2.1", **features) -> Path:
@@ -235,8 +241,8 @@ def test_the_data_set_of_a_run_is_read_inside_of_its_folder_alone(case, tmp_path
     inside = data_set(run / "dataset")
     outside = data_set(tmp_path / "elsewhere")
     for root, names, told in (
-        ("dataset", True, "data set dataset of this run's folder"),
-        (str(inside), True, "data set dataset of this run's folder"),
+        ("dataset", True, "data set dataset in this run's folder"),
+        (str(inside), True, "data set dataset in this run's folder"),
         ("../../elsewhere", False, "--dataset ../../elsewhere, on which this run was trained"),
         (str(outside), False, f"--dataset {outside}, on which this run"),
         ("../elsewhere/../smolvla-2cam-run/dataset/../../x", False, "joints have no names"),
@@ -276,7 +282,7 @@ def test_the_data_set_of_a_run_is_found_from_where_the_training_was_started(case
         monkeypatch.chdir(current)
         (model / "train_config.json").write_text(json.dumps({"dataset": {"root": root}}))
         notes = Bundle(convert(run, tmp_path / "out.gguf", **given)).manifest.provenance.notes
-        assert any("data set data/arm of this run's folder: names" in note for note in notes) == found, (
+        assert any("data set data/arm in this run's folder" in note for note in notes) == found, (
             root,
             notes,
         )
@@ -322,7 +328,10 @@ def test_a_configuration_without_its_type(case, name, kind):
 @pytest.mark.parametrize(
     ("record", "told"),
     [
-        ({"input_features": {}, "something": 1}, 'the key "type" is missing, .* add it, with one of smolvla'),
+        (
+            {"input_features": {}, "something": 1},
+            'the key "type" is missing, .* add the key, with one of smolvla',
+        ),
         (
             {"hidden_size": 8},
             r'expected the key "type" \(LeRobot\) or "model_type" \(transformers\), got neither',
@@ -347,7 +356,7 @@ def test_unknown_fields_are_named_at_once_and_those_of_training_left_aside(case,
     edit(path / "config.json", head_style="wide", use_memory=True)
     message = refused(path, **given)
     assert 'head_style="wide", use_memory=true are not understood' in message
-    assert "--set ignore=head_style,use_memory leaves" in message
+    assert "--set ignore=head_style,use_memory to skip" in message
     convert(path, tmp_path / "out.gguf", settings={"ignore": "head_style,use_memory"}, **given)
 
 
@@ -374,7 +383,7 @@ def test_no_layout_is_silent_about_an_entry_that_nothing_reads(case, tmp_path, n
         return
     notes = Bundle(convert(path, out, **given)).manifest.provenance.notes
     added = [note for note in notes if note not in plain]
-    assert any('not understood, and left aside: head_style="wide"; check' in note for note in added), added
+    assert any('not understood, and ignored: head_style="wide"; check' in note for note in added), added
     assert any("concern training only" in note and "optimizer_fused" in note for note in added), added
 
 
@@ -394,7 +403,7 @@ def test_an_entry_with_another_value_than_the_implemented_one_is_named(case, tmp
     edit(path / "config.json", **entry)
     notes = Bundle(convert(path, tmp_path / "out.gguf", **given)).manifest.provenance.notes
     ((key, value),) = entry.items()
-    assert any(f"not understood, and left aside: {key}={json.dumps(value)}" in note for note in notes), notes
+    assert any(f"not understood, and ignored: {key}={json.dumps(value)}" in note for note in notes), notes
 
 
 def test_cameras_of_two_sizes(case):
@@ -426,12 +435,12 @@ def test_a_run_of_transformers_is_its_newest_complete_checkpoint(case, tmp_path,
         (run / f"checkpoint-{each}" / "config.json").write_text('{"model_type": "Gr00tN1d6"}')
     message = refused(run, **given)
     assert f"expected a complete checkpoint-STEP in it: checkpoint-{newest} is not complete" in message
-    assert "no model.safetensors here" in message
+    assert "model.safetensors is missing" in message
     shutil.rmtree(run / f"checkpoint-{newest}")
     shutil.copytree(path, run / f"checkpoint-{newest}")
     manifest = Bundle(convert(run, tmp_path / "a.gguf", **given)).manifest
     assert manifest.name == "pick cube"
-    assert said == [f"{run}: checkpoint-{newest}, the newest complete checkpoint of {len(steps)}"]
+    assert said == [f"{run}: using checkpoint-{newest}, the newest complete checkpoint of {len(steps)}"]
     later = run / f"checkpoint-{int(newest) + 1}"
     shutil.copytree(path, later)
     shard = max(later.glob("*.safetensors"))
@@ -439,7 +448,7 @@ def test_a_run_of_transformers_is_its_newest_complete_checkpoint(case, tmp_path,
     again = Bundle(convert(run, tmp_path / "b.gguf", **given)).manifest
     assert again.provenance.sources == manifest.provenance.sources
     assert (
-        f"checkpoint-{newest}, the newest complete checkpoint of {len(steps) + 1}; {later.name} is not"
+        f"using checkpoint-{newest}, the newest complete checkpoint of {len(steps) + 1}; {later.name} is not"
         in said[1]
     )
     assert shard.name in refused(later, **given)  # what is given is taken
@@ -452,14 +461,17 @@ def test_a_run_of_transformers_is_its_newest_complete_checkpoint(case, tmp_path,
     [
         (
             "lab/no_such_policy",
-            "--base lab/no_such_policy: no file or folder of this name is here, and .*hub",
+            "--base lab/no_such_policy: no such folder on this machine, and .*hub",
         ),
         (
             "nothing/here/at/all",
-            "--base nothing/here/at/all: not a directory; expected a folder that is here",
+            "--base nothing/here/at/all: not a directory; expected a folder on this machine",
         ),
         ("{file}", "--base .*/config.json: expected a folder, got a file"),
-        ("{empty}", "--base .*/empty: expected a checkpoint, a folder with config.json, got none"),
+        (
+            "{empty}",
+            "--base .*/empty: expected a checkpoint, a folder with config.json, got a folder without it",
+        ),
     ],
 )
 def test_a_base_that_is_not_here(case, tmp_path, monkeypatch, base, told):

@@ -240,7 +240,7 @@ def test_the_large_model_is_given_no_satellite_pictures(seven: tuple[Policy, Gol
     [
         ("action_head--120000_checkpoint.pt", r"no action_head--\*_checkpoint.pt next to the weights"),
         ("pose_projector--120000_checkpoint.pt", r"no pose_projector--\*_checkpoint.pt next to the weights"),
-        ("model.safetensors", "no model.safetensors here"),
+        ("model.safetensors", "model.safetensors is missing"),
         ("preprocessor_config.json", "preprocessor_config.json: No such file"),
     ],
 )

@@ -30,9 +30,11 @@ def test_unknown_settings_and_options_list_the_known_ones(golden, tmp_path):
     with pytest.raises(ConvertError, match=r"--set center_crop: .*smolvla \(solver_steps: solver steps of"):
         convert(case / "checkpoint", out, vlm=case / "vlm", settings={"center_crop": False})
     for message, options in {
-        r"--embodiment: .*smolvla, which takes --base, --vlm, --tokenizer": {"embodiment": "gr1"},
+        r"--embodiment: .*smolvla, which does not take this option; it takes --base, --vlm, --tokenizer": {
+            "embodiment": "gr1"
+        },
         r"--stats-key": {"stats_key": "libero"},
-        r"--base .*: .*checkpoint is no adapter but a whole model": {"base": tmp_path},
+        r"--base .*: .*checkpoint is a complete model and not an adapter": {"base": tmp_path},
         r"--openpi-config": {"openpi_config": "pi0_droid"},
         r"--cameras": {"cameras": ("front",)},
     }.items():
@@ -93,7 +95,7 @@ def test_other_names_than_the_checkpoints_are_refused():
     own = VectorSpec(2, ("pan", "lift"), ("deg", "deg"))
     assert Joints(("pan", "lift")).named("state", own) == own
     with pytest.raises(
-        ConvertError, match=r"state.names: expected pan, lift, as the checkpoint says, got lift, pan"
+        ConvertError, match=r"state.names: expected pan, lift as in the checkpoint, got lift, pan"
     ):
         Joints(("lift", "pan")).named("state", own)
 
@@ -148,7 +150,7 @@ def test_a_prompt_gets_a_place_for_advantages(golden, tmp_path):
         ({"advantage": "a,a"}, "--set advantage: expected different names, got a, a"),
         (
             {"advantage": "a", "advantage_words": "good"},
-            r"--set advantage_words: expected a place for the name",
+            r"--set advantage_words: expected a text that contains",
         ),
         (
             {"advantage": "a", "usual_advantage": "b"},

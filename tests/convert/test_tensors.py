@@ -126,10 +126,10 @@ def test_what_does_not_fit_names_the_tensor(stack):
         r"a: shape \[6, 4, 5\] has no index \[6\]": lambda: pick(found["a"], 6),
         r"a: shape \[6, 4, 5\] does not split into \[2, 2\]": lambda: split(found["a"], (2, 2)),
         r"half: shape \[6, 4\] does not split into": lambda: split(found["half"], (2, 1), 2),
-        r"half: expected F32 as a has, got BF16": lambda: join(
+        r"half: expected type F32 like a, got BF16": lambda: join(
             rows(found["a"], 0, 1), reshape(found["half"], 1, 4, 6), axis=2
         ),
-        r"a \[6, 4, 5\], b \[3, 4, 5\]: do not join along axis 1": lambda: join(
+        r"a \[6, 4, 5\], b \[3, 4, 5\]: these tensors cannot be joined along axis 1": lambda: join(
             found["a"], found["b"], axis=1
         ),
         r"a \[6, 4, 5\]: .*reshape": lambda: reshape(found["a"], 7, -1),
@@ -178,13 +178,13 @@ def test_every_shard_is_checked_against_the_index(sharded):
     index = sharded / "model.safetensors.index.json"
     table = json.loads(index.read_text())["weight_map"]
     for message, change in {
-        "puts 'd' here, and it is not there": {"d": "model-00002-of-00002.safetensors"},
-        "holds 'a', which .* puts in model-00002": {"a": "model-00002-of-00002.safetensors"},
-        "holds 'b', which .* puts nowhere": {"b": None},
-        "names model-00003-of-00003.safetensors, which the folder lacks": {
+        "lists 'd' in this file, which does not contain it": {"d": "model-00002-of-00002.safetensors"},
+        "holds 'a', which .* lists in model-00002": {"a": "model-00002-of-00002.safetensors"},
+        "holds 'b', which .* lists nowhere": {"b": None},
+        "names model-00003-of-00003.safetensors, which the folder does not contain": {
             "d": "model-00003-of-00003.safetensors"
         },
-        "expected a weight_map of file names": {"d": "../w.safetensors"},
+        "weight_map: expected a table": {"d": "../w.safetensors"},
     }.items():
         record = {name: file for name, file in (table | change).items() if file}
         index.write_text(json.dumps({"weight_map": record}))

@@ -170,15 +170,15 @@ def test_what_has_no_such_form_is_refused() -> None:
     replaced = TensorSource("v", whole.shape, whole.type, whole.nbytes, Changed(whole.data, whole))
     refused = {
         "does more than move rows": (transpose(fused), reshape(fused, 2, 8)),
-        "computes with the weight": (
+        "changes the weight's values": (
             computed(lambda x: 1 + x, fused),
             tensors.moved(lambda x: x[:, ::-1], fused),
         ),
-        "a part of x.weight as a whole": (join(fused, replaced),),
+        "a whole part of x.weight": (join(fused, replaced),),
     }
     for words, sources in refused.items():
         for source in sources:
-            with pytest.raises(ConvertError, match=f"{words}.*without --no-merge"):
+            with pytest.raises(ConvertError, match=f"{words}.*omit --no-merge"):
                 unmerge({"x.weight": source}, "base", "")
 
 

@@ -192,7 +192,7 @@ def other_sizes(source: Path) -> None:
     [
         (drop_pipelines, r"no statistics \['min', 'max'\] for 'action'.*--stats FILE"),
         (truncate, "model.safetensors"),
-        (keep_adapter_only, "LoRA adapter only; merge it"),
+        (keep_adapter_only, "LoRA adapter only. To merge it"),
         (resize_twice, r"resize_to: expected \[224, 224\], the resize_images_to in config.json, got \[128, 128\]"),
         (unknown_step, r"step 4 \(smooth\)|smooth.*not understood"),
         (other_sizes, "resize_images_to: expected a size, .* without it: image 256x256, wrist_image 256x320"),

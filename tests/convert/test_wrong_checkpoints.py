@@ -105,4 +105,4 @@ def test_widths_that_are_not_the_published_ones_are_asked_for(broken):
     path, given = broken("pi05-2cam")
     message = refused(path, {name: value for name, value in given.items() if name != "arch"})
     assert "is missing (and " in message, message
-    assert message.endswith("if its widths are not the published ones, --arch FILE gives them"), message
+    assert message.endswith("pass its widths with --arch FILE"), message

@@ -155,10 +155,10 @@ def test_another_florence_is_refused(ee6d: Path, part: str, changes: dict, messa
         ),
         (
             lambda p: edit(p / PRE, lambda r: r["steps"].insert(4, r["steps"].pop(3))),
-            "xvla_image_to_float.+: expected before xvla_imagenet_normalize, got it after",
+            "xvla_image_to_float.+: expected this step before xvla_imagenet_normalize, got it after",
         ),
-        (lambda p: rotated(p, 0), "unnormalizer_processor.+: expected before xvla_rotation_6d.+, got it after"),
-        (lambda p: (p / "tokenizer" / "tokenizer.json").unlink(), "no tokenizer.json found.+give tokenizer's with"),
+        (lambda p: rotated(p, 0), "unnormalizer_processor.+: expected this step before xvla_rotation_6d"),
+        (lambda p: (p / "tokenizer" / "tokenizer.json").unlink(), "no tokenizer.json found.+pass tokenizer's with"),
         (
             lambda p: edit(p / "tokenizer" / "tokenizer_config.json", lambda r: r.pop("pad_token")),
             "expected a padding token, which the model reads, got none",

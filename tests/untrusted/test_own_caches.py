@@ -53,7 +53,7 @@ def lock(path):
         return "locked"
 
 def memo(path):
-    return DigestCache(work, path.parent).known
+    return DigestCache(work, path.parent).entries
 
 def proof(path):
     return proofs.lacking(pen, "onnx", "cpu"), proofs.records(pen)

@@ -1,1 +1,1 @@
-"""The directories that LeRobot writes, whichever family is in them."""
+"""Read the checkpoint directories and data sets that LeRobot writes, for all model families."""

@@ -1,9 +1,9 @@
-"""The parts that all LeRobot checkpoints share: files, configuration, features, statistics, tokenizer.
+"""Read the parts that all LeRobot checkpoints have: files, configuration, features, statistics, tokenizer.
 
 Two layouts exist. Since 0.4 the pre- and post-processor pipelines are JSON files beside the weights, with their
 statistics in small safetensors files. Before 0.4, statistics were buffers inside ``model.safetensors``
-(``normalize_inputs.buffer_observation_state.mean``). Both layouts are read. If a checkpoint has both, the pipelines are
-used.
+(``normalize_inputs.buffer_observation_state.mean``). Both layouts are supported. If a checkpoint has both, the
+pipelines are used.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ from sinew.steps.image.base import CameraScale
 from sinew.steps.vector.base import VectorStep
 
 IMAGE_PREFIXES = ("observation.images.", "observation.")
-# Fields of every LeRobot configuration about training, loading and upload, which do not change the computation.
-# For any n_obs_steps, only the newest observation is read, unless a family's schema names this field. rtc_config states
-# how chunks are joined on the robot.
+# Fields about training, loading and upload that every LeRobot configuration has. These fields do not change the
+# computation. Whatever n_obs_steps is, only the newest observation is read, unless a family's schema names this field.
+# rtc_config states how the robot joins chunks.
 UNREAD = (
     "type device use_amp use_peft push_to_hub repo_id private tags license pretrained_path pretrained_revision"
     " use_cache compile_model compile_mode gradient_checkpointing freeze_vision_encoder train_expert_only"
@@ -96,7 +96,7 @@ def config_type(path: Path) -> str | None:
 
 
 def of_type(*names: str) -> Callable[[Path], bool]:
-    """Return a function that is True for LeRobot directories of these types."""
+    """Return a function that is True for LeRobot directories whose config.json has one of the types ``names``."""
     return lambda path: config_type(path) in names
 
 
@@ -179,17 +179,21 @@ class LeRobotCheckpoint:
             listing = shown_fields({key: unknown[key] for key in strange})
             verb = "is" if len(strange) == 1 else "are"
             raise ConvertError(
-                f"{self.file}: {listing} {verb} not understood; where it does not change what is"
-                f" computed, --set ignore={','.join([*ignored, *strange])} leaves it aside"
+                f"{self.file}: {listing} {verb} not understood; if the computation does not depend on it, pass"
+                f" --set ignore={','.join([*ignored, *strange])} to skip it"
             )
         inputs = self.config.get("input_features")
         read = {*self.schema.defaults, *self.schema.required.split()}
         aside = {*self.config, *(inputs if isinstance(inputs, dict) else ())} - read
         for key in ignored:
             if key not in aside:
-                why = "read" if key in read else f"not there{did_you_mean(key, aside)}"
+                why = (
+                    "is read by the conversion"
+                    if key in read
+                    else f"does not exist{did_you_mean(key, aside)}"
+                )
                 raise ConvertError(
-                    f"--set ignore={key}: expected a key of {self.file} or one of its inputs, got one which is {why}"
+                    f"--set ignore={key}: expected an unread key of {self.file} or one of its inputs; this key {why}"
                 )
         for key, value in self.schema.fixed.items():
             if key not in ignored and self.config.get(key, value) != value:
@@ -200,21 +204,20 @@ class LeRobotCheckpoint:
         if self.real_time_chunking is not None:
             self.notes.append(
                 f"rtc_config={json.dumps(self.config['rtc_config'])[:MOST_SHOWN]}: LeRobot joins chunks by real-time"
-                " chunking. The bundle states it, and each run prints the flags that follow it"
+                " chunking. The bundle stores these settings, and each run prints the flags for them"
             )
         absent = [
             f"{key}={json.dumps(v)}" for key, v in self.schema.defaults.items() if key not in self.config
         ]
         if absent:
-            self.notes.append(f"not in config.json, LeRobot's defaults: {', '.join(absent)}")
+            self.notes.append(f"not in config.json, so LeRobot's defaults are used: {', '.join(absent)}")
 
     @property
     def _ignored(self) -> list[str]:
         return [name for name in str(self.options.setting("ignore", "")).split(",") if name]
 
     def _check_features(self) -> None:
-        """Reject an input that the family does not read. The policy was trained with this input, and would run without
-        it."""
+        """Raise ConvertError for an input that the family does not read, because the policy was trained with it."""
         table = self.config.get("input_features")
         for name, feature in table.items() if isinstance(table, dict) else ():
             kind = feature.get("type") if isinstance(feature, dict) else None
@@ -233,34 +236,35 @@ class LeRobotCheckpoint:
     def check_tokens(self, image: int, marker: int) -> None:
         """Raise ConvertError if a checkpoint states other ids of special tokens. LeRobot's checkpoints state none."""
 
-    # ------------------------------------------------------------------ files
-
     @cached_property
     def _weights(self) -> tuple[dict[str, TensorSource], list[Path]]:
         """Return the weights and their files. The weights of an adapter are merged into the weights of its base."""
         base = self.options.base if self.schema.adapters else None
         if not is_adapter(self.path):
             if base is not None:
-                raise ConvertError(f"--base {base}: {self.path} is no adapter but a whole model")
+                raise ConvertError(
+                    f"--base {base}: {self.path} is a complete model and not an adapter; omit --base"
+                )
             return read_weights(self.path)
         if base is None:
             raise adapter_alone(self.path)
         base = resolve(self._base_folder(base))
         if not (base / "config.json").is_file():
             raise ConvertError(
-                f"--base {self.options.base}: expected a checkpoint, a folder with config.json, got none"
+                f"--base {self.options.base}: expected a checkpoint, a folder with config.json, got a folder without it"
             )
         if (kind := config_type(base)) != self.type:
             raise ConvertError(
-                f"--base {base}: expected a policy of the adapter's type {self.type}, got {kind or 'no type'}"
+                f"--base {base}: expected a policy of the adapter's type {self.type}, got {kind or 'no type'}; pass the"
+                " model that the adapter was trained on"
             )
         tensors, files = read_weights(base)
         merged, own = merge(tensors, self.path)
         return merged, [*files, *own]
 
     def _base_folder(self, base: Path) -> Path:
-        """Return the folder that ``--base`` names, or a download of the repository that ``--base`` names. If the
-        adapter names the same repository, the revision is the one that the adapter states."""
+        """Return the folder that ``--base`` names, or a download of the hub repository that ``--base`` names. If the
+        adapter names the same repository, the adapter's revision is downloaded."""
         file = self.path / ADAPTER_CONFIG
         record = read_json(file) if file.is_file() else {}
         revision = (
@@ -285,13 +289,15 @@ class LeRobotCheckpoint:
     @cached_property
     def dataset(self) -> Dataset | None:
         """Return the facts of the data set that ``--dataset`` names, else of a data set inside the run's own folder;
-        None if there is neither."""
+        None if neither exists."""
         if self.options.dataset:
             return read_dataset(self.options.dataset)
         if (inside := run_dataset(self.path)) is None:
             return None
         name = inside.relative_to(run_folder(self.path)).as_posix()
-        self.notes.append(f"data set {name} of this run's folder: names of joints and actions per second")
+        self.notes.append(
+            f"joint names and actions per second are from the data set {name} in this run's folder"
+        )
         return read_dataset(inside)
 
     @property
@@ -299,13 +305,13 @@ class LeRobotCheckpoint:
         """Return the actions per second: ``--control-hz``, else the data set's frames per second; None if unknown."""
         return self.options.control_hz or (self.dataset.fps if self.dataset else None)
 
-    # ------------------------------------------------------------------ features
-
     def _features(self, group: str, kind: str) -> dict[str, tuple[int, ...]]:
         try:
             features = {name: (f["type"], tuple(f["shape"])) for name, f in self[group].items()}
         except (AttributeError, KeyError, TypeError):
-            raise ConvertError(f"{self.file}: {group} is not a feature table") from None
+            raise ConvertError(
+                f'{self.file}: {group} is not a feature table; each entry needs "type" and "shape"'
+            ) from None
         shapes = {name: shape for name, (type_, shape) in features.items() if type_ == kind}
         for name, shape in shapes.items():
             if not all(type(n) is int and 1 <= n <= MAX_SIZE for n in shape):
@@ -318,30 +324,36 @@ class LeRobotCheckpoint:
     def cameras(self) -> tuple[CameraSpec, ...]:
         """Return the cameras in the order of the configuration, with the robot's names.
 
-        LeRobot lists its padding slots as features too. Padding slots are not cameras, so they are skipped. A
-        ``rename_map`` has the robot's names of the slots.
+        LeRobot lists its padding slots as features too. Padding slots are not cameras, so they are skipped. If the
+        pipeline has a ``rename_map``, it contains the robot's names of the slots.
         """
         cameras, theirs = [], self._rename_map
         for key, shape in self._features("input_features", "VISUAL").items():
             if _short(key).startswith("empty_camera_"):
                 continue
             if len(shape) != 3 or shape[0] != 3:
-                raise ConvertError(f"camera {key!r} has shape {list(shape)}, expected [3, height, width]")
+                raise ConvertError(
+                    f"{self.file}: camera {key!r} has shape {list(shape)}, expected [3, height, width]"
+                )
             slot = _short(key)
             name = theirs.pop(slot, slot)
             cameras.append(CameraSpec(name, shape[1], shape[2], slot=slot if name != slot else ""))
         if not cameras:
-            raise ConvertError(f"{self.file}: input_features names no camera")
+            raise ConvertError(
+                f"{self.file}: input_features names no camera; expected a feature of type VISUAL"
+            )
         theirs.pop(STATE, None)
         slots = [_short(key) for key in self._features("input_features", "VISUAL")]
         if theirs:
             renamed = ", ".join(f"{robot} for {slot}" for slot, robot in theirs.items())
             self.notes.append(
-                f"rename_map: {renamed} is left out, as LeRobot leaves it: the policy reads {', '.join(slots)} alone"
+                f"rename_map: {renamed} is ignored, as in LeRobot, because the policy reads only {', '.join(slots)}"
             )
         if len({camera.name for camera in cameras}) != len(cameras):
             names = ", ".join(camera.name for camera in cameras)
-            raise ConvertError(f"{self.path / PRE}.json: rename_map gives two cameras one name ({names})")
+            raise ConvertError(
+                f"{self.path / PRE}.json: rename_map gives two cameras one name ({names}); give each camera its own"
+            )
         return tuple(cameras)
 
     @property
@@ -352,16 +364,16 @@ class LeRobotCheckpoint:
             sized = ", ".join(f"{each.name} {each.height} x {each.width}" for each in self.cameras)
             raise ConvertError(
                 f"{self.file}: expected cameras of one size, got {sized}; policies of type {self['type']} read"
-                " all cameras at one size, so this checkpoint cannot be converted. Train with frames that are resized"
-                " to one size"
+                " all cameras at one size, so this checkpoint cannot be converted. Train again with frames that are"
+                " resized to one size"
             )
         return sizes.pop()
 
     def unresized_frames(self) -> ImageRecipe:
-        """Return the recipe of frames that the model reads at the size of their camera, with the cameras' statistics.
+        """Return the image recipe of a model that reads frames at their camera's size, with the cameras' statistics.
 
-        If cameras have different sizes, pixels have the largest height and the largest width of all, and each picture
-        is in their top left corner. Raises :class:`ConvertError`.
+        If cameras have different sizes, the model's image has the largest height and the largest width of all cameras,
+        and each frame is in its top left corner. Raises :class:`ConvertError`.
         """
         sizes = tuple((camera.height, camera.width) for camera in self.cameras)
         height, width = (max(sides) for sides in zip(*sizes, strict=True))
@@ -376,7 +388,7 @@ class LeRobotCheckpoint:
 
     @property
     def _rename_map(self) -> dict[str, str]:
-        """Return slot's name -> robot's name for the slot, both without their prefixes."""
+        """Return slot name -> the robot's camera name, both without their prefixes."""
         table = self.pipelines.config(PRE, "rename_observations_processor").get("rename_map") or {}
         where = f"{self.path / PRE}.json: rename_map"
         if not isinstance(table, dict) or not all(isinstance(v, str) and v and k for k, v in table.items()):
@@ -386,17 +398,21 @@ class LeRobotCheckpoint:
             raise ConvertError(f"{where}: expected one name for each slot, got {table!r}")
         if changed := {slot: robot for slot, robot in turned.items() if slot != robot}:
             renames = ", ".join(f"{robot} for {slot}" for slot, robot in changed.items())
-            self.notes.append(f"names of rename_observations_processor: {renames}")
+            self.notes.append(f"camera names from rename_observations_processor: {renames}")
         return turned
 
     def vector(self, group: str, kind: str, key: str) -> VectorSpec:
         """Return the size of a vector feature, and the names of its values if they are known."""
         shape = self._features(group, kind).get(key)
         if shape is None or len(shape) != 1:
-            raise ConvertError(f"{self.file}: {group} has no vector {key!r}")
+            raise ConvertError(
+                f"{self.file}: {group} has no vector {key!r}; expected this entry with shape [N]"
+            )
         names = self.dataset.names.get(key, ()) if self.dataset else ()
         if names and len(names) != shape[0]:
-            raise ConvertError(f"--dataset: expected {shape[0]} names for {key!r}, got {len(names)}")
+            raise ConvertError(
+                f"--dataset: expected {shape[0]} names for {key!r}, got {len(names)}; pass the data set of this run"
+            )
         own = self.config.get("action_feature_names") if key == ACTION else None
         if not names and isinstance(own, list) and len(own) == shape[0]:
             names = tuple(map(str, own))
@@ -413,8 +429,8 @@ class LeRobotCheckpoint:
 
     @property
     def environment_dim(self) -> int:
-        """Return the count of environment numbers that follow the robot's numbers in the state; 0 if the policy does
-        not read them."""
+        """Return how many numbers of the environment follow the robot's numbers in the state; 0 if the policy does not
+        read the environment."""
         there = ENVIRONMENT in self["input_features"]
         return self.vector("input_features", "ENV", ENVIRONMENT).dim if there else 0
 
@@ -445,8 +461,6 @@ class LeRobotCheckpoint:
         self.notes += self.pipelines.absent[before:]
         return steps
 
-    # ------------------------------------------------------------------ prompt
-
     @property
     def max_tokens(self) -> int:
         """Return the longest prompt, in tokens."""
@@ -454,7 +468,7 @@ class LeRobotCheckpoint:
 
     @property
     def padding(self) -> Any:
-        """Return the padding of the prompts in the pipeline; None if it is not stated."""
+        """Return the padding of prompts that the pipeline states; None if the pipeline states no padding."""
         return self._tokenizer.get("padding")
 
     @property
@@ -468,8 +482,11 @@ class LeRobotCheckpoint:
         return self.pipelines.config(PRE, "tokenizer_processor")
 
     def size(self, key: str, value: Any = None, low: int = 1, high: int = MAX_SIZE) -> int:
-        """Return ``value``, else the whole number ``key`` of the configuration. Raises :class:`ConvertError` for other
-        values and for numbers out of bounds."""
+        """Return ``value``, or the whole number ``key`` of the configuration if ``value`` is None.
+
+        Raises:
+            ConvertError: The value is not a whole number from ``low`` to ``high``.
+        """
         value = self[key] if value is None else value
         if type(value) is not int or not low <= value <= high:
             raise ConvertError(
@@ -493,26 +510,24 @@ class LeRobotCheckpoint:
             raise ConvertError(f"{self.file}: {key}: expected height and width, got {value!r}")
         return self.size(key, value[0]), self.size(key, value[1])
 
-    def one_of(self, key: str, *known: str) -> Any:
-        """Return a word of the configuration. Raises :class:`ConvertError` for a word that is not one of ``known``."""
-        if (value := self[key]) not in known:
-            raise ConvertError(f"{self.file}: {key}: expected one of {', '.join(known)}, got {value!r}")
+    def one_of(self, key: str, *allowed: str) -> Any:
+        """Return a value of the configuration. Raises :class:`ConvertError` if the value is not one of ``allowed``."""
+        if (value := self[key]) not in allowed:
+            raise ConvertError(f"{self.file}: {key}: expected one of {', '.join(allowed)}, got {value!r}")
         return value
 
     def named(self) -> AbstractContextManager[None]:
-        """Within the block, prefix errors of a model's configuration with the file."""
+        """Return a context manager that prefixes errors of the model's configuration with the path of this file."""
         return named(self.file)
 
     def committed_rows(self, chunk_size: int) -> int:
-        """Return the longest action prefix of training; 0 if training had none.
+        """Return the longest action prefix that training used; 0 if training used none.
 
         LeRobot's key is ``rtc_training_max_delay``. ``--set committed_rows=N`` sets the length for files without that
         key.
         """
         rows = self.options.setting("committed_rows", self.config.get("rtc_training_max_delay", 0))
         return self.size("rtc_training_max_delay", rows, low=0, high=chunk_size - 1)
-
-    # ------------------------------------------------------------------ records
 
     def policy_spec(
         self, architecture: str, chunk_size: int, *, state: VectorSpec | None = None, **fields: Any
@@ -527,8 +542,8 @@ class LeRobotCheckpoint:
         """
         if not self.dataset and not (state or self.state).names and (name := trained_on(self.path)):
             self.notes.append(
-                f"joints have no names, and the rate is not known: --dataset {shlex.quote(name)}, on which this run was"
-                " trained (train_config.json), has both"
+                f"joints have no names, and the rate is not known; pass --dataset {shlex.quote(name)}, on which this"
+                " run was trained (train_config.json), to add both"
             )
         return PolicySpec(
             architecture=architecture,
@@ -542,8 +557,8 @@ class LeRobotCheckpoint:
 
     @cached_property
     def real_time_chunking(self) -> RealTimeChunking | None:
-        """Return the real-time chunking with which the checkpoint is executed; None if it is executed without. Fields
-        that the file lacks have LeRobot's defaults."""
+        """Return the real-time chunking settings of the checkpoint; None if the checkpoint does not enable real-time
+        chunking. Fields that the file lacks have LeRobot's defaults."""
         settings = self.config.get("rtc_config")
         if not isinstance(settings, dict) or not settings.get("enabled", True):
             return None
@@ -552,15 +567,15 @@ class LeRobotCheckpoint:
         mode = settings.get("mode", "guided")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.0 <= weight < 1e30:
             raise ConvertError(
-                f"{self.file}: rtc_config.max_guidance_weight: expected a number from 0 on, got {weight!r:.80}"
+                f"{self.file}: rtc_config.max_guidance_weight: expected a number, at least 0, got {weight!r:.80}"
             )
-        for key, value, known in (
+        for key, value, allowed in (
             ("prefix_attention_schedule", schedule, SCHEDULES),
             ("mode", mode, ("guided", "trained")),
         ):
-            if value not in known:
+            if value not in allowed:
                 raise ConvertError(
-                    f"{self.file}: rtc_config.{key}: expected one of {', '.join(known)}, got {value!r:.80}"
+                    f"{self.file}: rtc_config.{key}: expected one of {', '.join(allowed)}, got {value!r:.80}"
                 )
         horizon = self.size("rtc_config.execution_horizon", settings.get("execution_horizon", 10), low=0)
         return RealTimeChunking(horizon, schedule, float(weight), mode)
@@ -569,7 +584,11 @@ class LeRobotCheckpoint:
         """Return the processing of a policy whose vectors are normalised by the pipelines and padded to the model's
         sizes.
 
-        ``fields`` has the fields that the family sets.
+        Args:
+            image: The image recipe.
+            prompt: The prompt recipe.
+            config: The model's configuration. It states the padded sizes.
+            **fields: Further fields of :class:`Processing`, which the family sets.
         """
         return Processing(
             image=image,
@@ -581,19 +600,22 @@ class LeRobotCheckpoint:
             **fields,
         )
 
-    # ------------------------------------------------------------------ statistics
-
     def _mode(self, feature: str, kind: str) -> Any:
         mapping = self.pipelines.config(*step_of(feature)).get("norm_map") or self["normalization_mapping"]
         if not isinstance(mapping, dict):
-            raise ConvertError(f"{self.path}: the modes of normalisation are no table, got {mapping!r}")
+            raise ConvertError(
+                f"{self.path}: normalization_mapping or norm_map: expected a table of modes, got {mapping!r}"
+            )
         return str(mapping.get(kind, "IDENTITY")).removeprefix("NormalizationMode.")
 
     def normalization(self, feature: str, kind: str) -> Normalization:
-        """Return the normalisation of ``feature``. ``kind`` is its key in the mapping (STATE or ACTION)."""
+        """Return the normalisation of ``feature``. ``kind`` is the feature's key in normalization_mapping, "STATE",
+        "ACTION" or "ENV"."""
         mode: Any = self._mode(feature, kind).lower()
         if mode not in STATISTICS:
-            raise ConvertError(f"normalisation {mode!r} of {feature} is not one of {', '.join(STATISTICS)}")
+            raise ConvertError(
+                f"{self.path}: normalisation {mode!r} of {feature} is not one of {', '.join(STATISTICS)}"
+            )
         config = self.pipelines.config(*step_of(feature))
         keys = config.get("normalize_observation_keys")
         if feature == STATE and self.pipelines.there:
@@ -608,17 +630,17 @@ class LeRobotCheckpoint:
             raise ConvertError(self._no_statistics(feature, missing, mode, statistics))
         if needed and (wrong := impossible(statistics)):
             self.notes.append(
-                f"statistics of {feature}: no data set has them: {'; '.join(wrong)}; compute them anew"
+                f"statistics of {feature} are impossible for any data set: {'; '.join(wrong)}; compute them again"
             )
         eps = config.get("eps", 1e-8)
-        # float() of a float32 is exact, and JSON keeps all of its digits.
+        # float() of a float32 is exact, and JSON stores all digits, so the bundle's statistics have no rounding.
         return Normalization(
             mode, {s: tuple(float(v) for v in statistics[s].reshape(-1)) for s in needed}, eps
         )
 
     def image_scales(self) -> dict[str, Any]:
-        """Return ``mean`` and ``std`` of an image recipe, from the normaliser before the model; ``cameras`` if the
-        cameras' values differ. Raises :class:`ConvertError`."""
+        """Return the fields of an image recipe for the normaliser before the model: ``mean`` and ``std``, or
+        ``cameras`` if the cameras have different values. Raises :class:`ConvertError`."""
         mode = self.image_mode()
         if mode == "IDENTITY":
             return {"mean": (0.0,) * 3, "std": (1.0,) * 3}
@@ -642,7 +664,8 @@ class LeRobotCheckpoint:
         """Raise :class:`ConvertError` if the checkpoint normalises images, because the model scales images itself."""
         if (mode := self.image_mode()) != "IDENTITY":
             raise ConvertError(
-                f"{self.file}: VISUAL normalisation {mode!r}: expected IDENTITY, as the model scales its images itself"
+                f"{self.file}: VISUAL normalisation {mode!r}: expected IDENTITY, because the model scales its images"
+                " itself"
             )
 
     def image_mode(self) -> str:
@@ -651,7 +674,8 @@ class LeRobotCheckpoint:
 
     @cached_property
     def statistics(self) -> Statistics:
-        """Return feature -> statistic -> values: from ``--stats``, the processors, the weights or ``--dataset``."""
+        """Return feature -> statistic -> values. The source is ``--stats``, the processors, the weights or
+        ``--dataset``, in this order."""
         features = [*self["input_features"], *self["output_features"]]
         if self.options.stats:
             return read_stats_file(self.options.stats, features)
@@ -663,22 +687,29 @@ class LeRobotCheckpoint:
                 self.notes.append(f"statistics of the data set {key}, one of {', '.join(sorted(own.sets))}")
                 return {**own.bare, **own.sets[key]}
             if key:
-                known = ", ".join(sorted(own.sets)) or "none: the checkpoint has one set of statistics"
-                raise ConvertError(f"--stats-key {key}: expected one of the data sets {known}")
+                available = ", ".join(sorted(own.sets)) or "none: the checkpoint has one set of statistics"
+                raise ConvertError(f"--stats-key {key}: expected one of the data sets {available}")
         if not own and self.dataset and self.dataset.stats:
-            self.notes.append("statistics: none in the checkpoint, those of --dataset")
+            self.notes.append("the checkpoint has no statistics, so those of --dataset are used")
             return read_stats_file(self.dataset.stats, features)
         return own.bare
 
     @cached_property
     def _own_statistics(self) -> Found:
-        """Return the statistics of the processors, else of the weights."""
+        """Return the statistics of the processors. If the processors have none, return those of the weights."""
         features = [*self["input_features"], *self["output_features"]]
         statistics = processor_statistics(self.path, self.pipelines, features)
         return statistics or legacy_statistics(self._weights[0], features)
 
-    def _no_statistics(self, feature: str, missing: list[str], mode: str, found: Mapping[str, Any]) -> str:
-        """Return the message about missing statistics. It states the existing statistics, and what to type."""
+    def _no_statistics(self, feature: str, missing: list[str], mode: str, present: Mapping[str, Any]) -> str:
+        """Return the message about missing statistics. It names the statistics that exist, and the flag to pass.
+
+        Args:
+            feature: The feature that lacks statistics.
+            missing: Names of the missing statistics.
+            mode: The mode of normalisation that needs them.
+            present: The statistics of the feature that exist.
+        """
         what = f"no statistics {missing} for {feature!r} ({mode})"
         own = Found() if self.options.stats else self._own_statistics
         file = self.options.stats or (
@@ -686,14 +717,14 @@ class LeRobotCheckpoint:
         )
         if file is not None:
             flag = "--stats" if self.options.stats else "--dataset"
-            has = f"it has {', '.join(sorted(found))}" if found else "it has none of this feature"
-            if found and any(stat.startswith("q") for stat in missing):
+            has = f"it has {', '.join(sorted(present))}" if present else "it has none of this feature"
+            if present and any(stat.startswith("q") for stat in missing):
                 has += (
-                    "; LeRobot's lerobot/scripts/augment_dataset_quantile_stats.py --repo-id=NAME adds quantiles to a"
-                    " data set (version 3), and its meta/stats.json then has them"
+                    "; to add quantiles to a data set (version 3), run LeRobot's"
+                    " lerobot/scripts/augment_dataset_quantile_stats.py --repo-id=NAME, and use its meta/stats.json"
                 )
-            elif not found:
-                has += f" but of {', '.join(sorted(stats_record(file))[:MOST_NAMED]) or 'none'}"
+            elif not present:
+                has += f", only of {', '.join(sorted(stats_record(file))[:MOST_NAMED]) or 'no feature'}"
             return f"{flag} {file}: {what}; {has}"
         if self.dataset is not None and not own:
             version = f" (version {self.dataset.version})" if self.dataset.version else ""
@@ -703,26 +734,26 @@ class LeRobotCheckpoint:
             )
         if own.sets:
             names = sorted(own.sets)
-            with_it = [name for name in names if not set(missing) - set(own.sets[name].get(feature, {}))]
+            complete = [name for name in names if not set(missing) - set(own.sets[name].get(feature, {}))]
             how = (
-                f"choose one with --stats-key {with_it[0]}"
-                if with_it and not self.options.stats_key
-                else "none of them has these"
-                if not with_it
-                else f"{', '.join(with_it)} have them"
+                f"choose one with --stats-key {complete[0]}"
+                if complete and not self.options.stats_key
+                else "none of these sets has the missing statistics"
+                if not complete
+                else f"{', '.join(complete)} have the missing statistics"
             )
             return (
-                f"{self.path}: {what}, but those of the data sets {', '.join(names)}: {how}, or give your own data"
-                " set's with --stats FILE (meta/stats.json)"
+                f"{self.path}: {what}, but those of the data sets {', '.join(names)}: {how}, or pass the statistics of"
+                " your own data set with --stats FILE (meta/stats.json)"
             )
-        has = f"; it has {', '.join(sorted(found))}" if found else ""
+        has = f"; it has {', '.join(sorted(present))}" if present else ""
         return (
-            f"{self.path}: {what}{has}; give the training data set's meta/stats.json with --stats FILE"
+            f"{self.path}: {what}{has}; pass the training data set's meta/stats.json with --stats FILE"
             f"{self._dataset_to_type('or the data set itself with')}"
         )
 
     def _dataset_to_type(self, before: str) -> str:
-        """Return the run's data set as a flag for the user to type; "" if the run names none.
+        """Return a hint with the flag ``--dataset`` and the run's data set; "" if the run names no data set.
 
         Its path comes from a file, so only the user may open it.
         """

@@ -1,5 +1,5 @@
-"""Read folders of training runs of LeRobot and of transformers' Trainer (which GR00T uses), and LeRobot's data sets,
-which have facts that a checkpoint leaves out."""
+"""Read folders of training runs, and LeRobot's data sets, which have facts that a checkpoint leaves out. The runs are
+LeRobot's, or those of transformers' Trainer (which GR00T uses)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sinew.core import ConvertError
 from sinew.core.progress import say
 
 EPISODES = "episodes_stats.jsonl"
-STEP = re.compile(r"checkpoint-\d+")  # a folder of transformers' Trainer
+STEP = re.compile(r"checkpoint-\d+")  # name of a checkpoint folder of transformers' Trainer
 MODEL, ADAPTER = "pretrained_model", "adapter_config.json"
 
 
@@ -25,7 +25,7 @@ def resolve(path: Path, adapters: bool = False) -> Path:
 
     For a run, the checkpoint is the one that ``checkpoints/last`` points to, else the one with the highest number. For
     a run of transformers' Trainer, the checkpoint is the ``checkpoint-STEP`` with the highest number whose weights are
-    complete, and its name is printed. Other paths are returned as they are.
+    complete, and its name is printed. Other paths are returned unchanged.
 
     Raises :class:`ConvertError` for a run without a checkpoint, and for an adapter without its base unless ``adapters``
     is True (the user has given the base).
@@ -45,23 +45,26 @@ def resolve(path: Path, adapters: bool = False) -> Path:
     for folder in (checkpoints / "last", *reversed(numbered)):
         if any((folder / MODEL / name).exists() for name in ("config.json", ADAPTER)):
             return resolve(folder / MODEL, adapters)
-    raise ConvertError(f"{path}: a training folder without a checkpoint (checkpoints/*/{MODEL}/config.json)")
+    raise ConvertError(
+        f"{path}: a training folder without a checkpoint; expected checkpoints/*/{MODEL}/config.json in it"
+    )
 
 
 def newest_complete(run: Path) -> Path:
     """Return the newest complete checkpoint of a run of transformers' Trainer, and print its name. A folder without
-    checkpoints is returned as it is. Raises :class:`ConvertError` for a run whose checkpoints are all incomplete."""
+    checkpoints is returned unchanged. Raises :class:`ConvertError` for a run whose checkpoints are all incomplete."""
     steps = [each for each in run.glob("checkpoint-*") if STEP.fullmatch(each.name)]
     steps = [each for each in steps if (each / "config.json").exists()]
     incomplete: list[str] = []
     for step in sorted(steps, key=lambda each: int(each.name.rpartition("-")[2]), reverse=True):
         try:
-            read_weights(step)  # only the headers, which contain the length of the file
+            # Reading the headers is enough to detect an incomplete file, because they state the length of the file.
+            read_weights(step)
         except ConvertError as error:
             incomplete.append(f"{step.name} is not complete ({error})")
             continue
         passed = f"; {'; '.join(incomplete)}" if incomplete else ""
-        say(f"{run}: {step.name}, the newest complete checkpoint of {len(steps)}{passed}")
+        say(f"{run}: using {step.name}, the newest complete checkpoint of {len(steps)}{passed}")
         return step
     if incomplete:
         raise ConvertError(f"{run}: expected a complete checkpoint-STEP in it: {'; '.join(incomplete)}")
@@ -69,7 +72,7 @@ def newest_complete(run: Path) -> Path:
 
 
 def runs_near(path: Path) -> list[Path]:
-    """Return up to three training runs above or below a folder."""
+    """Return up to three training runs in folders above or below ``path``, for a message."""
     above = [each for each in list(path.parents)[:2] if (each / MODEL / "config.json").exists()]
     below = (run.parent for depth in ("", "*/", "*/*/") for run in path.glob(f"{depth}*/checkpoints"))
     return above or list(islice(below, 3))
@@ -90,7 +93,8 @@ def name_of(path: Path) -> str:
     kind = kind if isinstance(kind, str) else directory_config(path).get("type")
     environment = record.get("env")
     place = environment.get("type") if isinstance(environment, dict) else None
-    usual = {kind, f"{place}_{kind}"}  # the default names of LeRobot's configs/train.py
+    # LeRobot's default job names (its configs/train.py) only repeat the types of the policy and the environment.
+    usual = {kind, f"{place}_{kind}"}
     job = record.get("job_name")
     for name in (repository, None if job in usual else job):
         if isinstance(name, str) and (printable := _printable(name.strip().split("/")[-1])[:100].strip()):
@@ -126,7 +130,7 @@ def run_dataset(path: Path) -> Path | None:
 
     LeRobot's relative paths start in the folder where the training was started, which the run does not name. So a
     path may start in the run's folder, in the current folder, or in a folder that contains the run, in this order.
-    A path that leads out of the run's folder is not opened, because nobody at this machine typed it.
+    A path that leads out of the run's folder is not opened, because it comes from a file and not from the user.
     """
     root = _trained_on(path).get("root")
     folder = run_folder(path)
@@ -171,8 +175,8 @@ class Dataset:
 
     @property
     def stats(self) -> Path | None:
-        """Return the file of statistics: of all frames, or of each episode in versions 2.1 to 3. None if there is no
-        such file."""
+        """Return the file of statistics. It describes all frames, or each episode in versions 2.1 to 3. None if the
+        data set has no such file."""
         files = (self.folder / "meta" / name for name in ("stats.json", EPISODES))
         return next((file for file in files if file.exists()), None)
 
@@ -182,12 +186,16 @@ class Dataset:
 
 
 def read_dataset(path: Path) -> Dataset:
-    """Read ``meta/info.json`` of a data set's directory, or of a name on the hub. Raises :class:`ConvertError`."""
+    """Read ``meta/info.json`` of a data set's directory, or of a data set on the hub.
+
+    Raises:
+        ConvertError: The file is missing or not valid.
+    """
     if not path.exists() and len(path.parts) == 2:
         path = download(
             path.as_posix(),
             f"meta/info.json meta/stats.json meta/{EPISODES}",
-            "give its directory",
+            "download the data set and pass its folder",
             "dataset",
         )
     file = path / "meta" / "info.json"
@@ -198,7 +206,7 @@ def read_dataset(path: Path) -> Dataset:
     ):
         raise ConvertError(f"{file}: fps: expected frames per second, above 0, got {fps!r}")
     if not isinstance(features, dict) or not all(isinstance(entry, dict) for entry in features.values()):
-        raise ConvertError(f"{file}: expected a table of features")
+        raise ConvertError(f"{file}: features: expected a table of features, each a JSON object")
     names_of = {key: _names(entry.get("names")) for key, entry in features.items()}
     version = info.get("codebase_version")
     stated = _printable(version)[:20] if isinstance(version, str) else ""

@@ -1,4 +1,4 @@
-"""The recipe of frames that a policy reads after torchvision's resize and center crop."""
+"""Build the image recipe for policies that use torchvision's resize and center crop."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from sinew.steps.image.base import ImageStep
 from sinew.steps.image.crop import Crop
 from sinew.steps.image.resize import Resize
 
-Sides = tuple[int, int] | None  # height and width
+Sides = tuple[int, int] | None  # (height, width) in pixels; None leaves the frame's size unchanged
 
 
 def whole_frames(
     checkpoint: LeRobotCheckpoint, resized: Sides, cut: Sides, key: str = "crop_shape"
 ) -> ImageRecipe:
-    """Return the recipe of a frame. Normalisation is the same at each pixel, so it may be the last step.
+    """Return the recipe of a frame. Normalisation treats all pixels equally, so it can follow the resize and the crop.
 
     Args:
-        checkpoint: The checkpoint, whose frames and statistics are read.
-        resized: Height and width to which both sides are stretched; None keeps the size.
-        cut: Height and width of the middle that is cropped; None keeps the whole frame.
+        checkpoint: The checkpoint. Its cameras' sizes and statistics are used.
+        resized: Height and width to which both sides are stretched; None leaves the size unchanged.
+        cut: Height and width of the centre crop; None uses the whole frame.
         key: The configuration's name of ``cut``, for messages.
 
     Returns:
@@ -38,7 +38,8 @@ def whole_frames(
         frame = resized or checkpoint.frame_size
         if not all(0 < inner <= side for inner, side in zip(cut, frame, strict=True)):
             raise ConvertError(
-                f"{checkpoint.file}: {key}: expected at most {frame[0]} x {frame[1]}, got {cut[0]} x {cut[1]}"
+                f"{checkpoint.file}: {key}: expected at most {frame[0]} x {frame[1]}, got {cut[0]} x {cut[1]}; the crop"
+                " must fit into the frame"
             )
         steps.append(Crop(*cut, rounded=True, floats=resized is not None))
     recipe = ImageRecipe(0, 0, tuple(steps), **checkpoint.image_scales())

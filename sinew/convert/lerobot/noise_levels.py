@@ -7,7 +7,8 @@ from typing import Any
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint
 from sinew.models.solvers import NoiseLevels, Solver
 
-NOISE_LEVELS: dict[str, Any] = {  # LeRobot's defaults, which are the same in all its versions
+# LeRobot's default values, which are the same in all of its versions.
+NOISE_LEVELS: dict[str, Any] = {
     "noise_scheduler_type": "DDPM",
     "num_train_timesteps": 100,
     "beta_schedule": "squaredcos_cap_v2",
@@ -40,5 +41,5 @@ def noise_levels(checkpoint: LeRobotCheckpoint) -> dict[str, Any]:
     count, steps = checkpoint.size("num_train_timesteps"), checkpoint["num_inference_steps"]
     with checkpoint.named():
         solver = Solver("diffusion", levels=NoiseLevels(count, **levels))
-    chosen = count if steps is None else checkpoint.size("num_inference_steps", high=count)
-    return {"solver": solver, "solver_steps": chosen}
+    solver_steps = count if steps is None else checkpoint.size("num_inference_steps", high=count)
+    return {"solver": solver, "solver_steps": solver_steps}

@@ -22,8 +22,9 @@ from sinew.core.fields import problems
 
 STATE, ACTION, ENVIRONMENT = "observation.state", "action", "observation.environment_state"
 LEGACY_BUFFERS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
-MOST_NAMED = 12  # names in a message
-MAX_EPISODES = 1 << 20  # most episodes of a data set
+MOST_NAMED = 12  # a message lists at most this many names
+MAX_EPISODES = 1 << 20  # a data set may have at most this many episodes
+# The names of statistics in LeRobot's compute_stats.py.
 STATS = (
     "mean",
     "std",
@@ -35,8 +36,8 @@ STATS = (
     "q50",
     "q90",
     "q99",
-)  # names in LeRobot's compute_stats.py
-# Columns of LeRobot's data sets that no policy reads. Files of statistics have entries for them too.
+)
+# Columns of LeRobot's data sets that no policy reads. Files of statistics contain entries for these columns too.
 NOT_OF_POLICIES = (
     "timestamp",
     "frame_index",
@@ -50,13 +51,13 @@ Statistics = dict[str, dict[str, np.ndarray]]  # feature -> statistic -> float32
 
 
 def step_of(feature: str) -> tuple[str, str]:
-    """Return the pipeline and the step that normalise ``feature``."""
+    """Return the names of the pipeline and of its step that normalise ``feature``."""
     return (POST, "unnormalizer_processor") if feature == ACTION else (PRE, "normalizer_processor")
 
 
 @dataclass
 class Found:
-    """The statistics of a checkpoint.
+    """The statistics that a checkpoint contains.
 
     Attributes:
         bare: Feature -> statistics, for entries that name no data set.
@@ -69,15 +70,23 @@ class Found:
     unread: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Return True if there is a statistic that can normalise: a count of frames alone cannot."""
+        """Return True if there is a statistic besides the count of frames, because a count alone cannot normalise."""
         return any(
             stats.keys() - {"count"} for part in (self.bare, *self.sets.values()) for stats in part.values()
         )
 
     def put(self, feature: str, stat: str, source: TensorSource, features: Sequence[str]) -> None:
-        """Add the statistic ``stat`` of ``feature``. ``features`` are the features of the configuration."""
+        """Add one statistic.
+
+        Args:
+            feature: The feature's name in the file.
+            stat: Name of the statistic, such as "mean".
+            source: The values.
+            features: The features of the configuration. An entry of any other feature goes to ``unread``.
+        """
         owner, joint, owned_feature = "", "", feature if feature in features else ""
-        if not owned_feature:  # names that include a data set: SET.buffer.FEATURE, as in lerobot/smolvla_base
+        # Some checkpoints, such as lerobot/smolvla_base, have names of the form DATASET.buffer.FEATURE.
+        if not owned_feature:
             ends = (f".buffer.{each}" for each in features)
             joint = next((end for end in ends if feature.endswith(end)), "")
             owner, owned_feature = feature.removesuffix(joint), joint.removeprefix(".buffer.")
@@ -90,23 +99,30 @@ class Found:
 
 
 def unknown_statistics(names: Iterable[str], features: Sequence[str]) -> list[str]:
-    """Return the names that are neither a statistic of a feature nor of a column that no policy reads."""
+    """Return the names whose feature the policy does not have, or whose statistic LeRobot does not have."""
     parts = ((name, *name.rpartition(".")[::2]) for name in names)
     features_and_columns = {*features, *NOT_OF_POLICIES}
     return [name for name, feature, stat in parts if feature not in features_and_columns or stat not in STATS]
 
 
 def unread_statistics(names: Sequence[str]) -> str:
-    """Return the note that lists statistics which nothing reads."""
+    """Return the note about statistics of features that the policy does not have."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return f"statistics of no feature of this policy, not read: {', '.join(names[:MOST_NAMED])}{more}"
+    return f"ignored statistics of features that this policy lacks: {', '.join(names[:MOST_NAMED])}{more}"
 
 
 def processor_statistics(path: Path, pipelines: Pipelines, features: Sequence[str]) -> Found:
     """Return the statistics in the files of the normalising steps. The step after the model has the statistics of the
-    action; the step before the model has the statistics of all other features.
+    action. The step before the model has the statistics of all other features.
 
-    ``features`` are the features of the configuration."""
+    Args:
+        path: The checkpoint's folder.
+        pipelines: The checkpoint's pipelines.
+        features: The features of the configuration.
+
+    Raises:
+        ConvertError: A file that a step names is missing or damaged.
+    """
     statistics = Found()
     for step in (step_of(STATE), step_of(ACTION)):
         file = (pipelines.step(*step) or {}).get("state_file")
@@ -125,10 +141,12 @@ def processor_statistics(path: Path, pipelines: Pipelines, features: Sequence[st
 
 
 def legacy_statistics(weights: Mapping[str, TensorSource], features: Sequence[str]) -> Found:
-    """Return the statistics that LeRobot before 0.4 kept as buffers among the weights. Statistics that were never
-    filled are left out.
+    """Return the statistics that LeRobot before 0.4 stored as buffers among the weights. Statistics that are not finite
+    are omitted, because training never filled them.
 
-    ``features`` are the features of the configuration. The buffers have their names with underscores in place of dots.
+    Args:
+        weights: Name -> tensor of the checkpoint. A buffer's name has underscores in place of the feature's dots.
+        features: The features of the configuration.
     """
     statistics = Found()
     for feature in features:
@@ -161,7 +179,9 @@ def stats_record(file: Path) -> dict[str, Any]:
         for number, record in read_jsonl(file, max_lines=MAX_EPISODES):
             stats = record.get("stats") if isinstance(record, dict) else None
             if not isinstance(stats, dict) or not all(isinstance(each, dict) for each in stats.values()):
-                raise ConvertError(f"{file}: line {number}: not the statistics of an episode")
+                raise ConvertError(
+                    f'{file}: line {number}: not the statistics of an episode; expected an object with the key "stats"'
+                )
             episodes.append(stats)
     if not episodes:
         raise ConvertError(f"{file}: expected the statistics of episodes, got none")
@@ -201,24 +221,31 @@ def read_stats_file(file: Path, features: Collection[str] = (STATE, ACTION)) -> 
     :class:`ConvertError`."""
     record = stats_record(file)
     try:
-        with np.errstate(
-            over="ignore"
-        ):  # numbers that become infinite here are refused later, as all infinite numbers
+        # A number too large for float32 becomes infinite here. A later check rejects all infinite statistics.
+        with np.errstate(over="ignore"):
             return {
                 feature: {stat: np.asarray(values, np.float32) for stat, values in stats.items()}
                 for feature, stats in record.items()
                 if feature in features
             }
     except (AttributeError, ValueError, TypeError) as error:
-        raise ConvertError(f"{file}: not a table of statistics ({error})") from None
+        raise ConvertError(
+            f"{file}: not a table of statistics ({error}); pass a data set's meta/stats.json"
+        ) from None
 
 
 def seen_in(file: Path, spec: PolicySpec) -> Seen | None:
-    """Return a data set's statistics of a policy's cameras (mean and spread of pixels, without a thumbnail) and
-    state.
+    """Return a record of a policy's cameras and state from a data set's statistics. A camera's record has the mean and
+    the spread of its pixels, and no thumbnail.
 
-    Raises :class:`ConvertError`. A checkpoint's own statistics of frames are not used, because LeRobot's trainer
-    replaces them by ImageNet's.
+    A checkpoint's own statistics of frames are not used, because LeRobot's trainer replaces them with ImageNet's.
+
+    Args:
+        file: The data set's file of statistics.
+        spec: The policy's cameras and state.
+
+    Raises:
+        ConvertError: The file does not contain valid statistics.
     """
     record = stats_record(file)
     try:
@@ -228,21 +255,21 @@ def seen_in(file: Path, spec: PolicySpec) -> Seen | None:
             if f"observation.images.{camera.name}" in record
         }
         rows = record.get(STATE, {})
-        whole = {"mean", "std", "min", "max"} <= rows.keys() and spec.state.dim > 0
+        complete = {"mean", "std", "min", "max"} <= rows.keys() and spec.state.dim > 0
         numbers = (
             [tuple(map(float, np.ravel(rows[name]))) for name in ("mean", "std", "min", "max")]
-            if whole
+            if complete
             else []
         )
         frames = int(np.ravel(rows.get("count", 1))[0])
         seen = Seen(
-            f"the data set's meta/{file.name}", frames, cameras, SeenState(*numbers) if whole else None
+            f"the data set's meta/{file.name}", frames, cameras, SeenState(*numbers) if complete else None
         )
     except (AttributeError, KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
         raise ConvertError(f"{file}: not a table of statistics ({error})") from None
     for problem in (*problems(seen, "seen"), *seen_problems(seen, spec)):
         raise ConvertError(f"{file}: {problem.removeprefix('seen.')}")
-    return seen if cameras or whole else None
+    return seen if cameras or complete else None
 
 
 def _pixels(stats: Mapping[str, Any]) -> SeenCamera:

@@ -1,8 +1,8 @@
-"""The steps of LeRobot's processor pipelines that a converter supports, and their meaning for a bundle.
+"""Read the steps of LeRobot's processor pipelines, and check that a converter supports each step.
 
-A pipeline is a JSON list of named steps beside the weights. Each step is interpreted by a family, has no influence on
-the computation, or makes the conversion fail with its name: a step that is silently left out gives plausible and
-wrong actions. Source: ``lerobot/processor`` (0.6), fields of each step's ``get_config``.
+A pipeline is a JSON list of named steps next to the weights. A family interprets a step, or ignores it if it does not
+affect the computation. For any other step, conversion fails and names the step, because skipping a step silently would
+give plausible but wrong actions. Source: ``lerobot/processor`` (0.6), fields of each step's ``get_config``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class ProcessorStep:
     """A supported kind of step.
 
     Attributes:
-        free: Fields of its configuration, separated by spaces, that may have any value.
+        free: Fields of the step's configuration, separated by spaces, that may have any value.
         switches: Fields that are true or false.
         fields: The other fields, with their allowed values.
-        ordered: True if it must follow the ordered steps before it in the family's list.
-        required: True if it must exist.
-        absent: Sentence for a file without this step, although the family was trained with it. The conversion prints
-            it.
+        ordered: True if the step must follow the ordered steps before it in the family's list.
+        required: True if the pipeline must contain the step.
+        absent: Sentence that the conversion prints for a file without this step, although the family was trained with
+            the step.
     """
 
     free: str = ""
@@ -46,7 +46,7 @@ class ProcessorStep:
 BATCH = ProcessorStep(ordered=False)
 DEVICE = ProcessorStep("device", fields={"float_dtype": (None, "float32")}, ordered=False)
 NORMALIZER = ProcessorStep("eps features norm_map normalize_observation_keys", required=True)
-# This step keeps the raw state, so it precedes the normaliser.
+# The relative-actions step reads the raw state, so this step must precede the normaliser.
 RELATIVE = ProcessorStep("exclude_joints action_names", "enabled")
 TOKENIZER = ProcessorStep(
     "max_length tokenizer_name",
@@ -70,8 +70,12 @@ POSTPROCESSOR = {
 class Pipelines:
     """Both pipelines of a checkpoint directory, checked against the steps that a family supports.
 
-    ``known`` has the supported steps of "policy_preprocessor" and "policy_postprocessor" by registry name, in order.
+    Args:
+        directory: The checkpoint directory.
+        supported: "policy_preprocessor" and "policy_postprocessor" -> registry name -> step, in the required order.
 
+    Raises:
+        ConvertError: A pipeline is missing, or has a step that the family does not support.
     Attributes:
         directory: The checkpoint directory.
         absent: Sentences about missing steps that the family was trained with.
@@ -79,17 +83,17 @@ class Pipelines:
         there: False for checkpoints of LeRobot before 0.4, which have no pipelines.
     """
 
-    def __init__(self, directory: Path, known: Mapping[str, Mapping[str, ProcessorStep]]):
+    def __init__(self, directory: Path, supported: Mapping[str, Mapping[str, ProcessorStep]]):
         self.directory = directory
         self.absent: list[str] = []
-        files = [directory / f"{name}.json" for name in known]
+        files = [directory / f"{name}.json" for name in supported]
         there = [file for file in files if file.exists()]
         if 0 < len(there) < len(files):
             missing = next(file for file in files if file not in there)
             raise ConvertError(
                 f"{missing}: this file is missing, and {there[0].name} exists; copy both from the checkpoint"
             )
-        self.steps = {name: dict(self._read(name, steps)) for name, steps in known.items()}
+        self.steps = {name: dict(self._read(name, steps)) for name, steps in supported.items()}
         self.there = any(self.steps.values())
 
     def step(self, pipeline: str, name: str) -> dict[str, Any] | None:
@@ -101,7 +105,7 @@ class Pipelines:
         return self.steps[pipeline].get(name, {}).get("config", {})
 
     def _read(
-        self, pipeline: str, known: Mapping[str, ProcessorStep]
+        self, pipeline: str, supported: Mapping[str, ProcessorStep]
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         path = self.directory / f"{pipeline}.json"
         if not path.exists():
@@ -109,60 +113,66 @@ class Pipelines:
         record = read_json(path)
         if unknown := [key for key in record if key not in ("name", "steps")]:
             raise ConvertError(
-                f"{path}: expected name and steps, got {', '.join(unknown)}, which is not understood"
+                f"{path}: expected only the keys name and steps, got {', '.join(unknown)}, which is not understood"
             )
         steps = record.get("steps")
         if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
-            raise ConvertError(f"{path}: expected a list of steps")
-        order, seen = list(known), set()
+            raise ConvertError(f"{path}: steps: expected a list of steps, each a JSON object")
+        order, names = list(supported), set()
         furthest = ""
         for index, step in enumerate(steps):
             name = step.get("registry_name") or step.get("class")
             where = f"{path}: step {index} ({name})"
-            if not isinstance(name, str) or name not in known:
+            if not isinstance(name, str) or name not in supported:
                 raise ConvertError(
-                    f"{where}: expected one of {', '.join(known)}; this step is not understood"
+                    f"{where}: this step is not understood; expected one of {', '.join(supported)}"
                 )
-            if name in seen and known[name].ordered:
-                raise ConvertError(f"{where}: the step occurs twice")
-            seen.add(name)
-            _check_step(where, step, known[name])
-            if known[name].ordered:
+            if name in names and supported[name].ordered:
+                raise ConvertError(f"{where}: the step occurs twice; remove one of the two")
+            names.add(name)
+            _check_step(where, step, supported[name])
+            if supported[name].ordered:
                 if furthest and order.index(name) < order.index(furthest):
-                    raise ConvertError(f"{where}: expected before {furthest}, got it after")
+                    raise ConvertError(f"{where}: expected this step before {furthest}, got it after")
                 furthest = name
             yield name, step
-        if missing := [name for name in known if known[name].required and name not in seen]:
-            raise ConvertError(f"{path}: expected a step {missing[0]}, got none")
+        if missing := [name for name in supported if supported[name].required and name not in names]:
+            raise ConvertError(f"{path}: expected a step {missing[0]}, got none; copy the complete file")
         self.absent += [
             f"{path.name} has no step {name}: {step.absent}"
-            for name, step in known.items()
-            if step.absent and name not in seen
+            for name, step in supported.items()
+            if step.absent and name not in names
         ]
 
 
-def _check_step(where: str, step: dict[str, Any], known: ProcessorStep) -> None:
+def _check_step(where: str, step: dict[str, Any], kind: ProcessorStep) -> None:
     config = step.get("config", {})
     if unknown := [key for key in step if key not in STEP_KEYS]:
-        raise ConvertError(f"{where}: {unknown[0]!r} is not understood")
+        raise ConvertError(f"{where}: {unknown[0]!r} is not understood; expected only {', '.join(STEP_KEYS)}")
     if not isinstance(config, dict):
-        raise ConvertError(f"{where}: expected a configuration, got {config!r}")
+        raise ConvertError(f"{where}: config: expected a configuration, a JSON object, got {config!r}")
     for key, value in config.items():
-        if key in known.free.split():
+        if key in kind.free.split():
             continue
-        allowed = (True, False) if key in known.switches.split() else known.fields.get(key)
+        allowed = (True, False) if key in kind.switches.split() else kind.fields.get(key)
         if allowed is None:
-            raise ConvertError(f"{where}: {key}={value!r} is not understood")
+            raise ConvertError(
+                f"{where}: {key}={value!r} is not understood; Sinew does not support this field"
+            )
         if not any(value is a or (value == a and type(value) is type(a)) for a in allowed):
             raise ConvertError(f"{where}: {key}: expected {' or '.join(map(repr, allowed))}, got {value!r}")
 
 
 def relative_dims(config: Mapping[str, Any], action_dim: int, where: str) -> tuple[int, ...]:
-    """Return the action dimensions that are relative to the state: all dimensions whose name contains no name of
-    ``exclude_joints``.
+    """Return the action dimensions that are relative to the state.
 
-    ``config`` is the configuration of ``relative_actions_processor``. Without the actions' names, all dimensions are
-    relative, as upstream (``RelativeActionsProcessorStep._build_mask``).
+    These are all dimensions whose name contains no name of ``exclude_joints``. If the file does not name the actions,
+    all dimensions are relative, as in LeRobot (``RelativeActionsProcessorStep._build_mask``).
+
+    Args:
+        config: The configuration of ``relative_actions_processor``.
+        action_dim: Size of an action.
+        where: The file and the step, for messages.
     """
     excluded, names = config.get("exclude_joints") or [], config.get("action_names")
     for key, value in (("exclude_joints", excluded), ("action_names", names or [])):
@@ -182,8 +192,16 @@ def action_steps(
 ) -> tuple[VectorStep, ...]:
     """Return the step that makes relative actions absolute; () if the actions are absolute already.
 
-    The step adds the raw state, which ``relative_actions_processor`` keeps before the normaliser. ``config`` is the
-    checkpoint's configuration, which decides if there are no pipelines.
+    The step adds the raw state, which LeRobot's ``relative_actions_processor`` stores before the normaliser runs.
+
+    Args:
+        pipelines: The checkpoint's pipelines.
+        config: The checkpoint's configuration. It decides if the checkpoint has no pipelines.
+        state_dim: Size of the state.
+        action_dim: Size of an action.
+
+    Raises:
+        ConvertError: The two pipelines contradict each other, or the state is too short.
     """
     where = f"{pipelines.directory / PRE}.json: relative_actions_processor"
     relative = pipelines.config(PRE, "relative_actions_processor")
@@ -192,7 +210,8 @@ def action_steps(
         absolute = pipelines.config(POST, "absolute_actions_processor").get("enabled", False)
         if enabled != absolute:
             raise ConvertError(
-                f"{where}: enabled={enabled}, but absolute_actions_processor of {POST}.json has enabled={absolute}"
+                f"{where}: enabled={enabled}, but absolute_actions_processor of {POST}.json has enabled={absolute};"
+                " both must be equal"
             )
     else:
         where, enabled = "config.json: use_relative_actions", bool(config.get("use_relative_actions"))
@@ -204,7 +223,7 @@ def action_steps(
         if pipelines.there and config.get("use_relative_actions") and not relative:
             pipelines.absent.append(
                 f"config.json has use_relative_actions=true, and {PRE}.json has no step relative_actions_processor:"
-                " actions leave as the model gives them, and nothing adds the state"
+                " the bundle executes the model's actions without adding the state"
             )
         return ()
     dims = relative_dims(relative, action_dim, where)

@@ -21,20 +21,20 @@ CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 
 
 def is_bpe(directory: Path) -> bool:
-    """Return True for a directory that has vocab.json and merges.txt."""
+    """Return True for a directory with vocab.json and merges.txt."""
     return (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file()
 
 
 def bpe_tokenizer(directory: Path) -> str:
     """Return the tokenizer.json of a directory with vocab.json, merges.txt and tokenizer_config.json.
 
-    Raises :class:`ConvertError`, also for tokenizers of another class, because they split text in other places.
+    Raises :class:`ConvertError`, also for tokenizers of another class, because such tokenizers split text differently.
     """
     config = read_json(directory / "tokenizer_config.json")
     if config.get("tokenizer_class") not in CLASSES:
         raise ConvertError(
-            f"{directory}: expected a tokenizer.json, or the files of a Qwen2Tokenizer; got those of"
-            f" {config.get('tokenizer_class')!r}"
+            f"{directory}: expected a tokenizer.json, or the files of a Qwen2Tokenizer; got the files of"
+            f" {config.get('tokenizer_class')!r}. Save tokenizer.json with the model's fast tokenizer"
         )
     vocab = read_json(directory / "vocab.json")
     lines = read_text(directory / "merges.txt").splitlines()
@@ -60,10 +60,13 @@ def bpe_tokenizer(directory: Path) -> str:
             (tokenizer.add_special_tokens if entry.get("special") else tokenizer.add_tokens)([token])
             if tokenizer.token_to_id(entry["content"]) != int(number):
                 raise ConvertError(
-                    f"{directory}: token {entry['content']!r} has id {number}, and vocab.json another"
+                    f"{directory}: token {entry['content']!r} has id {number} in tokenizer_config.json, and vocab.json"
+                    " gives another id; copy both files from one model"
                 )
         return tokenizer.to_str()
     except ConvertError:
         raise
     except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
-        raise ConvertError(f"{directory}: vocab.json and merges.txt are not a tokenizer ({error})") from None
+        raise ConvertError(
+            f"{directory}: vocab.json and merges.txt are not a valid tokenizer ({error})"
+        ) from None

@@ -1,4 +1,4 @@
-"""The layout of stored tensor elements in files, by type."""
+"""The numpy type of the elements of each stored tensor type."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ F32, F16, BF16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantiz
 ELEMENTS: dict[GGMLQuantizationType, np.dtype] = {
     F32: np.dtype("<f4"),
     F16: np.dtype("<f2"),
-    BF16: np.dtype("<u2"),  # the bits of bfloat16
+    BF16: np.dtype("<u2"),  # numpy has no bfloat16, so its bits are read as integers
     GGMLQuantizationType.F64: np.dtype("<f8"),
     GGMLQuantizationType.I8: np.dtype("<i1"),
     GGMLQuantizationType.I16: np.dtype("<i2"),

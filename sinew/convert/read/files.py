@@ -14,35 +14,44 @@ from sinew_client.untrusted.texts import MAX_TOKENIZER_VALUES
 
 from sinew.core import ConvertError
 
-MAX_JSON_BYTES = 256 << 20  # tokenizers reach tens of megabytes, an index of shards a few
+MAX_JSON_BYTES = 256 << 20  # a tokenizer.json has tens of megabytes
 
 
 def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
-    """Return the content of a regular file of at most ``limit`` bytes. Raises :class:`ConvertError`."""
+    """Return the content of a regular file of at most ``limit`` bytes.
+
+    Raises:
+        ConvertError: The file is missing, larger, or not a regular file.
+    """
     with ConvertError.at(path, OSError, UntrustedError):
         return untrusted.read_bytes(path, limit)
 
 
 def read_text(path: Path, limit: int = MAX_JSON_BYTES) -> str:
-    """Return the content of a UTF-8 file. Raises :class:`ConvertError`."""
+    """Return the content of a UTF-8 file.
+
+    Raises:
+        ConvertError: The file cannot be read, or is not UTF-8.
+    """
     with ConvertError.at(path, OSError, UntrustedError):
         return untrusted.read_text(path, limit)
 
 
+# Usual names of files of statistics. If the user passes a folder instead of a file, the error suggests such a file.
 STATISTICS = (
     "meta/stats.json",
     "stats.json",
     "dataset_statistics.json",
     "norm_stats.json",
-)  # files of statistics, one of which a user may have meant who gives their folder
+)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. It may have infinite numbers, as PyTorch's configs do. Raises
+    """Return the JSON object in a file. The object may contain infinite numbers, as PyTorch's configs do. Raises
     :class:`ConvertError`."""
     if path.is_dir():
         inside = [path / name for name in STATISTICS if (path / name).is_file()]
-        hint = f"; give {inside[0]}" if inside else ""
+        hint = f"; pass {inside[0]}" if inside else ""
         raise ConvertError(f"{path}: expected a JSON file, got a folder{hint}")
     with ConvertError.at(path, OSError, UntrustedError):
         record = untrusted.read_json(path, MAX_JSON_BYTES, max_values=MAX_TOKENIZER_VALUES, finite=False)
@@ -52,15 +61,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def directory_config(path: Path) -> dict[str, Any]:
-    """Return the content of a directory's ``config.json``; {} if there is none. Raises :class:`ConvertError`."""
+    """Return the content of a directory's ``config.json``; {} if the file is missing.
+
+    Raises:
+        ConvertError: The file is not a JSON object.
+    """
     file = path / "config.json"
     return read_json(file) if file.is_file() else {}
 
 
 @contextmanager
 def named(where: object) -> Iterator[None]:
-    """Within the block, turn errors of sizes that describe no model into ConvertError. ``where`` becomes the prefix of
-    their texts."""
+    """Turn errors about invalid model sizes inside the block into ConvertError. ``where`` becomes the prefix of the
+    message."""
     try:
         yield
     except KeyError as error:

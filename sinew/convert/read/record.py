@@ -1,4 +1,4 @@
-"""A JSON file whose entries are read by name; missing and unread entries are reported."""
+"""A JSON file whose entries are read by name. The reader reports missing and unread entries."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from sinew.convert.read.files import read_json
 from sinew.core import ConvertError
 
-# Names of fields that concern training alone. An unread field with such a name is ignored with a note. Any other unread
-# field may change the computation.
+# Names of fields that concern only training. An unread field with such a name is ignored with a note, because any other
+# unread field may change the computation.
 TRAINING = re.compile(
     r"^(optimizer|scheduler|freeze|unfreeze|fine_?tune|train|training|gradient|grad|loss|ema|wandb|log|save|push|hub"
     r"|checkpoint|augment|augmentation|image_transforms|lora|peft|compile|pretrained|init|warmup|early_stopping)_"
     r"|_(lr|lr_scale|lr_multiplier|weight_decay|loss|loss_weight|loss_coef|dropout|dropout_prob|warmup_steps"
     r"|decay_steps|checkpointing|frozen|label_smoothing)$"
 )
-MOST_SHOWN = 80  # characters of a value in a message
-# Entries that transformers writes into every config.json, or that concern its own execution
+MOST_SHOWN = 80  # a message shows at most this many characters of a value
+# Entries that transformers writes into every config.json, or that only control how transformers runs the model.
 TRANSFORMERS = (
     "_name_or_path architectures auto_map model_type torch_dtype dtype transformers_version use_cache"
     " attn_implementation _attn_implementation _attn_implementation_autoset gradient_checkpointing"
@@ -29,12 +29,12 @@ TRANSFORMERS = (
 
 
 def training_note(keys: Iterable[str]) -> str:
-    """Return the note of a conversion about fields that concern training alone."""
-    return f"config.json: ignored, as their names concern training only: {', '.join(keys)}"
+    """Return the note of a conversion about fields that concern only training."""
+    return f"config.json: ignored, because these fields concern training only: {', '.join(keys)}"
 
 
 def shown_fields(fields: Mapping[str, Any]) -> str:
-    """Return fields with their values as text for a message."""
+    """Return names and values of fields as text for a message."""
     return ", ".join(f"{key}={json.dumps(value)[:MOST_SHOWN]}" for key, value in fields.items())
 
 
@@ -59,10 +59,10 @@ class JsonRecord:
         """Return notes about the unread entries of a ``config.json``; () for another file.
 
         Args:
-            aside: Words: the entries that do not change the computation. The entries of :data:`TRANSFORMERS` do not
-                change it either.
-            usual: Entries that change the computation, with the only value that is implemented. An entry with another
-                value is listed in the notes.
+            aside: Names of entries, separated by spaces, that do not change the computation. The entries of
+                :data:`TRANSFORMERS` are ignored too.
+            usual: Entries that change the computation, with the only supported value. An entry with any other value is
+                listed in the notes.
         """
         if self.path.name != "config.json":
             return ()
@@ -77,8 +77,8 @@ class JsonRecord:
         notes = [training_note(training)] if training else []
         if strange:
             notes.append(
-                f"config.json: not understood, and left aside: {shown_fields(strange)}; check that this does not"
-                " change what the policy computes"
+                f"config.json: not understood, and ignored: {shown_fields(strange)}; check that the policy's"
+                " computation does not depend on these fields"
             )
         return tuple(notes)
 
@@ -95,19 +95,19 @@ class JsonRecord:
         return default if value is None else value
 
     def expect(self, **values: Any) -> None:
-        """Raise ConvertError for an entry that differs from the only value that is implemented. The entry may be absent
-        or null."""
+        """Raise ConvertError for an entry that differs from the only supported value. The entry may be absent or
+        null."""
         for key, value in values.items():
             if (value_there := self.get(key, value)) != value:
                 raise ConvertError(f"{self.path}: {self.name}{key}: expected {value!r}, got {value_there!r}")
 
     def filled(self, defaults: Mapping[str, Any]) -> JsonRecord:
-        """Return the record with ``defaults`` in place of absent and null entries."""
+        """Return the record with ``defaults`` for absent entries and for entries that are null."""
         present = {key: value for key, value in self.content.items() if value is not None}
         return JsonRecord(self.path, {**defaults, **present}, self.name, self.read)
 
     def part(self, key: str) -> JsonRecord:
-        """Return an entry that is a JSON object, as a record."""
+        """Return an entry that is a JSON object, as a record. Raises :class:`ConvertError` for any other entry."""
         content = self[key]
         if not isinstance(content, dict):
             raise ConvertError(

@@ -1,7 +1,7 @@
 """Find the positions of tensors in safetensors files, so that the tensors can be copied without loading them.
 
-The ``safetensors`` package checks the header. Tensors follow each other in the order of their offsets, because the
-format allows no holes. So the positions of the tensors follow from their sizes.
+The ``safetensors`` package checks the header. The format allows no gaps between tensors, so the tensors follow each
+other in the order of their offsets, and their positions follow from their sizes.
 """
 
 from __future__ import annotations
@@ -26,32 +26,36 @@ STORAGE = {
     "F32": F32,
     "F16": F16,
     "BF16": BF16,
-    **{
-        kind: GGMLQuantizationType[kind] for kind in ("F64", "I8", "I16", "I32", "I64")
-    },  # the types of buffers, which are dropped
-    "BOOL": GGMLQuantizationType.I8,  # a byte per value; a type of buffers too
+    # Checkpoints store only buffers in the following types. Conversion drops the buffers.
+    **{kind: GGMLQuantizationType[kind] for kind in ("F64", "I8", "I16", "I32", "I64")},
+    "BOOL": GGMLQuantizationType.I8,  # safetensors stores a boolean as one byte
 }
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Pattern of names that a wrapper around the saved model leaves -> the explanation in the error
+# Pattern of a tensor's name that a wrapper around the saved model causes -> the explanation in the error.
 WRAPPED = {
-    r"\.(lora_[AaBb]|base_layer)\.": "a LoRA adapter that is not merged: save what its `merge_and_unload()` returns",
-    r"^module\.|_orig_mod\.": "saved with DistributedDataParallel or torch.compile around it: save what is inside",
+    r"\.(lora_[AaBb]|base_layer)\.": "a LoRA adapter that is not merged: save the result of its `merge_and_unload()`",
+    r"^module\.|_orig_mod\.": "saved with DistributedDataParallel or torch.compile around it: save the inner model",
 }
-# Pattern of a file that may exist in place of a file of weights -> how to make the file of weights from it
+# Pattern of a file that a folder may contain instead of the file of weights -> how to make the file of weights.
 INSTEAD = {
     "model-*.safetensors": "model.safetensors.index.json lists the tensors of each file; copy it into the same folder",
-    "pytorch_model_fsdp*": '`accelerate merge-weights "{0}" "{1}"` makes it',
-    "zero_to_fp32.py": '`python "{0}" "{1}" "{1}" --safe_serialization` makes it',
-    "*model*.bin": "`safetensors.torch.save_file` makes it of `torch.load({0!r}, weights_only=True)`",
-    "[!aop]*.safetensors": "rename it where these are the weights",  # no adapter, optimiser or processor
+    "pytorch_model_fsdp*": 'to make it, run `accelerate merge-weights "{0}" "{1}"`',
+    "zero_to_fp32.py": 'to make it, run `python "{0}" "{1}" "{1}" --safe_serialization`',
+    "*model*.bin": "to make it, save `torch.load({0!r}, weights_only=True)` with `safetensors.torch.save_file`",
+    # No adapter, optimizer or processor: their names begin with a, o or p.
+    "[!aop]*.safetensors": "rename this file if it contains the weights",
 }
-# The beginnings of names of files with the weights of a whole model
+# The name of a file with the weights of a whole model begins with one of these texts.
 WHOLE = ("model.safetensors", "model-", "pytorch_model", "mp_rank", "consolidated", "params")
 
 
 def read_safetensors(path: Path) -> dict[str, TensorSource]:
-    """Return the tensors of one file by their names, in file order. Raises :class:`ConvertError`."""
+    """Return the tensors of one file by their names, in file order.
+
+    Raises:
+        ConvertError: The file is not a valid safetensors file.
+    """
     tensors: dict[str, TensorSource] = {}
     try:
         with open_regular(path) as plain:
@@ -67,16 +71,20 @@ def read_safetensors(path: Path) -> dict[str, TensorSource]:
     except OSError as error:
         raise ConvertError(f"{path}: {error.strerror or error}") if path.exists() else absent(path) from None
     except (SafetensorError, struct.error, ValueError) as error:
-        raise ConvertError(f"{path}: not a safetensors file, or damaged ({error})") from None
+        raise ConvertError(
+            f"{path}: not a safetensors file, or damaged ({error}); copy or download it again"
+        ) from None
     if offset != size:
-        raise ConvertError(f"{path}: tensors end at byte {offset}, the file at {size} (is it truncated?)")
+        raise ConvertError(
+            f"{path}: tensors end at byte {offset}, the file at {size} (is it truncated?); copy or download it again"
+        )
     return tensors
 
 
 def read_weights(directory: Path) -> tuple[dict[str, TensorSource], list[Path]]:
-    """Return the tensors of a checkpoint directory and the files that hold them.
+    """Return the tensors of a checkpoint directory and the files that contain them.
 
-    If there is an index, every tensor must be in the shard that the index names, and the shards may have no other
+    If there is an index, every tensor must be in the shard that the index names, and the shards may contain no other
     tensors. Raises :class:`ConvertError`.
     """
     files = find_weights(directory)
@@ -88,20 +96,23 @@ def read_weights(directory: Path) -> tuple[dict[str, TensorSource], list[Path]]:
         for name, source in read_safetensors(file).items():
             if not single and expected.get(name) != file.name:
                 where = f"in {expected[name]}" if name in expected else "nowhere"
-                raise ConvertError(f"{file}: holds {name!r}, which {index.name} puts {where}")
-            if how := next((said for pattern, said in WRAPPED.items() if re.search(pattern, name)), None):
+                raise ConvertError(
+                    f"{file}: holds {name!r}, which {index.name} lists {where}; copy the index and all weights from"
+                    " one checkpoint"
+                )
+            if how := next((hint for pattern, hint in WRAPPED.items() if re.search(pattern, name)), None):
                 raise ConvertError(f"{file}: expected weights of the policy alone, got {name!r}, {how}")
             tensors[name] = source
     if missing := [name for name in expected if name not in tensors]:
         raise ConvertError(
-            f"{directory / expected[missing[0]]}: {index.name} puts {missing[0]!r} here, and it is not there"
-            + _more(missing[1:])
+            f"{directory / expected[missing[0]]}: {index.name} lists {missing[0]!r} in this file, which does not"
+            " contain it" + _more(missing[1:])
         )
     return tensors, files
 
 
-def _more(left: Sequence[str]) -> str:
-    return f" (and {len(left)} more)" if left else ""
+def _more(names: Sequence[str]) -> str:
+    return f" (and {len(names)} more)" if names else ""
 
 
 def find_weights(directory: Path) -> list[Path]:
@@ -113,11 +124,13 @@ def find_weights(directory: Path) -> list[Path]:
         table = read_json(index).get("weight_map")
         names = list(table.values()) if isinstance(table, dict) else []
         if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise ConvertError(f"{index}: expected a weight_map of file names in the same directory")
+            raise ConvertError(
+                f"{index}: weight_map: expected a table of tensor -> name of a file in the same directory"
+            )
         names = sorted(set(names))
         if missing := [name for name in names if not (directory / name).exists()]:
             raise ConvertError(
-                f"{index}: names {', '.join(missing[:3])}{_more(missing[3:])}, which the folder lacks;"
+                f"{index}: names {', '.join(missing[:3])}{_more(missing[3:])}, which the folder does not contain;"
                 " copy the missing files into it"
             )
         return [directory / name for name in names]
@@ -126,32 +139,36 @@ def find_weights(directory: Path) -> list[Path]:
 
 
 def absent(file: Path) -> ConvertError:
-    """Return the error for a missing file of weights. It names a file that exists instead, and how to convert that
-    file."""
+    """Return the error for a missing file of weights. If another file can replace it, the error names that file and
+    explains how to convert it."""
     for pattern, how in INSTEAD.items():
         for other in sorted(file.parent.glob(pattern)):
             conversion = how.format(str(other), file.parent)
-            return ConvertError(f"{file.parent}: no {file.name} here but {other.name}: {conversion}")
-    return ConvertError(f"{file.parent}: no {file.name} here")
+            return ConvertError(
+                f"{file.parent}: {file.name} is missing, but {other.name} exists: {conversion}"
+            )
+    return ConvertError(f"{file.parent}: {file.name} is missing; pass the folder that contains this file")
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return True if a folder holds an adapter without the model that the adapter changes.
+    """Return True if a folder contains an adapter without the model that the adapter changes.
 
-    Raises :class:`ConvertError` for a folder that holds both: a wrong guess at which of them the user means would
-    change every action."""
+    Raises:
+        ConvertError: The folder contains a model and an adapter. Using the wrong one would change every action.
+    """
     there = sorted(path.name for path in directory.iterdir())
     whole = next((name for name in there if name.startswith(WHOLE)), None)
     if whole and ADAPTER_WEIGHTS in there:
         raise ConvertError(
-            f"{directory}: expected a model or an adapter, got {whole} and {ADAPTER_WEIGHTS}: move the adapter away if"
-            " it is merged into the model, else the model into a folder of its own, and give that with --base"
+            f"{directory}: expected a model or an adapter, got {whole} and {ADAPTER_WEIGHTS}. If the adapter is merged"
+            " into the model, move the adapter out of this folder. Otherwise move the model into a folder of its own,"
+            " and pass that folder with --base"
         )
     return whole is None and not {ADAPTER_CONFIG, ADAPTER_WEIGHTS}.isdisjoint(there)
 
 
 def refuse_adapter(directory: Path) -> None:
-    """Raise :class:`ConvertError` for a folder that holds a LoRA adapter without the model that the adapter changes.
+    """Raise :class:`ConvertError` for a folder with a LoRA adapter but without the model that the adapter changes.
 
     This check runs before all others, because errors about other missing files would not help the user.
     """
@@ -160,19 +177,20 @@ def refuse_adapter(directory: Path) -> None:
 
 
 def adapter_alone(directory: Path) -> ConvertError:
-    """Return the error for a folder with only an adapter, with the commands that merge it."""
+    """Return the error for a folder that contains only an adapter, with the commands that merge the adapter."""
     config = directory / ADAPTER_CONFIG
     base = (read_json(config) if config.is_file() else {}).get("base_model_name_or_path")
     own = directory / "config.json"
     kind = (read_json(own) if own.is_file() else {}).get("type")
     policy = kind if isinstance(kind, str) else "TYPE"
     return ConvertError(
-        f"{directory} holds a LoRA adapter only; merge it where LeRobot is:"
+        f"{directory} contains a LoRA adapter only. To merge it in Python, in an environment with LeRobot:"
         f" `base = lerobot.policies.factory.get_policy_class({policy!r}).from_pretrained("
         f"{base if isinstance(base, str) and base else 'BASE'!r})`, then"
         f" `peft.PeftModel.from_pretrained(base, {str(directory)!r}).merge_and_unload().save_pretrained('merged')`,"
-        " copy the processors' files beside it and give that folder (of another library: the base's own class)."
-        " Or give the model that it changes with `--base FOLDER`, where the family takes one"
+        " copy the processors' files into the folder `merged`, and convert that folder (if another library trained the"
+        " adapter, load the base with that library). Or pass the adapter's base model with `--base FOLDER`, if the"
+        " family supports it"
     )
 
 

@@ -16,8 +16,13 @@ from sinew.convert.read.files import read_bytes
 from sinew.core import ConvertError
 from sinew.core.extras import install
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # sentencepiece_model.proto, SentencePiece.Type
-BPE = 2  # TrainerSpec.ModelType
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = (
+    1,
+    2,
+    3,
+    4,
+)  # values of SentencePiece.Type in sentencepiece_model.proto
+BPE = 2  # the value of TrainerSpec.ModelType for byte pair encoding
 SPACE = "\u2581"
 
 
@@ -28,7 +33,7 @@ def tokenizer_json(path: Path) -> str:
     except ImportError:
         raise ConvertError(
             f"{path} is a SentencePiece model; reading it needs sentencepiece"
-            f" ({install('sentencepiece')}), or give the tokenizer.json of the same repository"
+            f" ({install('sentencepiece')}), or pass the tokenizer.json of the same repository"
         ) from None
     model = ModelProto()
     try:
@@ -36,9 +41,14 @@ def tokenizer_json(path: Path) -> str:
     except Exception as error:  # noqa: BLE001 - protobuf's error class differs between its implementations
         raise ConvertError(f"{path}: not a SentencePiece model ({error})") from None
     if not model.pieces or model.trainer_spec.model_type != BPE:
-        raise ConvertError(f"{path}: only SentencePiece models of type BPE are supported, as Gemma's is")
+        raise ConvertError(
+            f"{path}: only SentencePiece models of type BPE are supported, such as Gemma's; pass a tokenizer.json"
+        )
     if model.normalizer_spec.remove_extra_whitespaces or model.normalizer_spec.precompiled_charsmap:
-        raise ConvertError(f"{path}: the model normalises its text; only Gemma's identity is supported")
+        raise ConvertError(
+            f"{path}: the model normalises its text, and only models without normalisation (Gemma) are supported; pass"
+            " a tokenizer.json"
+        )
 
     vocab = {piece.piece: index for index, piece in enumerate(model.pieces)}
     unknown = next((p.piece for p in model.pieces if p.type == UNKNOWN), None)

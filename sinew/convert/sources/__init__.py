@@ -1,5 +1,4 @@
-"""Resolve the source that a command receives (a bundle, an exported folder, a checkpoint, a name on the hub) to a file
-that can be loaded.
+"""Find the file that a command can load for a source: a bundle, an exported folder, a checkpoint or a name on the hub.
 
 Checkpoints are converted once, into a cache (:mod:`.cache`). torch is imported only if a checkpoint must be converted.
 """
@@ -20,8 +19,8 @@ ASSETS = Path(__file__).resolve().parents[2] / "assets"
 
 
 def embedded() -> dict[str, Path]:
-    """Return name -> file of the trained policies of this package: blocks, pen, egg ... A file or folder with the same
-    name in the current folder takes precedence over them."""
+    """Return name -> file of the policies that this package contains: blocks, pen, egg ... A file or folder with the
+    same name in the current folder takes precedence."""
     return {path.stem: path for path in sorted(ASSETS.glob("*.gguf"))}
 
 
@@ -49,7 +48,8 @@ def resolve(source: str | Path) -> Path:
         return path
     if str(source) in (own := embedded()):
         return own[str(source)]
-    from sinew.convert.sources import hub  # imported here, because local policies do not need the hub
+    # Import the hub only here, because policies on this machine do not need it.
+    from sinew.convert.sources import hub
 
     name = hub.parse(str(source))
     if name is None:
@@ -62,8 +62,13 @@ def resolve(source: str | Path) -> Path:
 
 
 def _folder(path: Path, typed: str, name: str = "") -> Path:
-    """Return the bundle or the exported folder for a folder. ``typed`` is the source as the user typed it, for
-    messages; ``name`` is the policy's name on the hub."""
+    """Return the bundle in a folder or its converted checkpoint, or the folder itself if `sinew export` wrote it.
+
+    Args:
+        path: The folder.
+        typed: The source as the user typed it, for messages.
+        name: The policy's name on the hub; "" for a local folder.
+    """
     if (path / EXPORTED).is_file():
         return path
     checkpoint = model_folder(path)
@@ -73,10 +78,15 @@ def _folder(path: Path, typed: str, name: str = "") -> Path:
         raise BundleError(
             f"{typed}: expected a bundle, a checkpoint, or a folder of `sinew export` with {EXPORTED}, got {error}"
         ) from None
-    except UntypedNameError as error:  # it ends with the flags to add
+    except UntypedNameError as error:
+        # The message of the error ends with the flags that the user must add.
         raise UntypedNameError(
             f"{error} to `sinew convert {typed} policy.gguf`, and use policy.gguf instead of {typed}"
         ) from error
     except ConvertError as error:
-        hint = "" if "sinew convert" in str(error) else f"; `sinew convert {typed} policy.gguf` takes options"
+        hint = (
+            ""
+            if "sinew convert" in str(error)
+            else f"; to pass options, run `sinew convert {typed} policy.gguf`"
+        )
         raise ConvertError(f"{error}{hint}") from error

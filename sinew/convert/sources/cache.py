@@ -1,5 +1,5 @@
-"""A cache of checkpoints that were converted on first use: ``$XDG_CACHE_HOME/sinew/bundles/<key>/`` has a bundle and
-a record.
+"""A cache of checkpoints that were converted on first use. The folder ``$XDG_CACHE_HOME/sinew/bundles/<key>/`` contains
+a bundle and a record.
 
 The key depends on the content of the source (``identity.py``), so a changed checkpoint is converted again. An entry
 appears only when it is complete, by renaming a folder. If two processes convert the same source, the second process
@@ -29,15 +29,25 @@ from sinew.core import BundleError, SinewError, machine, progress, scratch
 __all__ = ["CacheEntry", "NoCheckpointError", "converted", "entries", "find", "folder"]
 
 RECORD = "source.json"
-MAX_RECORD = 1 << 24  # bytes
+MAX_RECORD = 1 << 24  # largest record, in bytes
 
 
 class CacheRecord(msgspec.Struct, forbid_unknown_fields=True):
     """The record of an entry.
 
     Attributes:
+        source: The checkpoint's folder, or the source as the user typed it.
+        name: The policy's name.
+        architecture: The policy's architecture.
         bundle: The name of the bundle's file.
-        outside: Files outside of the source's folder that were read.
+        bytes: Size of the bundle.
+        mtime_ns: Modification time of the bundle.
+        made: Date and time of the conversion.
+        seconds: Duration of the conversion.
+        converter: Version of Sinew and digest of its conversion code.
+        files: The checkpoint's files.
+        outside: Files outside of the checkpoint's folder that were read.
+        notes: Notes of the conversion.
     """
 
     source: str
@@ -55,24 +65,29 @@ class CacheRecord(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CacheEntry:
-    """One converted checkpoint. Raises :class:`SinewError` if its record cannot be read."""
+    """One converted checkpoint in the cache. Raises :class:`SinewError` if its record cannot be read."""
 
     def __init__(self, home: Path):
         self.home, self.key = home, home.name
         try:
             self.record = msgspec.convert(read_json(home / RECORD, MAX_RECORD), CacheRecord)
-        except (OSError, ValueError, OverflowError) as error:  # msgspec's are ValueErrors
+        # msgspec's errors are ValueErrors.
+        except (OSError, ValueError, OverflowError) as error:
             raise SinewError(
-                f"{home / RECORD}: expected the record of a conversion, got {error!s:.300}"
+                f"{home / RECORD}: expected the record of a conversion, got {error!s:.300}; remove this folder"
             ) from None
         for field, text in (
             ("bundle", self.record.bundle),
             *(("outside", each.name) for each in self.record.outside),
         ):
             if "\0" in text:
-                raise SinewError(f"{home / RECORD}: {field}: expected the name of a file, got {text!r:.80}")
+                raise SinewError(
+                    f"{home / RECORD}: {field}: expected the name of a file, got {text!r:.80}; remove this folder"
+                )
         if Path(self.record.bundle).name != self.record.bundle:
-            raise SinewError(f"{home / RECORD}: bundle: expected the name of a file, got a path")
+            raise SinewError(
+                f"{home / RECORD}: bundle: expected the name of a file, got a path; remove this folder"
+            )
 
     @property
     def bundle(self) -> Path:
@@ -80,14 +95,15 @@ class CacheEntry:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all files of the entry: the bundle, and graphs that engines have stored with it."""
+        """Return the size of all files of the entry: the bundle, and graphs that engines stored next to the bundle."""
         return sum(path.stat().st_size for path in self.home.rglob("*") if path.is_file())
 
     def damage(self, whole: bool = False) -> str | None:
-        """Return why the bundle differs from the one that was written; None if it does not.
+        """Return why the bundle differs from the bundle that the conversion wrote; None if both are equal.
 
-        Size, time and the header's hash are always compared. Every tensor is compared if the time differs, or if
-        ``whole`` is set.
+        Args:
+            whole: Compare every tensor. If False, only the size, the time and the header's hash are compared, and every
+                tensor only if the time differs.
         """
         try:
             status = self.bundle.stat()
@@ -98,7 +114,7 @@ class CacheEntry:
                 with progress.task(f"comparing {self.bundle} with its hashes"):
                     changed = bundle.verify()
                 if changed:
-                    return f"{len(changed)} tensors differ from what was written, {changed[0]} first"
+                    return f"{len(changed)} tensors are damaged, {changed[0]} first"
         except OSError as error:
             return f"{self.record.bundle}: {error.strerror}"
         except BundleError as error:
@@ -106,9 +122,9 @@ class CacheEntry:
         return None
 
     def stale(self) -> str | None:
-        """Return the change of a file outside of the source's folder that makes the entry old; None if there is none. A
-        file that no longer exists does not make the entry old."""
-        # Path.is_file would raise for a name that is too long for any file.
+        """Return which file outside of the source's folder has changed since the conversion; None if no such file has
+        changed. A file that no longer exists does not count as changed."""
+        # os.path.isfile returns False for a name that is too long for a file system. Path.is_file would raise.
         there = [file for file in self.record.outside if os.path.isfile(file.name)]  # noqa: PTH113
         try:
             now = digests([Path(file.name) for file in there], self.home)
@@ -124,7 +140,7 @@ def folder() -> Path:
 
 
 def entries() -> list[CacheEntry | SinewError]:
-    """Return all entries, oldest first. In place of an entry that cannot be read, the list has its error."""
+    """Return all entries, oldest first. For an entry that cannot be read, the list contains the error."""
     listed: list[CacheEntry | SinewError] = []
     if folder().is_dir():
         homes = [path for path in folder().iterdir() if path.is_dir() and not path.name.startswith(".")]
@@ -137,10 +153,13 @@ def entries() -> list[CacheEntry | SinewError]:
 
 
 def find(text: str) -> CacheEntry:
-    """Return the entry whose key begins with ``text``, or whose policy has this name; else the entry whose policy's
-    name begins with ``text``.
+    """Return one entry of the cache by its key or by the name of its policy.
 
-    Raises :class:`SinewError` if no entry matches, or several.
+    Args:
+        text: A key or the beginning of a key, or the name of a policy. If neither matches, the beginning of a name.
+
+    Raises:
+        SinewError: No entry matches, or several entries match.
     """
     readable = [entry for entry in entries() if isinstance(entry, CacheEntry)]
     matches = [entry for entry in readable if entry.key == text] or [
@@ -149,15 +168,25 @@ def find(text: str) -> CacheEntry:
     matches = matches or [entry for entry in readable if text and entry.record.name.startswith(text)]
     if len(matches) != 1:
         which = ", ".join(entry.key[:12] for entry in matches) or "no entry"
-        raise SinewError(f"{text}: expected the name or the key of one entry of {folder()}, got {which}")
+        raise SinewError(
+            f"{text}: expected the name or the key of one entry of {folder()}, got {which}; list them with"
+            " `sinew hub cache list`"
+        )
     return matches[0]
 
 
-def converted(checkpoint: Path, said: str, name: str = "") -> Path:
+def converted(checkpoint: Path, source: str, name: str = "") -> Path:
     """Return the bundle of a checkpoint folder. The checkpoint is converted if the cache has no bundle of it.
 
-    ``said`` is the checkpoint as the user typed it, for messages. ``name`` is the policy's name, in place of the name
-    in the checkpoint. Raises :class:`NoCheckpointError`, :class:`ConvertError` and :class:`SinewError`.
+    Args:
+        checkpoint: The checkpoint's folder.
+        source: The checkpoint as the user typed it, for messages.
+        name: The policy's name; "" takes the name in the checkpoint.
+
+    Raises:
+        NoCheckpointError: The folder is not a checkpoint.
+        ConvertError: The checkpoint cannot be converted.
+        SinewError: The cache cannot be written.
     """
     files = digests(files_of(checkpoint), checkpoint)
     home = folder() / key(files, name or name_of(checkpoint))
@@ -167,19 +196,19 @@ def converted(checkpoint: Path, said: str, name: str = "") -> Path:
             reason = _unfit(home)
             if reason is None:
                 entry = CacheEntry(home)
-                progress.say(f"{said}: converted {entry.record.made}, {entry.bundle}")
+                progress.say(f"{source}: converted {entry.record.made}, {entry.bundle}")
                 return entry.bundle
-            progress.say(f"converting {said}: {reason}")
-            return _convert(checkpoint, said, name, files, home)
+            progress.say(f"converting {source}: {reason}")
+            return _convert(checkpoint, source, name, files, home)
     except OSError as error:
         raise SinewError(
-            f"{error.filename or home}: expected to write a converted checkpoint there (XDG_CACHE_HOME names another"
-            f" place), got {error.strerror or error}"
+            f"{error.filename or home}: expected to write a converted checkpoint there, got"
+            f" {error.strerror or error}; set XDG_CACHE_HOME to another folder"
         ) from None
 
 
 def _unfit(home: Path) -> str | None:
-    """Return why the entry cannot be used; None if it can."""
+    """Return why the cache's entry cannot be used; None if it can be used."""
     if not home.exists():
         return f"the cache {home.parent} has no bundle of these files"
     try:
@@ -192,11 +221,10 @@ def _unfit(home: Path) -> str | None:
 
 
 def _convert(checkpoint: Path, source_text: str, name: str, files: list[FileIdentity], home: Path) -> Path:
-    for left in home.parent.glob(
-        f".{home.name}.*"
-    ):  # left by a killed process, because no process holds its lock
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
+    # A leftover folder is from a killed process, because no other process can have the lock now.
+    for leftover in home.parent.glob(f".{home.name}.*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
     started = time.perf_counter()
     options = ConvertOptions()
     with progress.task(f"reading {source_text}"):
@@ -210,7 +238,7 @@ def _convert(checkpoint: Path, source_text: str, name: str, files: list[FileIden
         outside = sorted({path.resolve() for path in conversion.sources} - inside)
         again = digests([checkpoint / file.name for file in files], checkpoint)
         if again != files:
-            raise SinewError(f"{source_text}: its files were changed while they were converted; start again")
+            raise SinewError(f"{source_text}: its files changed during the conversion; run the command again")
         status = bundle.stat()
         record = CacheRecord(
             source=str(checkpoint.resolve()) if Path(source_text).exists() else source_text,
@@ -228,7 +256,8 @@ def _convert(checkpoint: Path, source_text: str, name: str, files: list[FileIden
         )
         (partial / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
         if home.exists():
-            shutil.rmtree(home)  # damaged or old; a process that has the bundle open keeps its memory map
+            # The entry is damaged or old. A process that has this bundle open keeps its memory map.
+            shutil.rmtree(home)
         partial.rename(home)
     for note in conversion.notes:
         progress.say(f"note: {note}")
@@ -240,7 +269,8 @@ def _convert(checkpoint: Path, source_text: str, name: str, files: list[FileIden
 def _locked(home: Path) -> Iterator[None]:
     """Hold the entry's lock within the block. The lock's file is empty, and is not removed.
 
-    Without ``fcntl``, two processes may convert the same checkpoint, and the entry of the later one stays."""
+    On a system without ``fcntl``, two processes may convert the same checkpoint. The later entry then replaces the
+    earlier one."""
     try:
         import fcntl
     except ImportError:
@@ -250,15 +280,15 @@ def _locked(home: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            progress.say(f"another process converts the same checkpoint; waiting for {home}")
+            progress.say(f"another process is converting the same checkpoint; waiting for {home}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextlib.contextmanager
 def _percent(text: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of ``total`` bytes in percent. The block receives a function that takes numbers of written
-    bytes."""
+    """Show the progress of writing ``total`` bytes in percent. The block receives a function, and calls it with the
+    number of bytes that it has just written."""
     done = 0
     with progress.task(text, 100) as advance:
 

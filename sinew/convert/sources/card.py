@@ -1,8 +1,7 @@
-"""The card of a policy on the hub: its inputs and outputs, its origin, and its measurements.
+"""Write the card of a policy on the hub: its inputs and outputs, its origin, and its measurements.
 
-Everything is read from the bundle and from records of `sinew validate` and `sinew eval` that were made with this very
-file: the records of `sinew validate` have its fingerprint, the records of `sinew eval` its SHA-256. Nothing is typed by
-hand.
+Every entry is from the bundle, or from records of `sinew validate` and `sinew eval` that were made with the same file.
+The records of `sinew validate` contain the file's fingerprint, the records of `sinew eval` its SHA-256.
 """
 
 from __future__ import annotations
@@ -22,16 +21,21 @@ from sinew.core.statistics import wilson
 from sinew.engine import proofs
 from sinew.engine.fingerprint import fingerprint
 
-MAX_BYTES = 1 << 28  # most bytes of a record, including a report's videos
-MAX_VALUES = 1 << 23  # most values of a record
+MAX_BYTES = 1 << 28  # largest record in bytes, including a report's videos
+MAX_VALUES = 1 << 23  # a record may have at most this many values
 VALIDATION, EVALUATION = "sinew.validate/1", "sinew.eval/1"
 
 
 def records_of(bundle: Path, files: Sequence[Path], digest: str) -> list[dict[str, Any]]:
-    """Return the records of validations of a bundle on this machine, and the reports in ``files``.
+    """Return the records of this machine's validations of a bundle, and the reports in ``files``.
 
-    ``digest`` is the bundle's SHA-256. Raises :class:`SinewError` for a file that is not such a report, and for a
-    report of another bundle.
+    Args:
+        bundle: The bundle.
+        files: Reports of `sinew validate` or `sinew eval`.
+        digest: The bundle's SHA-256.
+
+    Raises:
+        SinewError: A file is not such a report, or is a report of another bundle.
     """
     records = proofs.records(bundle)
     for path in files:
@@ -44,7 +48,8 @@ def records_of(bundle: Path, files: Sequence[Path], digest: str) -> list[dict[st
                 expected, got = digest, record["variants"][0]["policy"]["id"]
             else:
                 raise SinewError(f"{path}: expected schema {VALIDATION} or {EVALUATION}, got {shown(schema)}")
-            list(_measured([record]))  # checks that every entry of the card exists
+            # Compute the lines of the card now, because a missing entry raises an error here.
+            list(_measured([record]))
         except OSError as error:
             raise SinewError(f"{path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
@@ -54,7 +59,8 @@ def records_of(bundle: Path, files: Sequence[Path], digest: str) -> list[dict[st
             ) from None
         if got != expected:
             raise SinewError(
-                f"{path}: expected a report of {bundle}, got one of another bundle ({str(got)[:16]})"
+                f"{path}: expected a report of {bundle}, got one of another bundle ({str(got)[:16]}); run"
+                " `sinew validate` or `sinew eval` with this bundle"
             )
         if record not in records:
             records.append(record)
@@ -68,17 +74,21 @@ def card(
     repository: str,
     facts: Mapping[str, str],
 ) -> str:
-    """Return the card as markdown with the hub's header.
+    """Return the card of a bundle as markdown with the hub's header.
 
-    ``digest`` is the bundle's SHA-256, and ``repository`` its name on the hub. ``facts`` has more entries of the header
-    (license, base_model).
+    Args:
+        bundle: The bundle.
+        digest: The bundle's SHA-256.
+        records: Records of validations and evaluations of the bundle.
+        repository: The bundle's repository on the hub.
+        facts: Further entries of the header (license, base_model).
     """
     manifest = bundle.manifest
     parts = [
         *_header(manifest, facts),
         f"# {_cell(manifest.name)}",
         "",
-        f"A {_cell(manifest.architecture)} policy in one file for Sinew (`sinew-vla`), with everything it needs.",
+        f"A {_cell(manifest.architecture)} policy for Sinew (`sinew-vla`), in one file with all that it needs.",
         "",
         *_use(manifest, repository),
         *_expects(manifest),
@@ -90,7 +100,7 @@ def card(
 
 
 def _header(manifest: Manifest, facts: Mapping[str, str]) -> Iterator[str]:
-    """Yield the lines of the header that the hub reads. It is YAML, and JSON's strings are valid YAML."""
+    """Yield the lines of the header that the hub reads. The header is YAML, and JSON strings are valid YAML."""
     yield "---"
     yield "library_name: sinew"
     yield "pipeline_tag: robotics"
@@ -220,6 +230,6 @@ def _vector(spec: VectorSpec) -> str:
 
 
 def _cell(text: object) -> str:
-    """Return text that stays within one cell of a table and is not read as markup."""
+    """Return text for one cell of a table. Control characters are removed and markup is escaped."""
     plain = " ".join("".join(sign if sign.isprintable() else " " for sign in str(text)).split())
     return "".join(f"\\{sign}" if sign in r"|<>[]`*_\\" else sign for sign in plain)

@@ -1,6 +1,7 @@
-"""Names on the Hugging Face hub: ``org/name[@revision]`` and ``hf://org/name[@revision][/file.gguf]``.
+"""Download and upload policies on the Hugging Face hub.
 
-``huggingface_hub`` downloads files into its own cache, which also serves the files if the hub cannot be reached.
+A name is ``org/name[@revision]`` or ``hf://org/name[@revision][/file.gguf]``. ``huggingface_hub`` downloads files into
+its own cache. If the hub cannot be reached, the files in this cache are used.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from sinew.convert.sources.identity import sha256
 from sinew.core import SinewError, progress, scratch
 from sinew.core.extras import MissingPackageError
 
-# With these statuses, the hub has no such repository for this user. Any other status is a failure of the hub or of a
-# proxy before it.
+# The hub returns these statuses if the user cannot read the repository. Any other status is a failure of the hub or of
+# a proxy in front of it.
 REFUSED = (401, 403, 404)
-BUNDLE = "policy.gguf"  # the name of a repository's bundle, unless the repository has a single other bundle
+BUNDLE = "policy.gguf"  # the default name of a repository's bundle
 TIMEOUT_S = 10.0  # timeout of the first request, because robots are often offline
-MAX_NAMED = 10  # most files of a repository in an error
-MAX_WORDS = 300  # most characters of an error of the hub
-# A path turns `hf://` into `hf:/`. A name on the hub begins and ends with a letter, a digit or _.
+MAX_NAMED = 10  # an error lists at most this many files of a repository
+MAX_WORDS = 300  # an error shows at most this many characters of the hub's own error
+# The pattern also accepts `hf:/`, because pathlib turns `hf://` into it. A name on the hub begins and ends with a
+# letter, a digit or _.
 _WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _NAME = re.compile(
     rf"(?P<hub>hf://?)?(?P<repository>{_WORD}/{_WORD})(?:@(?P<revision>[A-Za-z0-9][\w./-]*?))?"
@@ -66,16 +68,20 @@ def parse(text: str) -> HubName | None:
 def fetch(name: HubName) -> Path:
     """Return the bundle of a repository, or the folder of its checkpoint. Files come from the hub or from its cache.
 
-    Nothing is downloaded if the disk has too little space. Downloaded files are compared with the size and the SHA-256
-    that the hub states. Raises :class:`MissingPackageError` without huggingface_hub, and :class:`SinewError` if the
-    repository or the revision does not exist, or the hub cannot be reached and the cache has no copy.
+    Nothing is downloaded if the disk has too little free space. Downloaded files are compared with the size and the
+    SHA-256 that the hub states.
+
+    Raises:
+        MissingPackageError: huggingface_hub is not installed.
+        SinewError: The repository or the revision does not exist, or the hub cannot be reached and the cache has no
+            copy.
     """
     try:
         from huggingface_hub import HfApi, constants
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError:
         raise MissingPackageError(
-            f"{name}: no such file or folder here, and the hub", "huggingface_hub"
+            f"{name}: no such file or folder on this machine, and the hub", "huggingface_hub"
         ) from None
     try:
         info = HfApi().model_info(
@@ -88,7 +94,10 @@ def fetch(name: HubName) -> Path:
             return _cached(
                 name, f"the hub {constants.ENDPOINT} answers with status {status} ({_words(error)})"
             )
-        raise SinewError(f"{name}: no file or folder here, and the hub answers: {_words(error)}") from None
+        raise SinewError(
+            f"{name}: no file or folder here, and the hub answers: {_words(error)}; check the name, or log in with"
+            " `hf auth login`"
+        ) from None
     except Exception as error:  # noqa: BLE001 - the hub cannot be reached: many types across versions
         return _cached(name, f"the hub {constants.ENDPOINT} cannot be reached ({_words(error)})")
     bundle = _bundle_of(name, list(files))
@@ -104,13 +113,13 @@ def fetch(name: HubName) -> Path:
     return fetched
 
 
-def copy(found: Path, out: Path) -> Path:
-    """Copy a bundle to ``out`` and return that path. The copy is written beside the target and renamed when it is
-    complete.
+def copy(bundle: Path, out: Path) -> Path:
+    """Copy a bundle to ``out`` and return that path. The copy is written next to ``out`` and renamed when it is
+    complete, so ``out`` is never incomplete.
     """
     try:
         with scratch.beside(out) as folder:
-            shutil.copyfile(found, folder / out.name)
+            shutil.copyfile(bundle, folder / out.name)
             os.replace(folder / out.name, out)
     except OSError as error:
         raise SinewError(f"--out {out}: {error.strerror}") from None
@@ -147,10 +156,12 @@ def push(name: HubName, files: Mapping[str, Path | bytes], message: str, private
                     name.repository, operations, commit_message=message, revision=name.revision
                 ).commit_url
             )
-    except HfHubHTTPError as error:  # the hub answers with an error
+    except HfHubHTTPError as error:
         raise SinewError(f"{name}: the hub answers: {_words(error)}") from None
     except Exception as error:  # noqa: BLE001 - the hub or a file cannot be read: many types across versions
-        raise SinewError(f"{name}: not uploaded to {constants.ENDPOINT} ({_words(error)})") from None
+        raise SinewError(
+            f"{name}: not uploaded to {constants.ENDPOINT} ({_words(error)}); run the command again"
+        ) from None
 
 
 def _wanted(file: str, bundle: str | None) -> bool:
@@ -179,32 +190,39 @@ def _refuse_without_room(name: HubName, nbytes: int, cache: Path) -> None:
     free = shutil.disk_usage(there).free
     if nbytes > free:
         raise SinewError(
-            f"{name}: expected at most {free / 1e9:.1f} GB, which are free in {cache} (HF_HOME names another place),"
-            f" got {nbytes / 1e9:.1f} GB"
+            f"{name}: expected at most {free / 1e9:.1f} GB, the free space in {cache}, got {nbytes / 1e9:.1f} GB; free"
+            " some space, or set HF_HOME to a folder on another disk"
         )
 
 
 def _compare(name: HubName, folder: Path, file: Any) -> None:
-    """Check a downloaded file against the hub's size and hash. Raise :class:`SinewError` and remove it from the cache
-    if they differ.
+    """Check a downloaded file against the size and the hash that the hub states.
+
+    Args:
+        name: The repository.
+        folder: The folder of the download.
+        file: The hub's record of the file.
+
+    Raises:
+        SinewError: Size or hash differ. The file is removed from the cache.
     """
     path, expected_hash = folder / file.rfilename, getattr(file.lfs, "sha256", None)
     if not path.is_file() or file.size is None:
-        return  # huggingface_hub did not download this file, or does not state its size
+        return  # huggingface_hub did not download the file, or the hub does not state its size
     size = path.stat().st_size
     got = sha256(path, size) if expected_hash and size == file.size else None
     if size == file.size and got == expected_hash:
         return
     blob = path.resolve()
     path.unlink()
-    if (
-        blob.parent == folder.parent.parent / "blobs"
-    ):  # otherwise the file is no link, on systems without links
+    # If the file is a link into the cache, remove its content too. On systems without links, the file is the content.
+    if blob.parent == folder.parent.parent / "blobs":
         blob.unlink(missing_ok=True)
     got_text = f"{size} bytes" if got is None else f"SHA-256 {got}"
     expected = f"{file.size} bytes" if got is None else f"SHA-256 {expected_hash}"
     raise SinewError(
-        f"{name}: {file.rfilename}: expected {expected} as the hub says, got {got_text}; it is removed"
+        f"{name}: {file.rfilename}: expected {expected} as the hub states, got {got_text}; the file was removed, run"
+        " the command again"
     )
 
 
@@ -214,7 +232,8 @@ def _fetched(name: HubName, file: str | None) -> Path:
     try:
         with progress.task(f"fetching {name}"):
             if file is not None:
-                with scratch.ended_by_signals():  # then huggingface_hub can remove incomplete files
+                # End the download with an exception on a signal, so that huggingface_hub removes incomplete files.
+                with scratch.ended_by_signals():
                     return Path(hf_hub_download(name.repository, file, revision=name.revision))
             return Path(
                 snapshot_download(
@@ -222,11 +241,21 @@ def _fetched(name: HubName, file: str | None) -> Path:
                 )
             )
     except Exception as error:  # noqa: BLE001 - network, access, disk: many types across versions
-        raise SinewError(f"{name}: could not be fetched from the hub ({_words(error)})") from None
+        raise SinewError(
+            f"{name}: could not be fetched from the hub ({_words(error)}); run the command again to continue"
+        ) from None
 
 
 def _cached(name: HubName, reason: str) -> Path:
-    """Return the bundle or the folder that the hub's cache has of a repository, because the hub does not answer."""
+    """Return the bundle or the folder of a repository from the hub's cache. Used if the hub does not answer.
+
+    Args:
+        name: The repository.
+        reason: Why the hub does not answer, for messages.
+
+    Raises:
+        SinewError: The cache has no complete copy, or the repository has several bundles.
+    """
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
     file = try_to_load_from_cache(name.repository, name.file or BUNDLE, revision=name.revision)
@@ -240,18 +269,22 @@ def _cached(name: HubName, reason: str) -> Path:
         else:
             raise FileNotFoundError(name.file)
     except SinewError:
-        raise  # the repository has several bundles
+        raise  # _bundle_of has already explained that the repository has several bundles
     except Exception:  # noqa: BLE001 - the copy is missing or incomplete: many types across versions
         raise SinewError(
             f"{name}: no file or folder here, {reason}, and its cache {constants.HF_HUB_CACHE} does not have it;"
-            f" `hf download {name.repository} --local-dir DIR` where it can be reached, and give DIR"
+            f" run `hf download {name.repository} --local-dir DIR` on a machine that can reach the hub, and pass DIR"
         ) from None
-    progress.say(f"{name}: {reason}; from its cache {constants.HF_HUB_CACHE}")
+    progress.say(f"{name}: {reason}; using the copy in the hub's cache {constants.HF_HUB_CACHE}")
     return path
 
 
 def _bundle_of(name: HubName, files: list[str]) -> str | None:
-    """Return the bundle among a repository's files; None for a checkpoint. Raises :class:`SinewError`."""
+    """Return the bundle among a repository's files; None for a checkpoint.
+
+    Raises:
+        SinewError: The repository contains several bundles.
+    """
     if name.file is not None:
         if name.file not in files:
             raise SinewError(
@@ -265,7 +298,7 @@ def _bundle_of(name: HubName, files: list[str]) -> str | None:
         return None
     if len(bundles) > 1:
         raise SinewError(
-            f"{name}: expected one bundle, got {_named(bundles)}; hf://{name.repository}/FILE takes one"
+            f"{name}: expected one bundle, got {_named(bundles)}; choose one with hf://{name.repository}/FILE"
         )
     return bundles[0]
 
@@ -276,6 +309,6 @@ def _named(files: Sequence[str]) -> str:
 
 
 def _words(error: Exception) -> str:
-    """Return the first line of an error, or its type."""
+    """Return the first line of an error's text, or the name of its type if the text is empty."""
     lines = [line for line in str(error).strip().splitlines() if line and "Client Error" not in line]
     return next(iter(lines), "")[:MAX_WORDS] or type(error).__name__

@@ -1,4 +1,4 @@
-"""The content of a checkpoint as one key: its files' names and SHA-256, and the code that would convert them."""
+"""Compute a key of a checkpoint's content, from the names and SHA-256 of its files and the code that converts them."""
 
 from __future__ import annotations
 
@@ -15,30 +15,36 @@ from sinew.bundle.digests import sha256 as digest
 from sinew.convert import readers
 from sinew.core import SinewError, machine, progress
 
-# Files that trainers write beside the weights to resume the training. No conversion reads them.
+# Files that trainers write next to the weights to resume the training. Conversion does not read them.
 TRAINING = "optimizer* scheduler* rng_state* training_args.bin training_state global_step* events.out* wandb *.md *.log"
-# Every layout that can be converted has one of these; openpi's layout has the last two.
+# Every layout of a checkpoint contains one of these names. openpi's layout contains the last two.
 CHECKPOINT = ("config.json", "params", "assets")
-WEIGHTS = (".safetensors", ".pt", ".gguf")  # endings of files of weights; orbax has a folder params/ instead
+WEIGHTS = (
+    ".safetensors",
+    ".pt",
+    ".gguf",
+)  # suffixes of files of weights; orbax uses a folder params/ instead
 MAX_FILES = 10_000
-LONG = 1 << 28  # bytes of a file from which a progress bar is shown
-CODE = (
-    "convert",
-    "bundle",
-    "models",
-)  # packages that, with a family's reader, decide the content of a bundle
-HERE = Path(
-    __file__
-).parent  # this package decides which files are converted, but not the content of the bundle
+LONG = 1 << 28  # hashing a file with this many bytes or more shows a progress bar
+# These packages, and the family's reader, decide the content of a bundle.
+CODE = ("convert", "bundle", "models")
+# The code in this folder only chooses which files are converted, so it is not part of the key.
+HERE = Path(__file__).parent
 
 
 class NoCheckpointError(SinewError):
-    """A folder is not a checkpoint."""
+    """The folder is not a checkpoint."""
 
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """One file of a checkpoint: its name in the folder (or its whole path), bytes, and SHA-256."""
+    """One file of a checkpoint.
+
+    Attributes:
+        name: Its path relative to the checkpoint's folder, or its absolute path if it is outside of the folder.
+        bytes: Its size.
+        sha256: Its SHA-256 as hexadecimal digits.
+    """
 
     name: str
     bytes: int
@@ -48,8 +54,8 @@ class FileIdentity:
 def files_of(folder: Path) -> list[Path]:
     """Return the regular files of a folder that a conversion may read, sorted by name.
 
-    Raises :class:`NoCheckpointError` for a folder without such files, and for a folder of more files than a checkpoint
-    has.
+    Raises:
+        NoCheckpointError: The folder has no such files, or more files than a checkpoint has.
     """
     if not any((folder / name).exists() for name in CHECKPOINT):
         raise NoCheckpointError(f"a folder with none of {', '.join(CHECKPOINT)}")
@@ -73,7 +79,7 @@ def _counts(path: Path) -> bool:
 
 
 def digests(paths: list[Path], root: Path) -> list[FileIdentity]:
-    """Return the name, size and SHA-256 of files. The names of files in ``root`` are relative to it."""
+    """Return the name, size and SHA-256 of files. The name of a file in ``root`` is relative to ``root``."""
     memo = DigestCache(root, machine.cache_folder("digests"), sha256)
     identities = [FileIdentity(_name(path, root), path.stat().st_size, memo.digest(path)) for path in paths]
     memo.keep()
@@ -81,17 +87,17 @@ def digests(paths: list[Path], root: Path) -> list[FileIdentity]:
 
 
 def key(files: list[FileIdentity], name: str) -> str:
-    """Return 32 hexadecimal digits that change with every file, with the policy's name, and with the converter."""
+    """Return 32 hexadecimal digits that change if a file, the policy's name or the converter's code changes."""
     record = {"files": [[f.name, f.bytes, f.sha256] for f in files], "name": name, "code": converter()}
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @cache
 def converter() -> str:
-    """Return the version of Sinew with a digest of the code that decides the content of a bundle."""
+    """Return the version of Sinew, with a digest of the code that decides the content of a bundle."""
     digest = hashlib.sha256()
     home = Path(sinew.__file__).parent
-    folders = {room: home / room for room in CODE} | readers()
+    folders = {package: home / package for package in CODE} | readers()
     for name, folder in folders.items():
         for path in sorted(path for path in folder.rglob("*.py") if path.parent != HERE):
             code = path.read_bytes()  # own file: in an installed package
@@ -104,8 +110,9 @@ def _name(path: Path, root: Path) -> str:
 
 
 def sha256(path: Path, size: int) -> str:
-    """Return the SHA-256 of a regular file of ``size`` bytes as hexadecimal digits. A large file has a progress bar."""
-    if size < LONG:  # a small file is read too fast for a progress bar
+    """Return the SHA-256 of a regular file of ``size`` bytes as hexadecimal digits. Hashing a large file shows a
+    progress bar."""
+    if size < LONG:
         return digest(path, size)
     with progress.task(f"reading {path.name}", -(-size // BLOCK)) as advance:
         return digest(path, size, advance)

@@ -65,7 +65,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     """
     original = original_layout.is_original(path)
     unread = {"cameras": "--cameras"} if not original else {"dataset": "--dataset"}
-    if flags := [flag for name, flag in unread.items() if name in options.given]:
+    if flags := [flag for name, flag in unread.items() if name in options.non_defaults]:
         raise ConvertError(
             f"{flags[0]}: not supported for {path}, which is in the {'original' if original else 'LeRobot'} layout."
             " Omit the option"

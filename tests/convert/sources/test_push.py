@@ -127,7 +127,7 @@ def test_a_bundle_is_pushed_and_pulled(bundle: Path, tmp_path: Path) -> None:
         out = tmp_path / "fetched.gguf"
         pulled = sinew("hub", "pull", "lab/pick", "--out", out, **environment)
         assert pulled.returncode == 0, pulled.stderr
-        assert "every tensor is as it was written" in pulled.stdout
+        assert "every tensor is unchanged" in pulled.stdout
         assert out.read_bytes() == bundle.read_bytes()
 
         refused = sinew("hub", "push", bundle, "lab/pick", **{**environment, "HF_TOKEN": "another"})
@@ -193,10 +193,10 @@ def test_text_of_a_bundle_is_no_markup() -> None:
         ),
         (
             ["hub", "push", "{bundle}", "lab/pick", "--dry", "--card", "{bundle}"],
-            "expected another file than the bundle",
+            "this is the bundle; choose another file for the card",
         ),
         (["hub", "pull", "nowhere"], "nowhere: expected ORG/NAME"),
-        (["hub", "pull", "lab/pick", "--out", "{bundle}"], "expected a file that is not there yet"),
+        (["hub", "pull", "lab/pick", "--out", "{bundle}"], "the file exists; choose another name"),
     ],
 )
 def test_what_cannot_be_asked(

@@ -134,7 +134,7 @@ def test_a_changed_language_model_converts_again(run: Path, said: list[str]) -> 
     ("damage", "words"),
     [
         (lambda entry: os.truncate(entry.bundle, entry.record.bytes - 1), "bytes, expected"),
-        (lambda entry: flip(entry.bundle, -100), "tensors differ"),
+        (lambda entry: flip(entry.bundle, -100), "tensors are damaged"),
         (lambda entry: flip(entry.bundle, 3000), ""),
         (lambda entry: entry.bundle.unlink(), "No such file"),
         (lambda entry: (entry.home / "source.json").write_text("{"), "expected the record of a conversion"),
@@ -181,7 +181,7 @@ def test_files_that_change_meanwhile_are_not_kept(
         flip(run / "checkpoints" / "000200" / "pretrained_model" / "model.safetensors", -1)
 
     monkeypatch.setattr(Conversion, "write", write_and_change)
-    with pytest.raises(SinewError, match="changed while they were converted"):
+    with pytest.raises(SinewError, match="its files changed during the conversion"):
         resolve(run)
     assert known() == []
 
@@ -210,7 +210,7 @@ def test_what_is_no_policy_is_said(run: Path, said: list[str], tmp_path: Path) -
         resolve("nope.gguf")
     shutil.rmtree(run / "checkpoints" / "000200" / "pretrained_model" / "tokenizer")
     (run / "checkpoints" / "000200" / "vlm" / "tokenizer.json").unlink()
-    with pytest.raises(ConvertError, match=r"`sinew convert .*pick-cube policy\.gguf` takes options"):
+    with pytest.raises(ConvertError, match=r"to pass options, run `sinew convert .*pick-cube policy\.gguf`"):
         resolve(run)
 
 
@@ -227,7 +227,7 @@ def test_a_run_whose_model_was_not_typed_says_the_line_that_takes_it(run: Path) 
 def test_an_unwritable_cache_is_said(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(SinewError, match="XDG_CACHE_HOME names another place"):
+    with pytest.raises(SinewError, match="set XDG_CACHE_HOME to another folder"):
         resolve(run)
 
 
@@ -243,7 +243,7 @@ def test_verbs_of_the_cache(run: Path, said: list[str], capsys: pytest.CaptureFi
         assert listed[1]["key"][:12] in capsys.readouterr().err.replace("\n", "")
     flip(first, -100)
     assert main(["hub", "cache", "show", listed[0]["key"], "--json"]) == 1
-    assert "tensors differ" in json.loads(capsys.readouterr().out)["damage"]
+    assert "tensors are damaged" in json.loads(capsys.readouterr().out)["damage"]
     assert main(["hub", "cache", "rm", listed[0]["key"]]) == 0
     assert (first.exists(), second.exists(), run.exists()) == (False, True, True)
     capsys.readouterr()
@@ -286,7 +286,7 @@ def test_the_bundle_of_a_repository() -> None:
     assert choose(name, ["README.md", "pick.gguf"]) == "pick.gguf"
     assert choose(name, ["config.json", "model.safetensors", "extra.gguf"]) is None
     assert choose(hub.HubName("lab/pick", None, "b.gguf"), ["a.gguf", "b.gguf"]) == "b.gguf"
-    with pytest.raises(SinewError, match=r"got a\.gguf, b\.gguf; hf://lab/pick/FILE"):
+    with pytest.raises(SinewError, match=r"got a\.gguf, b\.gguf; choose one with hf://lab/pick/FILE"):
         choose(name, ["a.gguf", "b.gguf"])
     with pytest.raises(SinewError, match=r"got c\.gguf"):
         choose(hub.HubName("lab/pick", None, "c.gguf"), ["a.gguf"])
@@ -415,7 +415,7 @@ def test_nothing_is_fetched_without_room(hosted: tuple[FakeHub, dict[str, str]])
     for name in ("lab/bundle", "lab/pick"):
         found = ask(name, environment)
         assert found.returncode == 1
-        assert "GB, which are free in" in found.stderr
+        assert "GB, the free space in" in found.stderr
         assert "got 1000000.0 GB" in found.stderr
     assert not any("/resolve/" in path for path in server.asked)
 
@@ -431,10 +431,10 @@ def test_what_is_not_what_the_hub_says_is_not_kept(
     found = ask(name, environment)
     assert found.returncode == 1
     what = (
-        "SHA-256 " if form == "flipped" else f"{len(true)} bytes as the hub says, got {len(true) - 1} bytes"
+        "SHA-256 " if form == "flipped" else f"{len(true)} bytes as the hub states, got {len(true) - 1} bytes"
     )
     assert f"hf://{name}: {file}: expected {what}" in found.stderr
-    assert found.stderr.rstrip().endswith("it is removed")
+    assert found.stderr.rstrip().endswith("the file was removed, run the command again")
     kept = Path(environment["HF_HOME"]).rglob("*")
     assert server.bodies[file] not in [each.read_bytes() for each in kept if each.is_file()]
     server.bodies.clear()
