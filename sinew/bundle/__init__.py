@@ -1,4 +1,5 @@
-"""One GGUF file with everything: weights, config, tokenizer, recipes, statistics, provenance."""
+"""A bundle is one GGUF file with everything that a policy needs: weights, configuration, tokenizer, processing recipes,
+statistics and provenance."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ if TYPE_CHECKING:
     from sinew.bundle.schema import Manifest
     from sinew.bundle.writer import TensorSource, write_bundle
 
-EXPORTED = "policy.gguf"  # the bundle without weights in a folder of graphs, as `sinew export` writes it
+EXPORTED = (
+    "policy.gguf"  # `sinew export` writes the bundle without weights under this name, next to the graphs
+)
 
 __all__ = ["EXPORTED", "Bundle", "GGUFFile", "Manifest", "TensorSource", "write_bundle"]
 
@@ -25,8 +28,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # The reader makes torch tensors, and the file's parser wants the gguf package; the processor and the engines
-    # need neither, and also run where one of the two is not installed.
+    # Import on first use: the reader needs torch, and the GGUF parser needs the gguf package. Processing and the
+    # engines import this package too, and also run if torch or gguf is not installed.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

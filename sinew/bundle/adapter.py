@@ -1,11 +1,11 @@
-"""A LoRA adapter as a file of its own: a bundle without its base's weights, with the hash of its base.
+"""A LoRA adapter as a separate file: a bundle without the weights of its base, with the hash of its base.
 
     y = x W^T + (x A^T) B^T        MODULE.lora_a: float32 [r, inputs], MODULE.lora_b: float32 [outputs, r], scaled
 
-The names are those of the base's bundle (Hu et al. 2021, "LoRA"). Weights that were trained as a whole have their own
-names and replace the base's. Configuration, processing and statistics are the adapter's own and complete. The
-tokenizer is the base's, and the adapter has its hash. ``sinew convert --no-merge`` writes such files. The name
-endings are those of llama.cpp's adapters.
+Names of modules are those of the base's bundle (Hu et al. 2021, "LoRA"). A weight that was trained as a whole has its
+own name and replaces the base's weight. The adapter has its own complete configuration, processing and statistics. It
+uses the base's tokenizer and contains its hash. ``sinew convert --no-merge`` writes such files. The name endings are
+those of llama.cpp's adapters.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from sinew.bundle.schema import Manifest
 from sinew.core import BundleError, PolicySpec, VectorSpec, did_you_mean
 
 LORA_A, LORA_B = ".lora_a", ".lora_b"
-MAX_NAME = 64  # characters of what requests call an adapter
+MAX_NAME = 64  # a request may name an adapter with at most this many characters
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# Of a specification: what an adapter may say for itself, and what counts only where both say it.
+# Fields of a specification that an adapter may set freely.
 _OWN = ("name", "default_prompt", "keys")
+# Fields that must be equal only if both the adapter and the base set them.
 _STATED = ("control_hz", "n_action_steps", "temporal_ensemble", "real_time_chunking", "embodiment", "motion")
 
 
 def weights_hash(hashes: Mapping[str, str]) -> str:
-    """Return the identity of a bundle's weights: the SHA-256 of its tensors' names and hashes."""
+    """Return the identity of a bundle's weights: the SHA-256 of the names and hashes of its tensors."""
     return hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
 
 
 def check_name(name: str) -> None:
-    """Raise :class:`BundleError` for what cannot name an adapter in a request."""
+    """Raise :class:`BundleError` for a text that cannot name an adapter in a request."""
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise BundleError(
             f"adapters: expected names of at most {MAX_NAME} letters, digits, '.', '_' and '-', got {name[:80]!r}"
@@ -44,19 +45,28 @@ def check_name(name: str) -> None:
 
 
 def open_adapter(path: Path, base: Bundle) -> Bundle:
-    """Return the adapter of a file, found to be one of ``base``: the same weights, configuration and tokenizer, and
-    robots of the same form. Reads no weights. Raises :class:`BundleError` that names what differs."""
-    found = Bundle(path)
-    ours, theirs = base.manifest, found.manifest
+    """Open an adapter, and check that it belongs to ``base``. Weights are not read.
+
+    The architecture, configuration, weights' hash and tokenizer must be those of the base, and the robot must have the
+    same inputs and outputs.
+
+    Raises:
+        BundleError: The adapter belongs to another base. The message names the difference.
+    """
+    adapter = Bundle(path)
+    ours, theirs = base.manifest, adapter.manifest
     if theirs.base is None:
-        raise BundleError(f"{path}: a whole policy, no adapter; `sinew convert ... --no-merge` writes those")
+        raise BundleError(
+            f"{path}: this is a whole policy and not an adapter; write an adapter with `sinew convert ... --no-merge`"
+        )
     if base.hashes is None:
         raise BundleError(
-            f"{base.path}: carries no hashes, by which its adapters know it; convert it once more"
+            f"{base.path}: this bundle contains no hashes, so its adapters cannot be checked; convert it again"
         )
     if theirs.architecture != ours.architecture:
         raise BundleError(
-            f"{path}: an adapter of {theirs.architecture}, and {base.path} is {ours.architecture}"
+            f"{path}: this adapter is for the architecture {theirs.architecture}, and {base.path} has"
+            f" {ours.architecture}; pass the base that the adapter was trained on"
         )
     if theirs.config != ours.config:
         keys = theirs.config.keys() | ours.config.keys()
@@ -66,8 +76,9 @@ def open_adapter(path: Path, base: Bundle) -> Bundle:
         )
     if (own := weights_hash(base.hashes)) != theirs.base.weights:
         raise BundleError(
-            f"{path}: an adapter of {theirs.base.name!r}, whose weights are {theirs.base.weights[:16]}...; those of"
-            f" {base.path} are {own[:16]}... (a quantised or merged bundle is another base)"
+            f"{path}: an adapter of {theirs.base.name!r}, whose weights have the hash {theirs.base.weights[:16]}...;"
+            f" the weights of {base.path} have {own[:16]}... Pass the base that the adapter was trained on (a"
+            " quantised or merged bundle is another base)"
         )
     if hashlib.sha256(ours.tokenizer.encode()).hexdigest() != theirs.base.tokenizer:
         raise BundleError(
@@ -75,25 +86,29 @@ def open_adapter(path: Path, base: Bundle) -> Bundle:
         )
     if problem := other_form(theirs.spec, ours.spec):
         raise BundleError(
-            f"{path}: {problem}; convert it with its base and serve it as a policy of its own (--policy)"
+            f"{path}: {problem}; convert it with its base, and serve it as a separate policy (--policy)"
         )
-    return found
+    return adapter
 
 
 def fitted(adapter: Bundle, base: Manifest) -> Manifest:
-    """Return the manifest of a base with an adapter: the base's tokenizer and specification, cameras renamed as there,
-    and the adapter's processing. Raises :class:`BundleError` where they do not go together."""
+    """Return the manifest of a base with an adapter. Tokenizer and specification are the base's, with the cameras'
+    names in that specification. Processing is the adapter's.
+
+    Raises:
+        BundleError: The adapter's processing does not fit the base's specification.
+    """
     prompt = adapter.manifest.spec.default_prompt or base.spec.default_prompt
     spec = replace(base.spec, default_prompt=prompt)
-    made = replace(adapter.manifest, spec=spec, tokenizer=base.tokenizer, base=None, seen=base.seen)
+    manifest = replace(adapter.manifest, spec=spec, tokenizer=base.tokenizer, base=None, seen=base.seen)
     with BundleError.at(adapter.path, BundleError):
-        made.check()
-    return made
+        manifest.check()
+    return manifest
 
 
 def other_form(adapter: PolicySpec, base: PolicySpec) -> str:
-    """Return the first difference between adapter and base that would break a robot of the base; "" if there
-    is none.
+    """Return a message about the first difference between adapter and base that would break a robot of the base; "" if
+    there is no such difference.
     """
     for each in fields(PolicySpec):
         got, expected = getattr(adapter, each.name), getattr(base, each.name)
@@ -105,18 +120,23 @@ def other_form(adapter: PolicySpec, base: PolicySpec) -> str:
             pair = _stated(got, expected), _stated(expected, got)
             got, expected = pair
         if got != expected:
-            return f"spec.{each.name}: expected {_text(expected)}, as the base, got {_text(got)}"
+            return f"spec.{each.name}: expected {_text(expected)} like the base, got {_text(got)}"
     return ""
 
 
-def unknown(name: object, known: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the expected and the actual value for an error about a request's adapter."""
+def unknown(name: object, adapters: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the expected and the actual value, as text, for an error about a request's unknown adapter.
+
+    Args:
+        name: The adapter in the request.
+        adapters: The adapters that are loaded, by name.
+    """
     if not isinstance(name, str):
         return "a text", type(name).__name__
-    if not known:
-        return "no adapter, as this policy was opened without any", repr(name[:MAX_NAME])
-    hint = did_you_mean(name[:MAX_NAME], known)
-    return f"one of {', '.join(known)}, or none for the base", f"{name[:MAX_NAME]!r}{hint}"
+    if not adapters:
+        return "no adapter, because this policy was opened without any", repr(name[:MAX_NAME])
+    hint = did_you_mean(name[:MAX_NAME], adapters)
+    return f"one of {', '.join(adapters)}, or none for the base", f"{name[:MAX_NAME]!r}{hint}"
 
 
 def _stated(vector: VectorSpec, other: VectorSpec) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
-"""SHA-256 of files, with a cache: hashing gigabytes takes seconds.
+"""Compute the SHA-256 of files, with a cache, because hashing gigabytes takes seconds.
 
-A file is not read again if its size, inode and times are unchanged, as in git's index.
+As in git's index, a file is not read again if its size, inode and times are unchanged.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from sinew_client.untrusted import open_regular, read_json
 from sinew.core import machine
 
 BLOCK = 1 << 22
-MAX_MEMO = 1 << 24  # bytes of a memo
-RACY_NS = 2_000_000_000  # a file changed this shortly before it was read may change again within one tick of its clock
+MAX_MEMO = 1 << 24  # largest file of cached digests, in bytes
+# A file that changed less than this time before Sinew read it may change again without a new time stamp, because clocks
+# of file systems are coarse. Such a digest is not cached.
+RACY_NS = 2_000_000_000
 
 
 def sha256(path: Path, size: int, advance: Callable[[str], object] = lambda _: None) -> str:
-    """Return the SHA-256 of a regular file of ``size`` bytes in hexadecimal digits. advance: called after each block.
+    """Return the SHA-256 of a regular file in hexadecimal digits. Raises OSError.
 
-    Raises OSError.
+    Args:
+        path: The file.
+        size: Size of the file in bytes.
+        advance: Called after each block, for a progress bar.
     """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(BLOCK, size) or 1))
@@ -36,9 +41,12 @@ def sha256(path: Path, size: int, advance: Callable[[str], object] = lambda _: N
 
 
 class DigestCache:
-    """Digests of one folder's files from earlier looks. A memo that does not read is an empty one.
+    """A cache of the digests of one folder's files. A cache file that cannot be read counts as empty.
 
-    home: the folder where memos are kept. read: computes the digest of a file of so many bytes.
+    Args:
+        root: The folder whose files are hashed.
+        home: The folder with the cache files.
+        read: Computes the digest of a file from its path and size.
     """
 
     def __init__(self, root: Path, home: Path, read: Callable[[Path, int], str] = sha256):
@@ -47,27 +55,28 @@ class DigestCache:
         self.path = home / f"{named}.json"
         try:
             record = read_json(self.path, MAX_MEMO)
-            self.known = msgspec.convert(record, dict[str, tuple[tuple[int, ...], str]])
-        except (OSError, ValueError, OverflowError):  # msgspec's are ValueErrors
-            self.known = {}
-        self.before = dict(self.known)
+            self.entries = msgspec.convert(record, dict[str, tuple[tuple[int, ...], str]])
+        # msgspec's errors are ValueErrors.
+        except (OSError, ValueError, OverflowError):
+            self.entries = {}
+        self.before = dict(self.entries)
 
     def digest(self, path: Path) -> str:
-        """Return the SHA-256 of a regular file, which is read unless it was read before. Raises OSError."""
-        where, found = str(path.resolve()), path.stat()
-        seen = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
-        known = self.known.get(where)
-        if known is not None and tuple(known[0]) == seen:
-            return known[1]
+        """Return the SHA-256 of a regular file. A file with an entry in the cache is not read. Raises OSError."""
+        where, status = str(path.resolve()), path.stat()
+        identity = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
+        entry = self.entries.get(where)
+        if entry is not None and tuple(entry[0]) == identity:
+            return entry[1]
         started = time.time_ns()
-        digest = self._read(path, found.st_size)
-        self.known.pop(where, None)
-        if started - max(found.st_mtime_ns, found.st_ctime_ns) > RACY_NS:
-            self.known[where] = (seen, digest)
+        digest = self._read(path, status.st_size)
+        self.entries.pop(where, None)
+        if started - max(status.st_mtime_ns, status.st_ctime_ns) > RACY_NS:
+            self.entries[where] = (identity, digest)
         return digest
 
     def keep(self) -> None:
-        """Write the memo; where that fails the next look reads the files again."""
-        if self.known != self.before:
+        """Write the cache file. If writing fails, the files are read again next time."""
+        if self.entries != self.before:
             with contextlib.suppress(OSError):
-                machine.write_whole(self.path, msgspec.json.encode(self.known))
+                machine.write_whole(self.path, msgspec.json.encode(self.entries))

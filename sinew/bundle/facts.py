@@ -1,4 +1,4 @@
-"""Describe a bundle in words and as plain containers (``sinew inspect``)."""
+"""Describe a bundle in sentences and as plain containers, for ``sinew inspect``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:
-    """Return the whole manifest (the tokenizer by size only) and the tensor table, as plain containers."""
+    """Return the manifest and the table of tensors as plain containers. Of the tokenizer, only type and sizes are
+    included."""
     record = asdict(bundle.manifest)
     record["tokenizer"] = _tokenizer(bundle.manifest.tokenizer)
     record["file_bytes"] = bundle.path.stat().st_size
@@ -31,7 +32,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 
 
 def words(bundle: Bundle) -> dict[str, str]:
-    """Return the facts about a bundle for people: topic -> a sentence."""
+    """Return the facts about a bundle as text for people: topic -> a sentence."""
     manifest, spec = bundle.manifest, bundle.manifest.spec
     recipe, source = manifest.processing, manifest.provenance
     image, prompt = recipe.image, recipe.prompt
@@ -43,7 +44,7 @@ def words(bundle: Bundle) -> dict[str, str]:
         **({} if manifest.base is None else {"adapter of": _base(manifest.base)}),
         "cameras": ", ".join(f"{c.name} {c.height}x{c.width}" for c in spec.cameras)
         + (f" (+{manifest.processing.empty_cameras} empty)" if manifest.processing.empty_cameras else "")
-        + (f"; {spec.history} moments" if spec.history > 1 else "")
+        + (f"; {spec.history} observation steps" if spec.history > 1 else "")
         + (f", {spec.history_stride} control steps apart" if spec.history_stride > 1 else ""),
         "images": str(image),
         "state": _vector(spec.state, recipe.state, recipe.state_parts, recipe.state_steps),
@@ -98,73 +99,73 @@ def _tokenizer(text: str) -> dict[str, Any]:
 
 def _lm_head(bundle: Bundle) -> str:
     """Return how the bundle stores its language head, and its size in the file."""
-    kept = bundle.manifest.config.get("lm_head", "")
-    if kept == "tied":
-        return "the token table once more, no bytes of its own"
+    kind = bundle.manifest.config.get("lm_head", "")
+    if kind == "tied":
+        return "shares the token table, so it adds no bytes"
     nbytes = sum(t.nbytes for t in bundle.infos.values() if t.name.startswith("lm_head."))
-    if kept != "own":
-        return f"{nbytes / 1e6:.1f} MB, which says actions" if nbytes else "not kept"
+    if kind != "own":
+        return f"{nbytes / 1e6:.1f} MB, for action tokens" if nbytes else "not stored"
     return f"{nbytes / 1e6:.1f} MB, for subtasks, answers and the text of streams"
 
 
 def _text(text: TextRecipe | None) -> str:
-    """Return the prompts of the language head, for people."""
+    """Return the prompts of the language head as text for people."""
     from sinew.steps.prompt.base import template
 
     if text is None:
         return "-"
-    asked = [
-        f"a {name} behind {json.dumps(template(steps))}"
+    parts = [
+        f"a {name} after {json.dumps(template(steps))}"
         for name, steps in (("subtask", text.subtask), ("question's answer", text.question))
         if steps
     ]
     if text.subtask:
-        asked.insert(1, f"actions behind {json.dumps(text.action)}")
-    return f"{', '.join(asked)}; at most {text.most} tokens where a request says no number"
+        parts.insert(1, f"actions after {json.dumps(text.action)}")
+    return f"{', '.join(parts)}; at most {text.most} tokens if a request does not state a number"
 
 
 def _hashes(bundle: Bundle) -> str:
-    found = bundle.hashes
-    if found is None:
+    hashes = bundle.hashes
+    if hashes is None:
         return "none"
     header = bundle.file.metadata[KEY_HEADER]
-    return f"{header} (SHA-256 of the header, checked), and of {len(found)} tensors"
+    return f"{header} (SHA-256 of the header, checked), and of {len(hashes)} tensors"
 
 
-def _seen(found: Seen | None) -> str:
-    if found is None:
-        return "nothing of how its cameras and joints look"
-    parts = [*(f"camera {name}" for name in found.cameras), *(["state"] if found.state else [])]
-    return f"{', '.join(parts)} in {found.frames} frames: {found.source}"
+def _seen(record: Seen | None) -> str:
+    if record is None:
+        return "no record of the training frames and states"
+    parts = [*(f"camera {name}" for name in record.cameras), *(["state"] if record.state else [])]
+    return f"{', '.join(parts)} in {record.frames} frames: {record.source}"
 
 
 def _base(base: AdapterBase) -> str:
-    return f"{base.name}, whose weights are {base.weights[:16]}...; `sinew serve BASE --adapter NAME=FILE` serves it"
+    return f"{base.name}, with weights {base.weights[:16]}...; to serve it, run `sinew serve BASE --adapter NAME=FILE`"
 
 
-def _quantised(found: Quantization | None) -> str:
-    if found is None:
+def _quantised(record: Quantization | None) -> str:
+    if record is None:
         return "-"
-    recipe = ", ".join(f"{component} {kind}" for component, kind in found.recipe.items())
-    before = found.validated
-    proved = ""
+    recipe = ", ".join(f"{component} {kind}" for component, kind in record.recipe.items())
+    before = record.validated
+    validation = ""
     if before is not None:
-        proved = (
+        validation = (
             f"; before, {before.engine} within {before.error:.1e} over {before.observations} observations"
         )
     return (
-        f"{recipe}; chunk error {found.error:.1e} median, {found.error_max:.1e}"
-        f" largest over {found.observations} observations from {found.source} ({found.engine}){_success(found)}{proved}"
+        f"{recipe}; chunk error {record.error:.1e} median, {record.error_max:.1e} largest over {record.observations}"
+        f" observations from {record.source} ({record.engine}){_success(record)}{validation}"
     )
 
 
-def _success(found: Quantization) -> str:
-    won = found.success
+def _success(record: Quantization) -> str:
+    won = record.success
     if won is None:
         return ""
     return f"; {won.wins} of {won.episodes} episodes of {won.env} won, {won.recorded_wins} on record"
 
 
 def _form(part: VectorPart) -> str:
-    """Return how the model represents a part of a vector."""
+    """Return the representation of a part of a vector in the model, as a word."""
     return "rotation" if part.rotation else "sin_cos" if part.sin_cos else part.normalization.mode

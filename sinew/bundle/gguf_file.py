@@ -1,9 +1,9 @@
-"""Reading GGUF v3 files: a bounded parser over a memory map.
+"""Read GGUF v3 files with a bounded parser over a memory map.
 
-The ``gguf`` package writes our files and supplies the type tables, but its reader trusts the counts in
-the header (a 100-byte file can ask it for terabytes). A robot loads files from strangers, so here every
-count is checked against the bytes that are really there before anything is allocated, and everything
-that does not fit is a :class:`~sinew.core.BundleError` that names the key or tensor.
+The ``gguf`` package writes Sinew's files and supplies the type tables. Its reader trusts the counts in the header, so a
+file of 100 bytes can make it allocate terabytes. A robot loads untrusted files, so this parser checks every count
+against the bytes of the file before it allocates memory. Every error is a :class:`~sinew.core.BundleError` that names
+the key or the tensor.
 
 Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): magic, version, tensor count,
 key-value count; the pairs; the tensor infos; padding; tensor data at aligned offsets. Little-endian.
@@ -31,8 +31,8 @@ VERSION = 3
 DEFAULT_ALIGNMENT = 32
 MAX_KEY_VALUES = 1 << 16
 MAX_TENSORS = 1 << 20
-MAX_NAME_BYTES = 1 << 16  # the format's own limit for keys
-MAX_STRING_BYTES = 1 << 28  # tokenizers reach tens of megabytes
+MAX_NAME_BYTES = 1 << 16  # the GGUF format allows keys of at most this many bytes
+MAX_STRING_BYTES = 1 << 28  # the largest strings are tokenizers, with tens of megabytes
 MAX_DIMS = 4
 
 _SCALARS = {
@@ -53,7 +53,15 @@ _DTYPES = {kind: np.dtype(code) for kind, code in _SCALARS.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor in the file. ``shape`` is in row-major (torch) order; ``offset`` from the file's start."""
+    """One tensor in the file.
+
+    Attributes:
+        name: Name of the tensor.
+        shape: Shape in row-major (torch) order.
+        type: Storage type.
+        offset: First byte, from the start of the file.
+        nbytes: Size in bytes.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -63,35 +71,35 @@ class TensorInfo:
 
 
 class InUse:
-    """A file that must not change while its memory map is read.
+    """Detects changes of a file while its memory map is in use.
 
-    It is identified by the open file, not by its name. Renaming, deleting, replacing by rename, or touching another
-    file with the old name leaves the mapped bytes alone. Writing into it changes the mapped bytes, and truncating it
-    makes reading a fault that ends the process.
+    The open file is checked, not the file's name. You may rename, delete or replace the file by renaming another file:
+    the mapped bytes stay the same. Writing into the file changes the mapped bytes. Truncating the file makes the next
+    read end the process (SIGBUS).
     """
 
     def __init__(self, path: Path | str, file: BinaryIO):
         self.path = Path(path)
         self._number = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._number)
-        found = os.fstat(self._number)
-        self._found = found.st_size, found.st_mtime_ns
+        status = os.fstat(self._number)
+        self._opened = status.st_size, status.st_mtime_ns
 
     def problem(self) -> str | None:
-        """Return a sentence if the file was written to or truncated since it was opened, else None; costs one fstat."""
-        found = os.fstat(self._number)
-        size, changed = found.st_size, found.st_mtime_ns
-        if size < self._found[0]:
-            what = f"was truncated from {self._found[0]} to {size} bytes"
-        elif size > self._found[0]:
-            what = f"grew from {self._found[0]} to {size} bytes"
-        elif changed != self._found[1]:
+        """Return a sentence if the file was written to or truncated since it was opened, else None. Needs one fstat."""
+        status = os.fstat(self._number)
+        size, changed = status.st_size, status.st_mtime_ns
+        if size < self._opened[0]:
+            what = f"was truncated from {self._opened[0]} to {size} bytes"
+        elif size > self._opened[0]:
+            what = f"grew from {self._opened[0]} to {size} bytes"
+        elif changed != self._opened[1]:
             what = "was written to"
         else:
             return None
         return (
-            f"{self.path} {what} while its weights are in use; start again with the file as it is now, and replace"
-            " it by renaming another over it"
+            f"{self.path} {what} while its weights are in use. Start this program again. Next time, write a new file"
+            " and rename it over the old file"
         )
 
 
@@ -102,20 +110,20 @@ def watch(path: Path) -> InUse:
 
 
 class FilesInUse:
-    """The files whose weights are mapped, which must stay as they are."""
+    """Detects changes of the files whose weights are mapped into memory."""
 
     def __init__(self, files: Iterable[InUse]):
         self._files = tuple(files)
 
     def problem(self) -> str | None:
-        """Return a sentence if one of them was written to or truncated since it was opened, else None."""
+        """Return a sentence if one of the files was written to or truncated since it was opened, else None."""
         for file in self._files:
             if problem := file.problem():
                 return problem
         return None
 
     def check(self) -> None:
-        """Raise :class:`BundleError` if one of them was written to or truncated since it was opened."""
+        """Raise :class:`BundleError` if one of the files was written to or truncated since it was opened."""
         if problem := self.problem():
             raise BundleError(problem)
 
@@ -123,10 +131,15 @@ class FilesInUse:
 class GGUFFile:
     """A validated, memory-mapped GGUF file.
 
-    ``metadata`` holds the key-value pairs (numbers, strings, numpy arrays, lists of strings); ``tensors`` maps
-    names to :class:`TensorInfo`, and ``header_bytes`` come before their data. The map is private copy-on-write, so
-    tensors built on it are zero-copy and writing to one never reaches the file. ``in_use`` tells whether the file
-    was written to since.
+    The map is private copy-on-write. Tensors over the map need no copy, and writing to such a tensor never changes the
+    file.
+
+    Attributes:
+        metadata: The key-value pairs: numbers, strings, numpy arrays and lists of strings.
+        places: Key of a string value -> position of the text's first byte in the file.
+        tensors: Name -> :class:`TensorInfo`.
+        header_bytes: Size of the file's part before the tensors.
+        in_use: Detects whether the file was changed since it was opened.
     """
 
     def __init__(self, path: Path):
@@ -135,8 +148,9 @@ class GGUFFile:
             with open_regular(self.path) as file:
                 self.in_use = InUse(self.path, file)
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except ValueError:  # mmap of an empty file
-            raise BundleError(f"{self.path}: the file is empty") from None
+        # mmap raises ValueError for an empty file.
+        except ValueError:
+            raise BundleError(f"{self.path}: the file is empty; copy or convert it again") from None
         except OSError as error:
             raise BundleError(f"{self.path}: {error.strerror or error}") from None
         self._parse()
@@ -144,15 +158,21 @@ class GGUFFile:
     def _parse(self) -> None:
         cursor = _Cursor(self.map, self.path)
         if cursor.take(4, "magic") != MAGIC:
-            raise BundleError(f"{self.path}: not a GGUF file (it does not start with 'GGUF')")
+            raise BundleError(
+                f"{self.path}: not a GGUF file (it does not start with 'GGUF'); pass a bundle, or convert a checkpoint"
+                " with `sinew convert`"
+            )
         version = cursor.scalar(GGUFValueType.UINT32, "version")
         if version != VERSION:
-            raise BundleError(f"{self.path}: GGUF version {version} is not supported (only {VERSION})")
+            raise BundleError(
+                f"{self.path}: GGUF version {version} is not supported (only {VERSION}); write the file again with"
+                " current tools"
+            )
         tensor_count = cursor.count(MAX_TENSORS, "tensor count")
         pair_count = cursor.count(MAX_KEY_VALUES, "key-value count")
 
         self.metadata: dict[str, Any] = {}
-        self.places: dict[str, int] = {}  # where the text of a string value begins in the file
+        self.places: dict[str, int] = {}
         for _ in range(pair_count):
             key = cursor.string("a key", MAX_NAME_BYTES)
             if key in self.metadata:
@@ -170,29 +190,33 @@ class GGUFFile:
         self.tensors = self._place(infos, data_start, alignment)
 
     def _place(self, infos: list[TensorInfo], start: int, alignment: int) -> dict[str, TensorInfo]:
-        """Turn offsets relative to the data section into checked offsets from the start of the file."""
+        """Turn offsets from the start of the data into offsets from the start of the file, and check them."""
         placed: dict[str, TensorInfo] = {}
         end = start
         for info in sorted(infos, key=lambda info: (info.offset, info.nbytes)):
             offset = start + info.offset
             if info.name in placed:
-                raise BundleError(f"{self.path}: tensor {info.name!r} occurs twice")
+                raise BundleError(f"{self.path}: tensor {info.name!r} occurs twice; the file is damaged")
             if info.offset % alignment:
-                raise BundleError(f"{self.path}: tensor {info.name!r} is not aligned to {alignment} bytes")
+                raise BundleError(
+                    f"{self.path}: tensor {info.name!r} is not aligned to {alignment} bytes; the file is damaged"
+                )
             if offset < end:
-                raise BundleError(f"{self.path}: tensor {info.name!r} overlaps another tensor")
+                raise BundleError(
+                    f"{self.path}: tensor {info.name!r} overlaps another tensor; the file is damaged"
+                )
             end = offset + info.nbytes
             if end > len(self.map):
                 raise BundleError(
                     f"{self.path}: tensor {info.name!r} needs bytes up to {end}, the file has {len(self.map)}"
-                    " (is it truncated?)"
+                    " (is it truncated?); copy or download it again"
                 )
             placed[info.name] = TensorInfo(info.name, info.shape, info.type, offset, info.nbytes)
         return placed
 
 
 class _Cursor:
-    """Reads forward through the header; every read is checked against what is left of the file."""
+    """Reads forward through the header. Every read is checked against the remaining bytes of the file."""
 
     def __init__(self, buffer: mmap.mmap, path: Path):
         self.view = memoryview(buffer)
@@ -206,7 +230,7 @@ class _Cursor:
         if size > len(self.view) - self.position:
             self.fail(
                 f"{what} needs {size} bytes at offset {self.position}, the file ends at {len(self.view)}"
-                " (is it truncated?)"
+                " (is it truncated?); copy or download it again"
             )
         start, self.position = self.position, self.position + size
         return bytes(self.view[start : self.position])
@@ -245,10 +269,10 @@ class _Cursor:
         item = self.kind(f"items of {key}")
         if item is GGUFValueType.ARRAY:
             self.fail(f"{key} is an array of arrays, which no model file needs")
-        left = len(self.view) - self.position
-        # A string takes at least its 8-byte length, so the count is bounded by the file in every case.
+        remaining = len(self.view) - self.position
+        # A string needs at least the 8 bytes of its length, so the size of the file limits the count of every type.
         size = 8 if item is GGUFValueType.STRING else _DTYPES[item].itemsize
-        count = self.count(left // size, f"length of {key}")
+        count = self.count(remaining // size, f"length of {key}")
         if item is GGUFValueType.STRING:
             return [self.string(f"{key}[{index}]") for index in range(count)]
         array = np.frombuffer(self.take(count * size, key), _DTYPES[item])
@@ -259,7 +283,7 @@ class _Cursor:
         dims = self.scalar(GGUFValueType.UINT32, f"dimensions of tensor {name!r}")
         if dims > MAX_DIMS:
             self.fail(f"tensor {name!r} has {dims} dimensions, at most {MAX_DIMS} are allowed")
-        # GGUF lists the fastest-moving dimension first; torch lists it last.
+        # GGUF lists the fastest-varying dimension first. torch lists that dimension last.
         shape = struct.unpack(f"<{dims}Q", self.take(8 * dims, f"shape of tensor {name!r}"))[::-1]
         number = self.scalar(GGUFValueType.UINT32, f"type of tensor {name!r}")
         try:
@@ -270,7 +294,7 @@ class _Cursor:
         block, block_bytes = GGML_QUANT_SIZES[kind]
         elements = 1
         for size in shape:
-            elements *= size  # Python integers: no overflow to hide behind
+            elements *= size  # Python integers cannot overflow
         if shape and shape[-1] % block:
             self.fail(
                 f"tensor {name!r}: rows of {shape[-1]} do not divide into {kind.name} blocks of {block}"

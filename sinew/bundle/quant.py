@@ -1,4 +1,4 @@
-"""Formats of low-bit weights in a bundle, and their conversion from float32.
+"""The formats of low-bit weights in a bundle, and their conversion from float32.
 
 | name | tensor of the bundle | scale |
 |---|---|---|
@@ -6,9 +6,9 @@
 | ``int8`` | I8, [channels, k] | ``X.scale``, float32 [channels], for ``X.weight`` |
 | ``ternary`` | I32, [channels, ceil(k / 64) * 4]: 16 weights in each word | ``X.scale``, float32 [1] or [channels] |
 
-Ternary weights have their own layout, because GGUF's TQ2_0 needs rows of 256 and keeps scales in float16. BitNet has
-one float32 scale for a whole matrix, which float16 would change. Rows are padded to 64 weights of 2 bits. Byte j of
-16 holds the weights j, 16 + j, 32 + j and 48 + j, each plus one, lowest bits first.
+GGUF's TQ2_0 needs rows of 256 weights and stores float16 scales. BitNet has one float32 scale for a whole matrix, which
+float16 would round. Ternary weights therefore have their own layout. Rows are padded to a multiple of 64 weights of 2
+bits. Byte j of 16 bytes contains the weights j, 16 + j, 32 + j and 48 + j, each plus one, lowest bits first.
 """
 
 from __future__ import annotations
@@ -19,15 +19,23 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize as gguf_quantize
 
-LARGEST = 127  # largest int8 weight; the range is symmetric
-SCALE = ".scale"  # ends the name of a tensor of scales, where the weight's ends with WEIGHT
+LARGEST = 127  # largest int8 weight; the range is -127 to 127
 WEIGHT = ".weight"
+SCALE = ".scale"  # X.weight has its scales in the tensor X.scale
 
 
 @dataclass(frozen=True)
 class Format:
-    """One way to store weights ``scale * (code - offset)``. ``group``: weights that share a scale inside a row, 0 where
-    scales are a tensor of their own. ``number``: what the compiled kernels call it. ``bits``: per weight, all told."""
+    """One format of weights ``scale * (code - offset)``.
+
+    Attributes:
+        name: Name of the format in recipes.
+        type: Storage type of the tensor.
+        number: Number of the format in the compiled kernels.
+        offset: Offset of the codes.
+        group: Weights in a row that share a scale; 0 if the scales are a separate tensor.
+        bits: Bits per weight, including the scales inside the tensor.
+    """
 
     name: str
     type: GGMLQuantizationType
@@ -37,7 +45,7 @@ class Format:
     bits: float
 
     def row_bytes(self, k: int) -> int:
-        """Return the bytes of a row of k weights; raise ValueError where groups do not divide it."""
+        """Return the bytes of a row of k weights. Raises ValueError if k is not a multiple of the group."""
         if self.group and k % self.group:
             raise ValueError(f"rows of {k} weights do not divide into groups of {self.group}")
         if self.name == "ternary":
@@ -45,7 +53,7 @@ class Format:
         return k // 32 * {"q8_0": 34, "q4_0": 18}[self.name] if self.group else k
 
     def stored_shape(self, channels: int, k: int) -> tuple[int, int]:
-        """Return the shape that the bundle gives the tensor, in elements of its type."""
+        """Return the tensor's shape in the bundle, in elements of its storage type."""
         return (channels, self.row_bytes(k) // 4) if self.name == "ternary" else (channels, k)
 
 
@@ -63,11 +71,21 @@ BY_TYPE = {f.type: f for f in FORMATS.values()}
 
 
 def quantize(weights: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """float32 [channels, k] -> stored rows, uint8 [channels, bytes], and float32 scales where rows hold none.
+    """Quantise a matrix.
 
-    ``q8_0`` and ``q4_0`` are the ``gguf`` package's, bit for bit; ``int8`` is symmetric about zero with one scale per
-    channel; ``ternary`` is BitNet b1.58's: the mean absolute value of the whole matrix, rounded and clipped.
-    Raises ValueError where a row does not divide into groups, or has a value that is not finite.
+    ``q8_0`` and ``q4_0`` equal the ``gguf`` package's result, bit for bit. ``int8`` is symmetric about zero with one
+    scale per channel. ``ternary`` is the format of BitNet b1.58: the scale is the mean absolute value of the matrix,
+    and weights are rounded and clipped to -1, 0 and 1.
+
+    Args:
+        weights: float32 [channels, k].
+        name: Name of the format, a key of :data:`FORMATS`.
+
+    Returns:
+        The stored rows, uint8 [channels, bytes], and float32 scales; None if the rows contain the scales.
+
+    Raises:
+        ValueError: k is not a multiple of the format's group, or a weight is not finite.
     """
     weights = np.ascontiguousarray(weights, np.float32)
     if not np.isfinite(weights).all():
@@ -79,7 +97,7 @@ def quantize(weights: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray | N
     if name == "int8":
         largest = np.abs(weights).max(axis=1, initial=0.0)
         scale = (largest / np.float32(LARGEST)).astype(np.float32)
-        # Such a channel becomes zeros: a subnormal scale is no scale
+        # If all weights of a channel are almost zero, its scale would be a subnormal number. The channel becomes zeros.
         scale[scale < np.finfo(np.float32).tiny] = 1
         values = np.clip(np.rint(weights / scale[:, None]), -LARGEST, LARGEST).astype(np.int8)
         return values.view(np.uint8), scale
@@ -89,7 +107,7 @@ def quantize(weights: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray | N
 
 
 def pack_ternary(values: np.ndarray) -> np.ndarray:
-    """Weights -1, 0 and 1, int8 [channels, k] -> stored rows, uint8 [channels, bytes]."""
+    """Pack weights -1, 0 and 1, int8 [channels, k], into stored rows, uint8 [channels, bytes]."""
     channels, k = values.shape
     padded = np.zeros((channels, -(-k // 64) * 64), np.int8)
     padded[:, :k] = values
@@ -99,7 +117,7 @@ def pack_ternary(values: np.ndarray) -> np.ndarray:
 
 
 def unpack_ternary(stored: np.ndarray, k: int) -> np.ndarray:
-    """Stored rows of k weights, of any type -> weights -1, 0 and 1, int8 [channels, k]."""
+    """Unpack stored rows of k weights, of any type, into weights -1, 0 and 1, int8 [channels, k]."""
     packed = np.ascontiguousarray(stored).view(np.uint8).reshape(len(stored), -1, 1, 16)
     spread = packed >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3  # [channels, k / 64, 4, 16]
     return spread.reshape(len(stored), -1)[:, :k].astype(np.int8) - 1

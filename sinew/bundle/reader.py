@@ -1,4 +1,4 @@
-"""Opening a bundle: checked metadata and tensors that live in the file's memory map."""
+"""Open a bundle: check its metadata, and give access to tensors in the file's memory map."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from sinew.bundle.quant import BY_TYPE, SCALE, WEIGHT
 from sinew.bundle.schema import KEY_HEADER, KEY_TENSORS, Manifest
 from sinew.core import BundleError
 
-if TYPE_CHECKING:  # imported where tensors are made: the metadata alone must not need torch
+# torch is imported where tensors are made, because reading the metadata must not need torch.
+if TYPE_CHECKING:
     import torch
 
 TORCH_DTYPES = {
@@ -26,12 +27,12 @@ TORCH_DTYPES = {
     GGMLQuantizationType.F16: "float16",
     GGMLQuantizationType.BF16: "bfloat16",
 }
-BLANK = "0" * 64  # in the place of a header's own hash
-BLOCK = 1 << 22  # bytes that are hashed at once
+BLANK = "0" * 64  # replaces the header's own hash while the header is hashed
+BLOCK = 1 << 22  # the file is hashed in blocks of this many bytes
 
 
 class Bundle:
-    """One policy in one file. Opening reads the header alone; weights are paged in when they are used."""
+    """One policy in one file. Opening reads only the header. The system loads weights from the disk on first use."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -42,13 +43,14 @@ class Bundle:
             self.manifest = Manifest.from_metadata(self.file.metadata)
 
     def verify(self) -> list[str]:
-        """Return the names of tensors whose bytes are not those that were written; reads the whole file.
+        """Return the names of tensors whose bytes were changed since they were written. Reads the whole file.
 
-        The header was checked when the bundle was opened. Raises :class:`BundleError` for a bundle that carries no
-        hashes.
+        The header was checked when the bundle was opened. Raises :class:`BundleError` for a bundle without hashes.
         """
         if self.hashes is None:
-            raise BundleError(f"{self.path}: carries no hashes; bundles written before 2026-11-21 do not")
+            raise BundleError(
+                f"{self.path}: contains no hashes, because it was written before 2026-11-21; convert it again"
+            )
         view, changed = memoryview(self.file.map), []
         for name, info in self.infos.items():
             digest, end = hashlib.sha256(), info.offset + info.nbytes
@@ -60,11 +62,11 @@ class Bundle:
 
     @cached_property
     def weights_nbytes(self) -> int:
-        """Bytes of all tensors, as stored."""
+        """Return the size of all tensors in the file, in bytes."""
         return sum(info.nbytes for info in self.infos.values())
 
     def parameters(self, info: TensorInfo) -> int:
-        """Return the number of weights in a tensor: 16 in each element of ternary tensors, 0 for scales."""
+        """Return the number of weights in a tensor. An element of a ternary tensor has 16 weights, a scale has none."""
         module, _, part = info.name.rpartition(".")
         if module not in self.lowbit:
             return math.prod(info.shape)
@@ -74,8 +76,8 @@ class Bundle:
 
     @cached_property
     def lowbit(self) -> dict[str, str]:
-        """Modules whose weight is stored in a low-bit format (``sinew.bundle.quant``), and the format's name."""
-        found = {}
+        """Return module -> format (``sinew.bundle.quant``) for modules with a low-bit weight."""
+        formats = {}
         for name, info in self.infos.items():
             stored = BY_TYPE.get(info.type)
             if stored is None or not name.endswith(WEIGHT):
@@ -87,25 +89,25 @@ class Bundle:
                     f"{self.path}: tensor {name!r}: expected two dimensions, got {len(info.shape)}"
                 )
             if (scale is None) != bool(stored.group):
-                wanted = "no" if stored.group else "one"
+                count = "no" if stored.group else "one"
                 raise BundleError(
-                    f"{self.path}: tensor {name!r} in {stored.name}: expected {wanted} tensor {module + SCALE!r}"
+                    f"{self.path}: tensor {name!r} in {stored.name}: expected {count} tensor {module + SCALE!r}"
                 )
             if scale is not None and scale.type is not GGMLQuantizationType.F32:
                 raise BundleError(
                     f"{self.path}: tensor {module + SCALE!r}: expected F32, got {scale.type.name}"
                 )
-            found[module] = stored.name
-        return found
+            formats[module] = stored.name
+        return formats
 
     def tensor(self, name: str, whole: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a zero-copy tensor over the memory map (private: writes never reach the file).
+        """Return a tensor over the memory map, without a copy. The map is private, so writing never changes the file.
 
-        Weights in a low-bit format are returned as bytes, uint8 [channels, bytes of a row].
+        A weight in a low-bit format is returned as bytes, uint8 [channels, bytes of a row].
 
         Args:
             name: Name of the tensor.
-            whole: A tensor in place of the file's bytes, such as one on the meta device, to compute layouts without
+            whole: A tensor in place of the file's bytes, such as one on the meta device to compute layouts without
                 memory.
         """
         import torch
@@ -117,9 +119,9 @@ class Bundle:
             return data.view(info.shape[0], -1) if info.nbytes else data.view(info.shape)
         type_name = TORCH_DTYPES.get(info.type)
         if type_name is None:
-            known = ", ".join(kind.name for kind in (*TORCH_DTYPES, *BY_TYPE))
+            supported = ", ".join(kind.name for kind in (*TORCH_DTYPES, *BY_TYPE))
             raise BundleError(
-                f"{self.path}: tensor {name!r} is stored as {info.type.name}; this version reads {known}"
+                f"{self.path}: tensor {name!r} is stored as {info.type.name}; this version reads {supported}"
             )
         dtype = getattr(torch, type_name)
         if info.nbytes == 0:
@@ -128,15 +130,19 @@ class Bundle:
 
     @cached_property
     def _bytes(self) -> torch.Tensor:
-        """The whole file, uint8: all tensors are parts of one storage, so neighbours can be joined."""
+        """Return the whole file as one uint8 tensor. Tensors are views of its storage, so neighbours can be joined."""
         import torch
 
         return torch.frombuffer(self.file.map, dtype=torch.uint8)
 
     def release(self, in_use: Iterable[torch.Tensor]) -> int:
-        """Let the kernel take back the pages of all weights that no tensor ``in_use`` reads; returns their bytes.
+        """Let the operating system reclaim the memory of weights that are no longer in use. Return the number of bytes.
 
-        For weights that were read once, to be converted or rewritten. They stay readable, from the file.
+        Call this after weights were read once, to be converted or rewritten. The weights can still be read from the
+        file.
+
+        Args:
+            in_use: Tensors whose memory must stay.
         """
         start, size = self._bytes.data_ptr(), len(self._bytes)
         used = [(t.data_ptr() - start, t.data_ptr() - start + t.nbytes) for t in in_use]
@@ -148,7 +154,7 @@ class Bundle:
         return released
 
     def copied(self, tensor: torch.Tensor) -> int:
-        """Release the pages of a tensor that was copied out of the map, so that memory does not hold both copies.
+        """Release the pages of a tensor that was copied out of the map, so that memory does not contain both copies.
 
         Return the number of released bytes; 0 for a tensor outside the map.
         """
@@ -163,7 +169,7 @@ class Bundle:
         return last - first
 
     def tensors(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """Return all tensors. On the meta device they share one storage with the layout of the file."""
+        """Return all tensors. On the meta device, all tensors share one storage with the layout of the file."""
         import torch
 
         meta = torch.device(device).type == "meta"
@@ -171,27 +177,29 @@ class Bundle:
         return {name: self.tensor(name, whole) for name in self.infos}
 
 
-# Hashes find accidents: flipped bits, a copy that broke off, a file that was patched by another tool. Whoever can write
-# the file can write its hashes too; a signature would be another matter.
+# The hashes detect accidents: flipped bits, an incomplete copy, or a file that another tool patched. They do not
+# protect against an attacker, who can write new hashes too.
 
 
 def read_hashes(file: GGUFFile) -> dict[str, str] | None:
-    """Return name -> SHA-256 of every tensor; None for bundles written before 2026-11-21, which carry none.
+    """Return name -> SHA-256 of every tensor; None for bundles written before 2026-11-21, which have no hashes.
 
-    Raises :class:`BundleError` where the header is not the one that was written.
+    Raises:
+        BundleError: The header was changed after it was written, or a hash is missing.
     """
-    said, text = file.metadata.get(KEY_HEADER), file.metadata.get(KEY_TENSORS)
-    if said is None and text is None:
+    stored_hash, text = file.metadata.get(KEY_HEADER), file.metadata.get(KEY_TENSORS)
+    if stored_hash is None and text is None:
         return None
     place = file.places.get(KEY_HEADER)
-    if said is None or not _is_hash(said) or place is None or not isinstance(text, str):
+    if stored_hash is None or not _is_hash(stored_hash) or place is None or not isinstance(text, str):
         raise BundleError(
-            f"{KEY_HEADER} and {KEY_TENSORS}: expected both as text, of 64 hexadecimal digits the first"
+            f"{KEY_HEADER} and {KEY_TENSORS}: expected both as text, of 64 hexadecimal digits the first; convert the"
+            " bundle again"
         )
-    if (found := header_hash(memoryview(file.map)[: file.header_bytes], place)) != said:
+    if (computed := header_hash(memoryview(file.map)[: file.header_bytes], place)) != stored_hash:
         raise BundleError(
-            f"the header was changed after it was written: {KEY_HEADER} says {said[:16]}..., its bytes give"
-            f" {found[:16]}..."
+            f"the header was changed after it was written: {KEY_HEADER} is {stored_hash[:16]}..., its bytes give"
+            f" {computed[:16]}...; copy or convert the bundle again"
         )
     with BundleError.at(KEY_TENSORS, UntrustedError):
         hashes: Any = parse_json(text)
@@ -200,12 +208,14 @@ def read_hashes(file: GGUFFile) -> dict[str, str] | None:
         or hashes.keys() != file.tensors.keys()
         or not all(map(_is_hash, hashes.values()))
     ):
-        raise BundleError(f"{KEY_TENSORS}: expected one hash for each tensor")
+        raise BundleError(
+            f"{KEY_TENSORS}: expected one hash for each tensor; copy or convert the bundle again"
+        )
     return hashes
 
 
 def header_hash(header: Any, place: int) -> str:
-    """Return the SHA-256 of a header whose own hash is at ``place`` and counts as zeros."""
+    """Return the SHA-256 of a header. The hash in the header itself, at ``place``, is replaced with zeros first."""
     digest = hashlib.sha256(header[:place])
     digest.update(BLANK.encode())
     digest.update(header[place + len(BLANK) :])

@@ -1,4 +1,4 @@
-"""Cameras by the names of the robot that a policy will run on."""
+"""Rename a policy's cameras to the names of the robot that runs the policy."""
 
 from __future__ import annotations
 
@@ -11,27 +11,32 @@ from sinew.core.hints import option, pairs
 
 
 def rename_cameras(spec: PolicySpec, names: Mapping[str, str]) -> PolicySpec:
-    """Return the specification with cameras renamed; ``names``: new name -> the bundle's. Their order stays.
+    """Rename the cameras of a specification. The order of the cameras stays the same.
 
-    Raises :class:`SinewError` for a camera that the bundle does not have, and for names that would not be unique.
+    Args:
+        spec: The specification.
+        names: New name -> the bundle's name.
+
+    Raises:
+        SinewError: The bundle has no such camera, or two cameras would have the same name.
     """
     if not names:
         return spec
-    known = [camera.name for camera in spec.cameras]
+    old_names = [camera.name for camera in spec.cameras]
     for new, old in names.items():
-        if old not in known:
-            turned = f"; did you mean {option('rename', {old: new})}?" if new in known else ""
+        if old not in old_names:
+            turned = f"; did you mean {option('rename', {old: new})}?" if new in old_names else ""
             raise SinewError(
-                f"{option('rename', {new: old})}: expected one of the cameras {known} after the equals sign,"
-                f" got {old!r}{turned or did_you_mean(old, known)}"
+                f"{option('rename', {new: old})}: expected one of the cameras {old_names} after the equals sign,"
+                f" got {old!r}{turned or did_you_mean(old, old_names)}"
             )
     new_of = {old: new for new, old in names.items()}
     if len(new_of) < len(names):
-        raise SinewError(f"{option('rename', names)}: expected each camera once")
-    after = [new_of.get(name, name) for name in known]
+        raise SinewError(f"{option('rename', names)}: expected each camera once; remove one of the two")
+    after = [new_of.get(name, name) for name in old_names]
     if len(set(after)) < len(after):
         raise SinewError(
-            f"{option('rename', names)}: expected different names of all cameras, got {', '.join(after)}"
+            f"{option('rename', names)}: expected a different name for each camera, got {', '.join(after)}"
         )
     cameras = tuple(
         replace(c, name=name, slot=c.slot or (c.name if c.name != name else ""))
@@ -44,23 +49,34 @@ def rename_cameras(spec: PolicySpec, names: Mapping[str, str]) -> PolicySpec:
     return replace(spec, cameras=cameras, keys=keys)
 
 
-def renames_for(wanted: Sequence[str], shown: Sequence[str]) -> str:
-    """Return example flags that map unknown cameras to the policy's missing ones, in their order; "" without any.
+def renames_for(cameras: Sequence[str], shown: Sequence[str]) -> str:
+    """Return example flags that map an observation's unknown cameras to the policy's missing cameras; "" if there are
+    none.
 
-    It is an example, because only the user knows which camera is which.
+    The flags are only an example, because only the user knows which camera is which.
+
+    Args:
+        cameras: Names of the policy's cameras.
+        shown: Names of the cameras in the observation.
     """
-    free = [name for name in wanted if name not in shown]
-    spare = [name for name in shown if name not in wanted]
+    free = [name for name in cameras if name not in shown]
+    spare = [name for name in shown if name not in cameras]
     return " ".join(f"--rename {new}={name}" for name, new in zip(free, spare, strict=False))
 
 
 def parse_renames(texts: Iterable[str]) -> dict[str, str]:
-    """Return new name -> the bundle's, of texts such as ``front=camera1``."""
+    """Parse texts such as ``front=camera1``. Return new name -> the bundle's name."""
     return pairs("--rename", "NEW=CAMERA, as front=camera1", texts)
 
 
 def renamed(seen: Seen | None, before: PolicySpec, after: PolicySpec) -> Seen | None:
-    """Return the record with the cameras' names of ``after``, which has those of ``before`` in the same order."""
+    """Rename the cameras of a training record.
+
+    Args:
+        seen: The record; None if there is none.
+        before: The specification with the old names.
+        after: The specification with the new names, in the same order.
+    """
     if seen is None:
         return None
     names: Mapping[str, str] = {

@@ -1,8 +1,7 @@
-"""The records of a bundle, their form in GGUF metadata, and the rules that they must satisfy together.
+"""The records of a bundle, their form in GGUF metadata, and the rules that the records must satisfy together.
 
-Structured records are JSON strings under ``sinew.*`` keys: any GGUF tool can show them, and one decoder checks types
-and rejects unknown fields. The tokenizer is the whole ``tokenizer.json`` under the key that other GGUF tools use for
-it.
+Structured records are JSON strings under ``sinew.*`` keys. Any GGUF tool can print them. One decoder checks their types
+and rejects unknown fields. The tokenizer is the whole ``tokenizer.json``, under the key that other GGUF tools use too.
 """
 
 from __future__ import annotations
@@ -36,25 +35,29 @@ from sinew.steps.image.base import ImageRecipe
 from sinew.steps.prompt.base import PromptRecipe
 from sinew.steps.vector.base import VectorStep
 
-# Of a policy, as recipes name them; head: all that is not the others'
+# The components of a policy in quantisation recipes. The head is everything except vision and language.
 COMPONENTS = ("vision", "language", "head")
-DEFAULT_RECIPE = "vision=int8,language=int8,head=fp32"  # the head's errors add up from step to step
-READS = (1, 2, 3)  # formats that this version understands; it writes the last
-ALIGNMENT = 64  # a cache line: mapped weights start where vector loads like it
+DEFAULT_RECIPE = (
+    "vision=int8,language=int8,head=fp32"  # the head stays exact, because its errors add up over the steps
+)
+READS = (1, 2, 3)  # this version reads these formats, and writes the last of them
+ALIGNMENT = 64  # bytes of a cache line; vector loads are fastest from aligned weights
 
 KEY_ARCHITECTURE = "general.architecture"
 KEY_NAME = "general.name"
 KEY_VERSION = "sinew.format_version"
 KEY_TOKENIZER = "tokenizer.huggingface.json"
-# Hashes of the bundle itself (``reader.py``)
-KEY_HEADER = "sinew.header_sha256"  # SHA-256 of the file up to the data, with this value as zeros
-KEY_TENSORS = "sinew.tensor_sha256"  # JSON: name -> hash of the tensor's bytes
+# Keys of the hashes of the bundle itself (reader.py).
+KEY_HEADER = (
+    "sinew.header_sha256"  # SHA-256 of the file before the tensors, computed with this value as zeros
+)
+KEY_TENSORS = "sinew.tensor_sha256"  # JSON: name of a tensor -> SHA-256 of its bytes
 
-# Bound of the pixels of all views that the model reads, and of all camera frames times 4
+# The model may read at most this many pixels of all views. Camera frames may have four times as many pixels together.
 MAX_PIXELS = 1 << 25
 MAX_NOISE = 1 << 22
-MOST_COLUMNS = 16  # columns of an action that a message lists
-# What each mode of normalisation needs, by its name in ``stats``.
+MOST_COLUMNS = 16  # a message lists at most this many columns of an action
+# Mode of normalisation -> the statistics that the mode needs, by their names in `Normalization.stats`.
 STATISTICS: dict[str, tuple[str, ...]] = {
     "mean_std": ("mean", "std"),
     "min_max": ("min", "max"),
@@ -62,25 +65,32 @@ STATISTICS: dict[str, tuple[str, ...]] = {
     "quantile10": ("q10", "q90"),
     "identity": (),
 }
-PAIRS = {mode: STATISTICS[mode] for mode in ("min_max", "quantiles", "quantile10")}  # the ends of ranges
+PAIRS = {
+    mode: STATISTICS[mode] for mode in ("min_max", "quantiles", "quantile10")
+}  # modes that use (low, high)
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """Vector to model units and back. ``stats`` holds the arrays that ``mode`` needs, float32 exact.
+    """How a vector is converted to model units and back.
 
     mean_std   (x - mean) / (std + eps)                          inverse: x * std + mean
     min_max    2 (x - min) / (max - min) - 1
     quantiles  2 (x - q01) / (q99 - q01) - 1                     quantile10: q10 and q90
     identity   x
 
-    LeRobot computes in float32, leaves eps out of the inverse of mean_std, and puts it in the place of a
-    range only where that is zero. ``openpi`` computes in float64 and adds eps everywhere. ``gr00t`` computes in
-    float64, without eps; where a range is zero the normalised value is zero.
-
-    clip: model units are clipped to [-1, 1], after normalising and before its inverse. snap: these dimensions become 1
-    where they are at least ``snap_at``, else 0, after that clip and before the inverse. rows: statistics are those of
-    each step of a chunk, ``rows * dim`` values, step by step; 0 where all steps share them.
+    Attributes:
+        mode: The formula, as above.
+        stats: Name -> the numbers that ``mode`` needs, exact float32 values.
+        eps: A small number that avoids division by zero.
+        convention: "lerobot" computes in float32, omits eps in the inverse of mean_std, and uses eps in place of a
+            range only if the range is zero. "openpi" computes in float64 and adds eps everywhere. "gr00t" computes in
+            float64 without eps, and gives zero where a range is zero.
+        clip: Clip model units to [-1, 1] after normalisation and before its inverse.
+        rows: Number of steps of a chunk that have their own statistics, ``rows * dim`` values, step by step; 0 if all
+            steps share the statistics.
+        snap: These dimensions become 1 if they are at least ``snap_at``, else 0, after the clip and before the inverse.
+        snap_at: The threshold of ``snap``.
     """
 
     mode: Literal["mean_std", "min_max", "quantiles", "quantile10", "identity"]
@@ -94,16 +104,21 @@ class Normalization:
 
     @property
     def zero_where_flat(self) -> bool:
-        """True if a value without a range in training is always read as zero."""
+        """Return True if a value that did not vary in training is always read as zero."""
         return self.convention == "gr00t"
 
 
 @dataclass(frozen=True)
 class VectorPart:
-    """Neighbouring dimensions of a vector that are normalised together, such as one joint group.
+    """Neighbouring dimensions of a vector that are normalised together, such as one group of joints.
 
-    sin_cos: the model has their sines, then their cosines, in place of normalised values. rotation: it has the first
-    two columns of a matrix, six numbers, in place of a rotation vector's three.
+    Attributes:
+        name: Name of the part; it may be empty.
+        dim: Number of dimensions.
+        normalization: How the part is normalised.
+        sin_cos: The model reads the sines and then the cosines of the values, in place of normalised values.
+        rotation: The model reads the first two columns of a rotation matrix, six numbers, in place of a rotation vector
+            of three numbers.
     """
 
     name: MaybeWord
@@ -115,26 +130,43 @@ class VectorPart:
 
 @dataclass(frozen=True)
 class Processing:
-    """Everything between an observation and model inputs, and between model outputs and actions."""
+    """How an observation becomes model inputs, and how model outputs become actions.
+
+    Attributes:
+        image: Recipe of the camera frames.
+        prompt: Recipe of the prompt.
+        state: Normalisation of the state.
+        action: Normalisation of the actions.
+        padded_state_dim: The model reads states that are padded with zeros to this width.
+        padded_action_dim: The model produces actions of this width.
+        empty_cameras: Number of masked, empty images that followed the views in training.
+        optional_cameras: Number of further cameras that an observation may omit, for clients that mask views.
+        pad_missing_cameras: In training, a missing camera was a masked, empty image too (pi0).
+        all_cameras: An observation must contain every camera.
+        state_steps: Steps before the state is normalised.
+        action_steps: Steps after the actions are converted back to robot units.
+        state_parts: Parts of the state with different normalisations, in place of ``state``.
+        action_parts: Parts of an action with different normalisations, in place of ``action``.
+        first_row: Row of the solver's solution at which the chunk begins. It is the action of the newest observation.
+        compat: Upstream version to follow if versions behave differently.
+    """
 
     image: ImageRecipe
     prompt: PromptRecipe
     state: Normalization
     action: Normalization
-    padded_state_dim: Width  # the model reads states padded with zeros to this width
-    padded_action_dim: Side  # and produces actions of this width
-    empty_cameras: Annotated[int, within(0, 16)] = (
-        0  # masked, empty images that followed the views in training
-    )
-    optional_cameras: int = 0  # cameras that may stay away besides, for clients that mask views
-    pad_missing_cameras: bool = False  # cameras that are not there were masked, empty images too (pi0)
-    all_cameras: bool = False  # an observation without one of them is refused
-    state_steps: tuple[VectorStep, ...] = ()  # before the state is normalised
-    action_steps: tuple[VectorStep, ...] = ()  # after the actions are un-normalised
-    state_parts: tuple[VectorPart, ...] = ()  # in place of ``state``, where parts are normalised differently
-    action_parts: tuple[VectorPart, ...] = ()  # in place of ``action``
-    first_row: int = 0  # row of a solution with which the chunk begins: the one of the newest observation
-    compat: str = ""  # upstream version whose behaviour is followed where versions disagree
+    padded_state_dim: Width
+    padded_action_dim: Side
+    empty_cameras: Annotated[int, within(0, 16)] = 0
+    optional_cameras: int = 0
+    pad_missing_cameras: bool = False
+    all_cameras: bool = False
+    state_steps: tuple[VectorStep, ...] = ()
+    action_steps: tuple[VectorStep, ...] = ()
+    state_parts: tuple[VectorPart, ...] = ()
+    action_parts: tuple[VectorPart, ...] = ()
+    first_row: int = 0
+    compat: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,19 +178,35 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the numbers came from."""
+    """The origin of a bundle.
 
-    format: str  # e.g. "lerobot-smolvla", "vla.cpp-gguf"
-    converter: str  # e.g. "sinew 0.1.0"
+    Attributes:
+        format: Format of the checkpoint, e.g. "lerobot-smolvla" or "vla.cpp-gguf".
+        converter: Program that wrote the bundle, e.g. "sinew 0.1.0".
+        sources: The checkpoint's files.
+        dropped: Tensors of the checkpoint that inference never reads.
+        notes: Notes of the conversion.
+        options: The options that the user passed to `sinew convert`.
+    """
+
+    format: str
+    converter: str
     sources: tuple[SourceFile, ...] = ()
-    dropped: tuple[str, ...] = ()  # source tensors that inference never reads
+    dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    options: dict[str, str] = field(default_factory=dict)  # what the user gave to `sinew convert`
+    options: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Success:
-    """Episodes of ``env`` that a quantised policy won, and those that the gate's record won over the same seeds."""
+    """The result of a quantised policy in the success gate.
+
+    Attributes:
+        env: The environment.
+        episodes: Number of episodes.
+        wins: Episodes that the quantised policy won.
+        recorded_wins: Episodes that the unquantised policy won over the same seeds.
+    """
 
     env: str
     episodes: int
@@ -183,16 +231,25 @@ class Validated:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What ``sinew quantize`` decided and measured. An engine that does not compute it refuses the bundle.
+    """The decisions and measurements of ``sinew quantize``. An engine that cannot follow the recipe rejects the bundle.
 
-    recipe: for each of ``COMPONENTS`` "int8", "q8_0" or "q4_0", which the weights are stored as and the cpu engine
-    computes on; "int8" (activations with a scale per tensor) or "int8-rows" (per row, stored as int8), which ONNX
-    Runtime follows; "fp8" (e4m3), which the CUDA engine follows; or "fp32", the engine's own precision. bits: of
-    the weights in ONNX graphs; 7 where products of eight bits would saturate. weight_error: relative L2 of the stored
-    weights of a top-level module against those before. error: relative L2 of the chunk against float32, median
-    and largest over ``observations`` observations from ``source``, computed by ``engine``. scales: of the inputs of
-    FP8 layers, by the layer's name. validated: the proof of the bundle before. calibrated: observations by whose inputs
-    q4_0 was rounded, or activations got scales; 0: none.
+    Attributes:
+        recipe: Component (:data:`COMPONENTS`) -> precision. "q8_0", "q4_0" or "int8": the weights are stored so, and
+            the cpu engine computes with them. "int8" (one scale per tensor of activations) or "int8-rows" (one scale
+            per row, stored as int8) also apply to ONNX Runtime. "fp8" (e4m3) applies to the CUDA engine. "fp32" is the
+            engine's own precision.
+        bits: Bits of the weights in ONNX graphs; 7 if products of eight bits would saturate.
+        error: Median relative L2 error of the chunk against float32.
+        error_max: Largest relative L2 error of the chunk.
+        observations: Number of observations for both errors.
+        source: Source of the observations.
+        engine: Engine that computed both errors.
+        scales: Name of an FP8 layer -> scale of its input.
+        weight_error: Top-level module -> relative L2 error of its stored weights.
+        success: Result in the success gate; None if it was not run.
+        validated: Validation of the bundle before quantisation.
+        calibrated: Number of observations whose inputs were used to round q4_0 weights or to choose the activations'
+            scales; 0 if none were used.
     """
 
     recipe: dict[str, Literal["int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32"]]
@@ -210,33 +267,33 @@ class Quantization:
 
     @property
     def fp8(self) -> tuple[str, ...]:
-        """The components in FP8."""
+        """Return the components whose precision is FP8."""
         return tuple(name for name, precision in self.recipe.items() if precision == "fp8")
 
 
-# A thumbnail is small on purpose: it tells a camera's place, which way up it is and the order of its colours, and
-# nothing of what was in the room.
-SIDE = 8  # cells of a thumbnail, in both directions
+# A thumbnail is small on purpose. It shows where a camera is, which way up, and the order of its colours, and it is too
+# small to show people or objects in the room.
+SIDE = 8  # a thumbnail has this many rows and columns
 CELLS = SIDE * SIDE * 3
-MAX_SOURCE = 256  # characters
+MAX_SOURCE = 256  # the text of `Seen.source` may have at most this many characters
 Colour = Annotated[float, Must("a number from 0 to 255", lambda value: 0 <= value <= 255)]
 
 
 def cells(text: str) -> bytes:
-    """Return the bytes of a thumbnail. Raises ValueError for an invalid text."""
+    """Return the bytes of a thumbnail. Raises ValueError for a text that is not a thumbnail."""
     if len(text) > 2 * CELLS:
-        raise ValueError(f"{len(text)} characters")
+        raise ValueError(f"{len(text)} characters, expected at most {2 * CELLS}")
     try:
-        found = base64.b64decode(text, validate=True)
+        thumbnail = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"not base64 ({error})") from None
-    if len(found) != CELLS:
-        raise ValueError(f"{len(found)} bytes")
-    return found
+    if len(thumbnail) != CELLS:
+        raise ValueError(f"{len(thumbnail)} bytes, expected {CELLS}")
+    return thumbnail
 
 
 def _no_thumbnail(text: str) -> str:
-    """Return why a text is no thumbnail; "" where it is one, or empty."""
+    """Return why a text is not a thumbnail; "" if it is a thumbnail or empty."""
     try:
         return "" if not text or cells(text) else "nothing"
     except ValueError as error:
@@ -250,13 +307,18 @@ Thumbnail = Annotated[
 
 @dataclass(frozen=True)
 class SeenCamera:
-    """One camera over all frames. mean, std: of its pixels, three channels RGB, 0 to 255.
+    """Statistics of one camera over all training frames.
 
-    thumbnail: base64 of uint8 [8, 8, 3], the mean of each cell over the frames, RGB. spread: base64 of uint8 [8, 8, 3],
-    the standard deviation of each cell from frame to frame, in lightness, red less blue, and green less the mean of the
-    two. Both are empty where only the pixels' statistics are known. farthest: the largest distance of a frame from the
-    mean, in units of the spread (:func:`sinew.checks.wiring.thumbnails.distance`). still: the longest run of frames
-    that were the same to the bit, as those of a simulator are; a real camera's noise makes it 1. 0: not known.
+    Attributes:
+        mean: Mean of the pixels, RGB, 0 to 255.
+        std: Standard deviation of the pixels, RGB.
+        thumbnail: base64 of uint8 [8, 8, 3], the mean of each cell over the frames, RGB; "" if it is not known.
+        spread: base64 of uint8 [8, 8, 3], the standard deviation of each cell from frame to frame, in lightness, red
+            less blue, and green less the mean of red and blue; "" if it is not known.
+        farthest: Largest distance of a frame from the mean, in units of the spread
+            (:func:`sinew.checks.wiring.thumbnails.distance`).
+        still: Longest run of identical frames; 0 if it is not known. A simulator repeats frames. The noise of a real
+            camera makes every frame different.
     """
 
     mean: tuple[Colour, Colour, Colour]
@@ -267,14 +329,14 @@ class SeenCamera:
     still: int = 0
 
     def problems(self) -> Iterator[str]:
-        """Yield a picture without its other half."""
+        """Yield an error if only one of thumbnail and spread is present."""
         if bool(self.thumbnail) != bool(self.spread):
             yield f"{'thumbnail' if self.spread else 'spread'}: expected both thumbnail and spread, or neither, got ''"
 
 
 @dataclass(frozen=True)
 class SeenState:
-    """The state as the robot gives it, D numbers each, in its own units."""
+    """Statistics of the robot's state in training, D numbers each, in robot units."""
 
     mean: tuple[Finite, ...]
     std: tuple[NotBelowZero, ...]
@@ -289,9 +351,14 @@ class SeenState:
 
 @dataclass(frozen=True)
 class Seen:
-    """Tells what the cameras and joints of the training data looked like, by which a wrongly wired robot is found.
+    """A record of the cameras and joints in the training data. `sinew doctor` uses it to find a wrongly wired robot.
 
-    source: which frames, in words. frames: how many. cameras: by the names of the bundle's cameras."""
+    Attributes:
+        source: Description of the frames.
+        frames: Number of frames.
+        cameras: Name of the bundle's camera -> its statistics.
+        state: Statistics of the state; None if they are not known.
+    """
 
     source: Annotated[str, printable(0, MAX_SOURCE)]
     frames: Annotated[int, within(1, 1 << 53)]
@@ -299,7 +366,7 @@ class Seen:
     state: SeenState | None = None
 
     def problems(self) -> Iterator[str]:
-        """Yield runs that are longer than all frames together."""
+        """Yield an error for a run of identical frames that is longer than all frames together."""
         for name, camera in self.cameras.items():
             if not 0 <= camera.still <= self.frames:
                 yield f"cameras.{named(name)}.still: expected 0 to {self.frames}, got {camera.still}"
@@ -307,8 +374,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """Says what an adapter belongs to: the base's name, for messages, and the hashes of its weights
-    (:func:`sinew.bundle.adapter.weights_hash`) and of its tokenizer's text."""
+    """The identity of an adapter's base.
+
+    Attributes:
+        name: Name of the base, for messages.
+        weights: Hash of the base's weights (:func:`sinew.bundle.adapter.weights_hash`).
+        tokenizer: SHA-256 of the base's tokenizer text.
+    """
 
     name: str
     weights: str
@@ -317,9 +389,20 @@ class AdapterBase:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a bundle except its tensors. ``config`` is the architecture's own record, undecoded.
+    """All of a bundle except its tensors.
 
-    base: of an adapter's file, which has what changes another bundle, and no tokenizer; None of a whole policy.
+    Attributes:
+        architecture: Name of the architecture.
+        name: Name of the policy.
+        config: The architecture's own record, not yet decoded.
+        spec: Inputs and outputs of the policy.
+        processing: Pre- and post-processing.
+        provenance: Origin of the bundle.
+        tokenizer: The content of tokenizer.json; "" for an adapter.
+        precision: Component -> storage type, e.g. "BF16".
+        quantization: Record of `sinew quantize`; None if the policy is not quantised.
+        seen: Record of the training data; None if it was not gathered.
+        base: Identity of the base if the file is an adapter; None for a whole policy.
     """
 
     architecture: str
@@ -328,14 +411,14 @@ class Manifest:
     spec: PolicySpec
     processing: Processing
     provenance: Provenance
-    tokenizer: str  # the whole tokenizer.json
-    precision: dict[str, str] = field(default_factory=dict)  # component -> storage type, e.g. "BF16"
+    tokenizer: str
+    precision: dict[str, str] = field(default_factory=dict)
     quantization: Quantization | None = None
-    seen: Seen | None = None  # record of the training data; None if it was not gathered
+    seen: Seen | None = None
     base: AdapterBase | None = None
 
     def to_metadata(self) -> dict[str, str | int]:
-        """GGUF key-value pairs (``general.architecture`` and alignment belong to the writer)."""
+        """Return the GGUF key-value pairs. The writer adds ``general.architecture`` and the alignment."""
         parts = {part: getattr(self, part) for part in (*_PARTS, *_OPTIONAL)}
         record: dict[str, str | int] = {
             KEY_NAME: self.name,
@@ -346,7 +429,7 @@ class Manifest:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> Manifest:
-        """Decode and check; raises :class:`BundleError` that names the key and the field."""
+        """Decode and check the metadata of a bundle. Raises :class:`BundleError` with the key and the field."""
         version = metadata.get(KEY_VERSION)
         if version is None:
             architecture = metadata.get(KEY_ARCHITECTURE, "unknown")
@@ -356,12 +439,16 @@ class Manifest:
             )
         if version not in READS:
             raise BundleError(
-                f"bundle format {version} is not supported (this version reads {READS[0]} to {READS[-1]})"
+                f"bundle format {version} is not supported (this version reads {READS[0]} to {READS[-1]}); install a"
+                " newer version of Sinew"
             )
-        known = {f"sinew.{part}" for part in (*_PARTS, *_OPTIONAL)}
-        known |= {KEY_VERSION, KEY_TOKENIZER, KEY_HEADER, KEY_TENSORS}
-        if unknown := [key for key in metadata if key not in known and not key.startswith("general.")]:
-            raise BundleError(f"unknown key {unknown[0]!r} (damaged, or written by a newer version?)")
+        keys = {f"sinew.{part}" for part in (*_PARTS, *_OPTIONAL)}
+        keys |= {KEY_VERSION, KEY_TOKENIZER, KEY_HEADER, KEY_TENSORS}
+        if unknown := [key for key in metadata if key not in keys and not key.startswith("general.")]:
+            raise BundleError(
+                f"unknown key {unknown[0]!r}: the file is damaged, or a newer version of Sinew wrote it; convert the"
+                " checkpoint again"
+            )
         decoded = {}
         for part, kind in (_PARTS | _OPTIONAL).items():
             key = f"sinew.{part}"
@@ -383,8 +470,8 @@ class Manifest:
         return manifest
 
     def check(self) -> None:
-        """Raise :class:`BundleError` for a value that its field does not hold, as a converter may have taken one from a
-        checkpoint, or what :meth:`check_agreement` finds."""
+        """Raise :class:`BundleError` for a value that its field does not allow, such as a bad value from a checkpoint,
+        and for records that contradict each other (:meth:`check_agreement`)."""
         import msgspec
 
         for part, kind in (_PARTS | _OPTIONAL).items():
@@ -398,7 +485,7 @@ class Manifest:
             raise BundleError(f"sinew.{problem}")
 
 
-# The records of a manifest, and those that it may have besides
+# Name -> type of the required records of a manifest, and of the optional records.
 _PARTS: dict[str, Any] = {
     "config": dict[str, Any],
     "spec": PolicySpec,
@@ -413,16 +500,14 @@ def _text(metadata: Mapping[str, Any], key: str) -> str:
     value = metadata.get(key)
     if not isinstance(value, str):
         raise BundleError(
-            f"{key}: expected a string, got {'nothing' if value is None else type(value).__name__}"
+            f"{key}: expected a string, got {'nothing' if value is None else type(value).__name__}; convert the bundle"
+            " again"
         )
     return value
 
 
-# ----------------------------------------------------------------------------- records against one another
-
-
 def problems(manifest: Manifest) -> Iterator[str]:
-    """Yield the contradictions between the records of a manifest."""
+    """Yield an error for each contradiction between the records of a manifest."""
     spec, processing = manifest.spec, manifest.processing
     if len(manifest.name) > MAX_NAME or not manifest.name.isprintable():
         yield f"name: expected at most {MAX_NAME} printable characters, got {shown(manifest.name)}"
@@ -430,7 +515,7 @@ def problems(manifest: Manifest) -> Iterator[str]:
     yield from _processing_problems(spec, processing)
     for where, recipe, what in normalizations(processing):
         if what == "state" and recipe.rows:
-            yield f"{where}.rows: expected 0, as only chunks have statistics of each row, got {recipe.rows}"
+            yield f"{where}.rows: expected 0, because only chunks have statistics of each row, got {recipe.rows}"
         for problem in statistics_problems(recipe):
             yield f"{where}.{problem}"
     if manifest.seen is not None:
@@ -449,7 +534,7 @@ def _spec_problems(spec: PolicySpec, processing: Processing) -> Iterator[str]:
         yield f"spec.noise_dim: expected at most {MAX_NOISE} numbers of noise in all, got {numbers}"
     if not 0 <= processing.first_row <= rows - spec.chunk_size:
         yield (
-            "processing.first_row: expected a row of the solution with a whole chunk behind it, got"
+            "processing.first_row: expected a row of the solution that is followed by a whole chunk, got"
             f" {processing.first_row} of {rows}"
         )
     if span > MAX_HISTORY_STEPS:
@@ -489,14 +574,14 @@ def _spec_problems(spec: PolicySpec, processing: Processing) -> Iterator[str]:
                 f" {chunking.max_guidance_weight}"
             )
     for name, vector in (("state", spec.state), ("action", spec.action)):
-        for given in (vector.names, vector.units):
-            if len(given) not in (0, vector.dim):
-                got = f"{len(given)} for {vector.dim}"
+        for labels in (vector.names, vector.units):
+            if len(labels) not in (0, vector.dim):
+                got = f"{len(labels)} for {vector.dim}"
                 yield f"spec.{name}: expected one name and one unit for each value of a vector, or none, got {got}"
     for keys in spec.keys:
         for camera in keys.images.values():
             if camera not in names:
-                yield f"spec.keys: an image key names a camera that is not there, got {shown(camera)}"
+                yield f"spec.keys: an image key names a camera that does not exist, got {shown(camera)}"
 
 
 def _processing_problems(spec: PolicySpec, processing: Processing) -> Iterator[str]:
@@ -522,12 +607,12 @@ def _processing_problems(spec: PolicySpec, processing: Processing) -> Iterator[s
             if part.rotation and (part.dim != 3 or part.sin_cos):
                 yield f"processing: a rotation has 3 numbers, and no sines of them, got {part.dim} of {part.name}"
     if not 0 <= processing.optional_cameras < len(spec.cameras):
-        yield f"processing.optional_cameras: expected fewer than there are, got {processing.optional_cameras}"
+        yield f"processing.optional_cameras: expected fewer than the policy has, got {processing.optional_cameras}"
     if len(image.cameras) not in (0, len(spec.cameras)):
         yield f"processing.image.cameras: expected one for each camera, or none, got {len(image.cameras)}"
     if len(image.sizes) not in (0, len(spec.cameras)):
         yield f"processing.image.sizes: expected one for each camera, or none, got {len(image.sizes)}"
-    # Sizes that are believable one by one and not together
+    # Each size may be plausible, while all views together need too much memory.
     if (read := (spec.views + processing.empty_cameras) * image.height * image.width) > MAX_PIXELS:
         yield f"processing.image: expected at most {MAX_PIXELS} pixels of all views, got {read}"
     if (frames := sum(camera.height * camera.width for camera in spec.cameras)) > 4 * MAX_PIXELS:
@@ -535,17 +620,17 @@ def _processing_problems(spec: PolicySpec, processing: Processing) -> Iterator[s
 
 
 def seen_problems(seen: Seen, spec: PolicySpec) -> Iterator[str]:
-    """Yield the entries of the training record that do not belong to the policy's cameras and state."""
-    known = ", ".join(camera.name for camera in spec.cameras)
+    """Yield an error for each entry of the training record that does not fit the policy's cameras and state."""
+    names = ", ".join(camera.name for camera in spec.cameras)
     if set(seen.cameras) - {camera.name for camera in spec.cameras}:
-        yield f"seen.cameras: a name is not in spec.cameras ({known})"
+        yield f"seen.cameras: a name is not in spec.cameras ({names})"
     rows = () if seen.state is None else (seen.state.mean, seen.state.std, seen.state.low, seen.state.high)
     if any(len(row) != spec.state.dim for row in rows):
         yield f"seen.state: expected {spec.state.dim} numbers each, got {', '.join(str(len(row)) for row in rows)}"
 
 
 def normalizations(processing: Processing) -> Iterator[tuple[str, Normalization, str]]:
-    """Yield every normalisation that is in use: its place in the record, itself, and what it normalises."""
+    """Yield every normalisation that is in use: its name in the record, its recipe, and "state" or "action"."""
     for what, whole, parts in (
         ("state", processing.state, processing.state_parts),
         ("action", processing.action, processing.action_parts),
@@ -566,7 +651,7 @@ def statistics_problems(recipe: Normalization) -> Iterator[str]:
         for i, value in enumerate(recipe.stats.get("std", ())):
             if value < 0:
                 yield f"stats.std[{i}]: expected at least 0, got {value}"
-    # Upstream's statistics of each step of relative actions are taken as they are; `statistics.notes` tells of them.
+    # Per-step statistics of relative actions are accepted unchecked, as upstream does. `statistics.notes` reports them.
     if (pair := PAIRS.get(recipe.mode)) and not recipe.rows:
         low, high = (recipe.stats.get(name, ()) for name in pair)
         for i, (a, b) in enumerate(zip(low, high, strict=False)):
@@ -606,6 +691,6 @@ def _moves(spec: PolicySpec, motion: MotionSpec) -> bool:
     plain = motion.scale == 1.0 and motion.low is None and motion.high is None
     return (
         0 < len(motion.action) == len(motion.state)
-        and all(len(set(taken)) == len(taken) and all(0 <= i < dim for i in taken) for taken, dim in columns)
+        and all(len(set(dims)) == len(dims) and all(0 <= i < dim for i in dims) for dims, dim in columns)
         and (plain if motion.kind == "relative" else 0 < motion.scale < math.inf and low < 0 < high)
     )

@@ -1,7 +1,7 @@
-"""Statistics that a file may have and that no training data set gives: one sentence for each kind.
+"""Find statistics in a bundle that cannot be right, and describe each problem in a sentence.
 
-They make every action wrong without an error. The same sentences are printed when a checkpoint is converted, when its
-bundle is loaded, and by `sinew doctor`.
+Such statistics make every action wrong without an error. The same sentences are printed when a checkpoint is converted,
+when its bundle is loaded, and by `sinew doctor`.
 """
 
 from __future__ import annotations
@@ -15,57 +15,63 @@ import numpy as np
 from sinew.bundle.schema import PAIRS, Normalization, Processing, normalizations
 from sinew.core import PolicySpec
 
-MAX_UNITS = 1e9  # largest plausible state or action; encoder counts and micrometres stay below
-# A value whose range magnifies it a thousandfold turns a sensor's noise of 0.001 (rad, m) into one model unit, half of
-# the width of all training data.
+MAX_UNITS = 1e9  # largest plausible state or action; encoder counts and micrometres are smaller
+# If a range magnifies a value a thousand times, a sensor's noise of 0.001 (rad, m) becomes one model unit. One model
+# unit is half of the width of all training data.
 MAGNIFIED = 1000.0
-# A range of a thousandth of where it lies, or of what the other values span, is the noise of a joint that stood still:
-# encoders of robots have 4,096 steps a turn, of which such a range holds four.
+# A range is suspicious if it is below this share of its distance from zero, or of the width of the other values'
+# ranges. It is then the noise of a joint that did not move: encoders of robots have 4,096 steps per turn, so such a
+# range has four steps.
 SMALL = 1e-3
-FEWEST = 4  # smallest number of values for which one range is compared with the median range of the others
-SAME = 0.1  # part of a range by which two ranges may differ and still be of the same numbers
-OUTSIDE = 0.1  # part of a range that zero may lie outside of it, as quantiles cut extremes off
-ROUNDING = 1e-3  # part of a range by which float32 and rounded files may break an inequality
+FEWEST = 4  # with fewer values, a range is not compared with the median range of the other values
+SAME = 0.1  # two ranges are alike if their ends differ by at most this share of the range
+OUTSIDE = 0.1  # zero may be outside of a range by this share of it, because quantiles cut off extremes
+ROUNDING = 1e-3  # rounding to float32 or in a text file may break an inequality by this share of a range
 
 
 def notes(spec: PolicySpec, processing: Processing) -> list[str]:
-    """Return a sentence for each normalisation whose statistics cannot be meant, or do not vary."""
-    found: list[str] = []
+    """Return a sentence for each problem in the statistics of a policy's state and action."""
+    sentences: list[str] = []
     for where, recipe, what in normalizations(processing):
         names = getattr(spec, what).names
-        found += _upside_down(where, recipe)
-        found += _constant(where, recipe, what)
-        found += _narrow(where, recipe, what, names if len(names) == _size(recipe) else ())
-        found += _enormous(where, recipe, what)
+        sentences += _upside_down(where, recipe)
+        sentences += _constant(where, recipe, what)
+        sentences += _narrow(where, recipe, what, names if len(names) == _size(recipe) else ())
+        sentences += _enormous(where, recipe, what)
     actions = [recipe for _where, recipe, what in normalizations(processing) if what == "action"]
     sizes = [_size(recipe) * max(recipe.rows, 1) for recipe in actions]
     if sum(sizes) and all(len(flat(recipe)) == size for recipe, size in zip(actions, sizes, strict=True)):
-        found.append("processing.action: no value varied in training, so every chunk is the same")
-    return [*found, *_of_another_motion(spec, processing)]
+        sentences.append("processing.action: no value varied in training, so every chunk is the same")
+    return [*sentences, *_of_another_motion(spec, processing)]
 
 
 def impossible(stats: Mapping[str, Any]) -> list[str]:
-    """Return the contradictions in a feature's statistics, including those that this policy does not read."""
+    """Return the contradictions in a feature's statistics, such as a mean above the maximum.
+
+    Args:
+        stats: Statistic -> values, also statistics that the policy does not read.
+    """
     values = {name: np.ravel(np.asarray(each, np.float64)) for name, each in stats.items()}
     low, high = values.get("min"), values.get("max")
     if low is None or high is None or low.shape != high.shape:
         return []
-    found = [f"max is below min for value {_listed(low > high)}"] if (low > high).any() else []
+    faults = [f"max is below min for value {_listed(low > high)}"] if (low > high).any() else []
     room = ROUNDING * np.maximum(high - low, np.maximum(abs(low), abs(high)))
     for name in ("mean", "q01", "q10", "q50", "q90", "q99"):
         each = values.get(name)
         if each is not None and each.shape == low.shape:
             odd = (each < low - room) | (each > high + room)
-            found += [f"{name} is outside of min to max for value {_listed(odd)}"] if odd.any() else []
+            faults += [f"{name} is outside of min to max for value {_listed(odd)}"] if odd.any() else []
     std = values.get("std")
-    if std is not None and std.shape == low.shape:  # no deviation exceeds half of a range (Popoviciu)
+    # A standard deviation is at most half of the range (Popoviciu's inequality).
+    if std is not None and std.shape == low.shape:
         odd = std > (high - low) / 2 + room
-        found += [f"std is above half of max - min for value {_listed(odd)}"] if odd.any() else []
-    return found
+        faults += [f"std is above half of max - min for value {_listed(odd)}"] if odd.any() else []
+    return faults
 
 
 def flat(recipe: Normalization) -> list[int]:
-    """Return the values that did not vary in training."""
+    """Return the indices of the values that did not vary in training."""
     if recipe.mode == "mean_std":
         return [i for i, value in enumerate(recipe.stats.get("std", ())) if value == 0]
     low, high = _ends(recipe)
@@ -81,7 +87,7 @@ def _size(recipe: Normalization) -> int:
 
 
 def _ends(recipe: Normalization) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the ends of the ranges that become -1 and 1, or empty sequences."""
+    """Return the lower and the upper ends of the ranges that become -1 and 1; empty sequences if there are none."""
     if recipe.mode == "mean_std":
         pairs = list(zip(recipe.stats.get("mean", ()), recipe.stats.get("std", ()), strict=False))
         return [mean - std for mean, std in pairs], [mean + std for mean, std in pairs]
@@ -90,8 +96,8 @@ def _ends(recipe: Normalization) -> tuple[Sequence[float], Sequence[float]]:
 
 
 def _spans(recipe: Normalization) -> list[float]:
-    """Return the width of each range; of a deviation twice that, which is exact where the sum of mean and deviation is
-    rounded."""
+    """Return the width of each range. For mean_std, the width is twice the standard deviation. It is not computed from
+    the ends, because mean + std may be rounded."""
     if recipe.mode == "mean_std":
         return [2 * std for std in recipe.stats.get("std", ())]
     return [b - a for a, b in zip(*_ends(recipe), strict=False)]
@@ -99,19 +105,23 @@ def _spans(recipe: Normalization) -> list[float]:
 
 def _upside_down(where: str, recipe: Normalization) -> Iterator[str]:
     if recipe.mode != "mean_std" and (turned := sum(span < 0 for span in _spans(recipe))):
-        yield f"{where}: {turned} ranges are upside down, which turns these values around"
+        yield f"{where}: {turned} ranges have low above high, which inverts these values; compute the statistics again"
 
 
 def _constant(where: str, recipe: Normalization, what: str) -> Iterator[str]:
     if still := flat(recipe):
         effect = "is magnified wherever it differs from training"
-        if what == "action" or recipe.zero_where_flat:  # which reads zero there
+        # A constant action, or a state that is read as zero, never changes.
+        if what == "action" or recipe.zero_where_flat:
             effect = "is always the same"
         yield f"{where}: value {', '.join(map(str, still))} did not vary in training and {effect}"
 
 
 def _narrow(where: str, recipe: Normalization, what: str, names: Sequence[str]) -> Iterator[str]:
-    """Statistics of each step are left out: the first steps of relative actions hardly move."""
+    """Yield a sentence for each value whose range is suspiciously small.
+
+    Statistics of each step of a chunk are skipped, because the first steps of relative actions hardly move.
+    """
     if recipe.rows:
         return
     spans, (low, high) = _spans(recipe), _ends(recipe)
@@ -127,26 +137,30 @@ def _narrow(where: str, recipe: Normalization, what: str, names: Sequence[str]) 
         shown = span / 2 if recipe.mode == "mean_std" else span
         hardly = f"{where}: {name} hardly varied in training ({spread} spans {shown:.3g})"
         if what == "action":
-            yield f"{hardly}: the policy moves it by no more than that. If it should move, give other statistics"
+            yield f"{hardly}: the policy moves it by no more than that. If it should move, pass other statistics"
         else:
             yield (
                 f"{hardly}, which magnifies it {2 / span:,.0f} times: a state that differs by a tenth of a unit is"
-                f" {0.2 / span:,.0f} model units away. If the robot moves it, give statistics of data in which it moves"
+                f" {0.2 / span:,.0f} model units away. If the robot moves it, pass statistics of data in which it moves"
             )
 
 
 def _enormous(where: str, recipe: Normalization, what: str) -> Iterator[str]:
     largest = max((abs(value) for values in recipe.stats.values() for value in values), default=0.0)
     if recipe.mode != "identity" and largest > MAX_UNITS:
-        effect = "limits of actions follow from them" if what == "action" else "every state is alike to them"
+        effect = (
+            "limits of actions follow from them"
+            if what == "action"
+            else "all states look the same to the policy"
+        )
         yield f"{where}: statistics up to {largest:g}, expected at most {MAX_UNITS:g}; {effect}"
 
 
 def _of_another_motion(spec: PolicySpec, processing: Processing) -> Iterator[str]:
     """Yield an error if the statistics of the actions do not fit their motion.
 
-    Relative actions are differences to the state, so their range contains zero and differs from the state's. At least
-    half of the values must contradict this: a single value may belong to a task that moves in one direction.
+    Relative actions are differences from the state, so their range contains zero and differs from the state's range. At
+    least half of the values must contradict this, because a task may move a single value in one direction only.
     """
     action, state = _vector(processing, "action"), _vector(processing, "state")
     pairs = {
@@ -163,11 +177,11 @@ def _of_another_motion(spec: PolicySpec, processing: Processing) -> Iterator[str
             why = (
                 f"{same} of {len(compared)} ranges are those of the state"
                 if same >= off
-                else f"{off} of {len(compared)} ranges do not hold zero"
+                else f"{off} of {len(compared)} ranges do not contain zero"
             )
             yield (
                 f"processing.action: actions are relative to the state, and {why}, so these look like statistics of"
-                " absolute actions: compute them over relative actions, as the run's training did, and give them with"
+                " absolute actions: compute statistics of relative actions, as the training did, and pass them with"
                 " --stats FILE"
             )
     elif spec.motion is not None and spec.motion.kind == "absolute" and not pairs:
@@ -175,19 +189,24 @@ def _of_another_motion(spec: PolicySpec, processing: Processing) -> Iterator[str
         apart = sum(a[1] < s[0] or s[1] < a[0] for a, s in both)
         if both and 2 * apart > len(both):
             yield (
-                f"processing.action: actions are absolute, and {apart} of {len(both)} ranges do not meet that of the"
-                " state, so these look like statistics of relative actions"
+                f"processing.action: actions are absolute, and {apart} of {len(both)} ranges do not overlap the range"
+                " of the state, so these look like statistics of relative actions"
             )
 
 
 def _vector(processing: Processing, what: str) -> dict[int, tuple[float, float]]:
-    """Return the range of each value of "state" or "action" with known ends.
+    """Return index -> range of the values of a vector, for values with known ends.
 
-    A standard deviation counts twice, because nearly all values lie within two of them.
+    The range of a mean and a standard deviation is two deviations wide on each side, because nearly all values are in
+    it.
+
+    Args:
+        processing: The processing of a policy.
+        what: "state" or "action".
     """
     parts = getattr(processing, f"{what}_parts") or ()
     recipes = [(part.normalization, part.dim) for part in parts] or [(getattr(processing, what), 0)]
-    found, start = {}, 0
+    spans, start = {}, 0
     for recipe, dim in recipes:
         low, high = _ends(recipe)
         count = len(low) // max(recipe.rows, 1)
@@ -195,9 +214,9 @@ def _vector(processing: Processing, what: str) -> dict[int, tuple[float, float]]
             a, b = min(low[i::count]), max(high[i::count])
             room = (b - a) / 2 if recipe.mode == "mean_std" else 0.0
             if b > a:
-                found[start + i] = (a - room, b + room)
+                spans[start + i] = (a - room, b + room)
         start += dim or count
-    return found
+    return spans
 
 
 def _without_zero(low: float, high: float) -> bool:

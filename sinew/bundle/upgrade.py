@@ -1,4 +1,4 @@
-"""Upgrade bundles of older formats while their header is read. Tensors never change.
+"""Upgrade the metadata of older bundle formats while the header is read. Tensors never change.
 
 Fields that a format does not define are left unchanged, so that the decoder rejects them by name.
 """
@@ -11,15 +11,16 @@ from typing import Any
 
 from sinew.core import BundleError
 
-NEWS = {  # format -> the change that it introduced
-    2: "a decoder's norm and activation by name, not by a family",
-    3: "frames, prompts and vectors as lists of steps, each with the fields of its kind",
+# Format -> the change that this format introduced.
+NEWS = {
+    2: "a decoder names its norm and activation instead of a family",
+    3: "frames, prompts and vectors are lists of steps, and each step has only the fields of its kind",
 }
 
-# Format 1 named a decoder's norm and activation by a family.
+# Format 1 stored the name of a model family for a decoder's norm and activation.
 DECODERS = {"llama": {}, "gemma": {"norm": "gemma_rms", "activation": "gelu_tanh"}}
 
-# Format 2 stored all fields of every step, whichever its kind reads.
+# Format 2 stored all fields in every step. This table lists the fields that each kind of step reads.
 IMAGE_STEPS = {
     "resize": ("height", "width", "method", "other_sizes"),
     "centre_crop": ("height", "width", "area"),
@@ -51,7 +52,7 @@ VECTOR_STEPS = {
     "threshold": ("dims", "offset", "below", "above"),
 }
 VECTOR_DEFAULTS: dict[str, Any] = {
-    "dims": None,  # older formats have no such field
+    "dims": None,  # a step must state its dimensions, so this field has no default
     "scale": 1.0,
     "offset": 0.0,
     "arm": 0.0,
@@ -82,7 +83,13 @@ LETTERBOX = {"interpolation": "bilinear", "pad": "top_left", "pad_value": 0.0}
 
 
 def upgraded(part: str, record: Any, version: int) -> Any:
-    """Return a bundle's record ``part``, of format ``version``, as the present format has it."""
+    """Convert one record of a bundle to the current format.
+
+    Args:
+        part: Name of the record, such as "config" or "processing".
+        record: The record.
+        version: Format of the bundle.
+    """
     if not isinstance(record, dict):
         return record
     if part == "config" and version < 2:
@@ -93,42 +100,48 @@ def upgraded(part: str, record: Any, version: int) -> Any:
 
 
 def _config(config: dict[str, Any]) -> dict[str, Any]:
-    """Format 1: the decoders' families."""
-    made = dict(config)
+    """Convert the configuration of format 1: replace each decoder's family by its norm and activation."""
+    upgraded_config = dict(config)
     for part, record in config.items():
         if isinstance(record, dict) and (fields := DECODERS.get(str(record.get("family")))) is not None:
-            made[part] = {key: value for key, value in record.items() if key != "family"} | fields
-    return made
+            upgraded_config[part] = {key: value for key, value in record.items() if key != "family"} | fields
+    return upgraded_config
 
 
 def _image(image: Any) -> Any:
-    """Format 2: a letterbox as fields of the recipe, behind the steps."""
+    """Convert the image recipe of format 2: turn the letterbox fields into a last step."""
     if not isinstance(image, dict):
         return image
-    made = {key: value for key, value in image.items() if key not in ("resize", *LETTERBOX)}
+    recipe = {key: value for key, value in image.items() if key not in ("resize", *LETTERBOX)}
     steps, resize = image.get("steps", []), image.get("resize", "letterbox")
     if not isinstance(steps, list) or resize not in ("letterbox", "none"):
         return image
-    made["steps"] = [_fields(step, IMAGE_STEPS, IMAGE_DEFAULTS) for step in steps]
+    recipe["steps"] = [_fields(step, IMAGE_STEPS, IMAGE_DEFAULTS) for step in steps]
     if resize == "letterbox":
         sides = {side: image[side] for side in ("height", "width") if side in image}
         box = {key: image.get(key, usual) for key, usual in LETTERBOX.items()}
-        made["steps"].append({"kind": "letterbox", **sides, **box})
-    return made
+        recipe["steps"].append({"kind": "letterbox", **sides, **box})
+    return recipe
 
 
 def _prompt(prompt: Any) -> Any:
-    """Format 2: a template, and a field for each change of the instruction, the text or its tokens."""
+    """Convert the prompt recipe of format 2: turn the template and the fields for changes into steps."""
     if not isinstance(prompt, dict):
         return prompt
     if "steps" in prompt:
         raise BundleError(
-            "sinew.processing.prompt.steps: expected format 2's fields, which has no such field"
+            "sinew.processing.prompt.steps: format 2 has no such field; convert the checkpoint again"
         )
     old = PROMPT_DEFAULTS | {key: value for key, value in prompt.items() if key in PROMPT_DEFAULTS}
     if any(type(old[key]) is not type(usual) for key, usual in PROMPT_DEFAULTS.items()):
-        return prompt  # whose fields are refused by name
-    changes = ("clean", "strip", "lower", "words_only", "as_list")  # in the order of format 2
+        return prompt  # the decoder rejects the invalid fields by name
+    changes = (
+        "clean",
+        "strip",
+        "lower",
+        "words_only",
+        "as_list",
+    )  # format 2 applied the changes in this order
     steps: list[dict[str, Any]] = [{"kind": kind} for kind in changes if old[kind]]
     places = {
         "{prompt}": {"kind": "instruction"},
@@ -141,7 +154,7 @@ def _prompt(prompt: Any) -> Any:
         },
     }
     if not old["image_tokens"]:
-        places["{image}"] = {}  # it wrote nothing
+        places["{image}"] = {}  # format 2 wrote no text for an image without tokens
     for part in re.split(r"(\{prompt\}|\{state\}|\{image\})", old["template"]):
         steps += [step for step in [places.get(part, {"kind": "text", "text": part})] if part and step]
     if old["ensure_suffix"]:
@@ -162,7 +175,13 @@ def _vector_steps(steps: Any) -> Any:
 
 
 def _fields(step: Any, kinds: Mapping[str, tuple[str, ...]], defaults: Mapping[str, Any]) -> Any:
-    """Return a step of format 2 with the fields that its kind reads, the others left out."""
+    """Return a step of format 2 with only the fields that its kind reads.
+
+    Args:
+        step: The step.
+        kinds: Kind of step -> the fields that it reads.
+        defaults: Field -> its default in format 2.
+    """
     fields = kinds.get(str(step.get("kind"))) if isinstance(step, dict) else None
     if fields is None:
         return step

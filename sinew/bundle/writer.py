@@ -1,9 +1,9 @@
 """Write a bundle in one pass with constant memory.
 
-The header comes from the ``gguf`` package. Tensor bytes are copied from the source file to their aligned place
-without becoming arrays. Source files are hashed during the copy, so the manifest's hashes are known only at the end.
-The header is therefore written twice, the second time over the first. It has the same length, because a SHA-256 has a
-fixed length. The hashes of the tensors and of the header itself are written in the same way.
+The header comes from the ``gguf`` package. Tensor bytes are copied from the source file to their aligned position
+without becoming arrays. Source files are hashed during the copy, so the hashes in the manifest are known only at the
+end. The header is therefore written twice, the second time over the first. It has the same length, because a SHA-256
+has a fixed length. The hashes of the tensors and of the header itself are written in the same way.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from sinew.bundle.reader import BLANK, Bundle, header_hash
 from sinew.bundle.schema import ALIGNMENT, KEY_HEADER, KEY_TENSORS, Manifest
 from sinew.core import BundleError, scratch
 
-MAX_TENSOR_NAME = 63  # ggml keeps names in 64 bytes with a terminator
-COPY_BLOCK = 1 << 20  # stays in the cache between the read and the write
+MAX_TENSOR_NAME = 63  # ggml stores a name in 64 bytes with a terminating zero
+COPY_BLOCK = 1 << 20  # a block of this size stays in the processor's cache between reading and writing
 
-Progress = Callable[[int], None]  # called with the number of bytes just written
+Progress = Callable[[int], None]  # receives the number of bytes that were just written
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,18 @@ class FileSlice:
         buffer = memoryview(bytearray(min(COPY_BLOCK, self.nbytes) or 1))
         with open_regular(self.path) as file:
             file.seek(self.offset)
-            left = self.nbytes
-            while left:
-                got = file.readinto(buffer[: min(left, len(buffer))])  # type: ignore[attr-defined]
+            remaining = self.nbytes
+            while remaining:
+                got = file.readinto(buffer[: min(remaining, len(buffer))])  # type: ignore[attr-defined]
                 if not got:
-                    raise BundleError(f"{self.path} became shorter while it was read")
+                    raise BundleError(f"{self.path} became shorter while it was read; run the command again")
                 yield buffer[:got]
-                left -= got
+                remaining -= got
 
 
 @dataclass(frozen=True)
 class ArraySlice:
-    """Tensor bytes that had to be computed, small or made on the spot."""
+    """Bytes of a tensor that is in memory as an array."""
 
     array: np.ndarray
 
@@ -63,14 +63,22 @@ class ArraySlice:
 
 
 class Data(Protocol):
-    """Where a tensor's bytes come from."""
+    """The source of a tensor's bytes."""
 
     def blocks(self) -> Iterable[memoryview]: ...
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """One tensor to write: its bundle name, row-major shape, storage type and bytes."""
+    """One tensor to write.
+
+    Attributes:
+        name: Its name in the bundle.
+        shape: Its row-major shape.
+        type: Its storage type.
+        nbytes: Its size in bytes.
+        data: The source of its bytes.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -79,7 +87,11 @@ class TensorSource:
     data: Data
 
     def sha256(self, progress: Progress | None = None) -> str:
-        """Return the SHA-256 of its bytes in hexadecimal digits. progress: called with the bytes just read."""
+        """Return the SHA-256 of the tensor's bytes in hexadecimal digits.
+
+        Args:
+            progress: Called with the number of bytes that were just read.
+        """
         digest = hashlib.sha256()
         for block in self.data.blocks():
             digest.update(block)
@@ -95,19 +107,30 @@ def write_bundle(
     progress: Progress | None = None,
     durable: bool = False,
 ) -> None:
-    """Write ``tensors`` and the manifest to ``path``; the file appears only when it is complete.
+    """Write tensors and a manifest to ``path``. The file appears only when it is complete.
 
-    durable: its bytes are on the disk before it takes its name, for a file that replaces the only one there is.
-    ``manifest`` is called twice: for the first layout and, after all bytes are copied, for the final text.
-    Raises :class:`BundleError` for names that do not fit the format and OSError from the file system.
+    Args:
+        path: The file to write.
+        manifest: Returns the manifest. It is called twice: for the first layout and, after all bytes are copied, for
+            the final text.
+        tensors: The tensors, in order.
+        progress: Called with the number of bytes that were just written.
+        durable: Write all bytes to the disk before the file gets its name. Use it to replace the only copy of a file.
+
+    Raises:
+        BundleError: A tensor's name is too long, or ``path`` is not a regular file.
+        OSError: The file system reports an error.
     """
     for tensor in tensors:
         if len(tensor.name.encode()) > MAX_TENSOR_NAME:
-            raise BundleError(f"tensor name {tensor.name!r} is longer than {MAX_TENSOR_NAME} bytes")
+            raise BundleError(
+                f"tensor name {tensor.name!r} is longer than {MAX_TENSOR_NAME} bytes; shorten the name in the family's"
+                " converter"
+            )
     if path.exists() and not path.is_file():
-        raise BundleError(f"{path}: expected a regular file or none, got something else")
+        raise BundleError(f"{path}: expected a regular file or none, got something else; choose another path")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A new directory of this process, so that no other user can have placed a link in it.
+    # The folder is new and belongs to this process, so no other user can have put a link into it.
     with scratch.beside(path) as folder:
         partial = folder / "bundle.gguf"
         hashes = {tensor.name: BLANK for tensor in tensors}
@@ -130,9 +153,8 @@ def write_bundle(
         header = bytearray(final.read_bytes())  # own file: written by this process
         text = BLANK.encode()
         pair = KEY_HEADER.encode() + struct.pack("<IQ", GGUFValueType.STRING, len(text)) + text
-        place = (
-            header.index(pair) + len(pair) - len(text)
-        )  # place of its own hash, after the key, type and length
+        # The header's own hash is at the end of its key-value pair, after the key, the type and the length.
+        place = header.index(pair) + len(pair) - len(text)
         header[place : place + len(BLANK)] = header_hash(header, place).encode()
         with open(partial, "r+b") as out:  # own file: written by this process
             out.write(header)
@@ -145,7 +167,7 @@ def write_bundle(
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put a folder's names on the disk, where the system can (Windows cannot open one)."""
+    """Write a folder's list of files to the disk, if the system supports it. Windows cannot open a folder."""
     if hasattr(os, "O_DIRECTORY"):
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -157,7 +179,15 @@ def _sync_folder(folder: Path) -> None:
 def rewrite(
     bundle: Bundle, manifest: Manifest, out: Path, progress: Progress | None = None, durable: bool = False
 ) -> None:
-    """Write the tensors of ``bundle``, byte for byte and in their order, under the header of ``manifest``."""
+    """Write the tensors of a bundle, byte for byte and in their order, with a new manifest.
+
+    Args:
+        bundle: The bundle whose tensors are copied.
+        manifest: The new manifest.
+        out: The file to write.
+        progress: Called with the number of bytes that were just written.
+        durable: See :func:`write_bundle`.
+    """
     tensors = [
         TensorSource(
             info.name, info.shape, info.type, info.nbytes, FileSlice(bundle.path, info.offset, info.nbytes)
@@ -171,7 +201,7 @@ def rewrite(
 def _write_header(
     path: Path, manifest: Manifest, tensors: Sequence[TensorSource], hashes: Mapping[str, str]
 ) -> int:
-    """Write magic, key-value pairs and tensor infos; return their length in bytes."""
+    """Write magic, key-value pairs and tensor infos. Return their length in bytes."""
     writer = GGUFWriter(path, manifest.architecture)
     writer.add_custom_alignment(ALIGNMENT)
     record = manifest.to_metadata() | {
@@ -188,9 +218,9 @@ def _write_header(
 
 
 def finish_header(writer: GGUFWriter, tensors: Iterable[TensorSource]) -> None:
-    """Write the key-value pairs that ``writer`` holds and the infos of ``tensors``, and close the file."""
+    """Write the key-value pairs of ``writer`` and the infos of ``tensors``, and close the file."""
     for tensor in tensors:
-        # The dtype argument only matters when raw_dtype is absent.
+        # raw_dtype (the last argument) is passed, so gguf ignores the dtype before it.
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, tensor.type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

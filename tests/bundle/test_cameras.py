@@ -107,7 +107,7 @@ def test_the_command_line_spells_its_own_flags(tmp_path, capsys) -> None:
 def test_a_missing_camera_that_is_allowed_is_said_in_the_chunk(policy) -> None:
     allowed = load(BLOCKS, "cpu", engine="eager", allow_missing_cameras=True)
     chunk = allowed.infer(without("wrist"))
-    assert chunk.warnings == ("no frame for wrist: the policy ran without",)
+    assert chunk.warnings == ("no frame for wrist: the policy ran without these frames",)
     assert repr(chunk).startswith(f"<ActionChunk actions float32 {list(chunk.actions.shape)}, ")
     assert repr(chunk).endswith(f" ms, seed {chunk.seed}, warnings {chunk.warnings}>")
     whole = allowed.infer(GOOD)
@@ -152,7 +152,7 @@ def test_keys_of_wires_follow_their_cameras() -> None:
     ("names", "words"),
     [
         ({"hand": "wirst"}, "got 'wirst'; did you mean 'wrist'?"),
-        ({"front": "wrist"}, "expected different names of all cameras, got front, front"),
+        ({"front": "wrist"}, "expected a different name for each camera, got front, front"),
         ({"a": "wrist", "b": "wrist"}, "expected each camera once"),
     ],
 )
@@ -176,4 +176,6 @@ def test_infer_renames(policy, tmp_path: Path, capsys) -> None:
     found = json.loads(capsys.readouterr().out)
     np.testing.assert_array_equal(np.array(found["actions"], np.float32), policy.infer(GOOD).actions)
     assert main(["infer", str(BLOCKS), *images[:2], *rest, "--allow-missing-cameras", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["warnings"] == ["no frame for wrist: the policy ran without"]
+    assert json.loads(capsys.readouterr().out)["warnings"] == [
+        "no frame for wrist: the policy ran without these frames"
+    ]

@@ -111,12 +111,12 @@ RELATIVE = (AddState(tuple(range(5))),)  # the gripper stays absolute
         (
             ranges([-100.0] * 6, [100.0] * 6),
             ranges([-80, -70, -90, 20, 30, -1], [-20, -10, -15, 80, 90, 1]),
-            "5 of 5 ranges do not hold zero",
+            "5 of 5 ranges do not contain zero",
         ),
         (
             deviations([50, -40, 90, 30, 20, 0], [5] * 6),
             deviations([51, -40, 90, 30.5, 20, 0], [5] * 6),
-            "ranges are those of the state|do not hold zero",
+            "ranges are those of the state|do not contain zero",
         ),
     ],
 )
@@ -144,7 +144,7 @@ def test_absolute_actions_with_statistics_of_relative_ones():
     state = ranges([50.0] * 6, [90.0] * 6)
     action = ranges([-3.0] * 6, [3.0] * 6)
     (note,) = notes(state, action, motion=MotionSpec("absolute"))
-    assert "6 of 6 ranges do not meet that of the state" in note
+    assert "6 of 6 ranges do not overlap the range of the state" in note
     assert notes(state, action) == []  # nothing says that they are absolute
 
 
@@ -179,7 +179,7 @@ def test_they_are_told_at_conversion_at_load_and_by_the_doctor(golden, tmp_path,
     out = convert(path, tmp_path / "out.gguf")
     noted = Bundle(out).manifest.provenance.notes
     assert any("value 1 hardly varied in training (std spans 0.0001)" in note for note in noted)
-    assert any("no data set has them: mean is outside of min to max" in note for note in noted)
+    assert any("impossible for any data set: mean is outside of min to max" in note for note in noted)
     with caplog.at_level(logging.WARNING):
         load(out, engine="eager").close()
     assert any("value 1 hardly varied" in message for message in caplog.messages)

@@ -115,11 +115,11 @@ def test_a_letterbox_of_format_2_follows_the_steps():
             {"steps": [{"kind": "jpeg", "quality": "high"}]},
             "jpeg: Expected `int`, got `str` - at `..quality`",
         ),
-        ("image", {"steps": [7]}, "expected a step, an object with its kind, got int"),
+        ("image", {"steps": [7]}, 'expected a step, an object with a "kind", got int'),
         ("image", {"steps": 7}, "Expected `array`, got `int`"),
         ("prompt", {"shout": True}, "unknown field 'prompt.shout'"),
         ("prompt", {"template": 7}, "unknown field 'prompt.template'"),
-        ("prompt", {"steps": []}, "prompt.steps: expected format 2's fields, which has no such field"),
+        ("prompt", {"steps": []}, "prompt.steps: format 2 has no such field"),
     ],
 )
 def test_what_format_2_did_not_know_is_refused_by_name(part, changes, said):
@@ -193,7 +193,7 @@ def test_an_upgraded_file_is_the_same_policy(old, capsys):
     assert main(["convert", str(old), str(new)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "format 2 to 3 (frames, prompts and vectors" in said
-    assert f"{len(Bundle(new).infos)} tensors as they were" in said
+    assert f"{len(Bundle(new).infos)} tensors are unchanged" in said
     assert (version(old), version(new), old.read_bytes()) == (2, 3, before)
     assert Bundle(new).manifest == Bundle(old).manifest
     assert Bundle(new).hashes == Bundle(old).hashes
@@ -242,8 +242,8 @@ def test_what_cannot_be_upgraded_is_refused_by_name(old, capsys):
     other = old.with_name("other.gguf")
     other.write_bytes(b"GGUF and nothing")
     for arguments, said in (
-        ([old, mine], "mine.gguf exists; --force overwrites it"),
-        ([damaged, new], f"1 tensors differ from what was written, {middle.name} first; nothing was written"),
+        ([old, mine], "mine.gguf exists; pass --force to overwrite it"),
+        ([damaged, new], f"1 tensors are damaged, {middle.name} first; nothing was written"),
         ([other, new], "other.gguf"),
         ([present, new], "expected a checkpoint or a bundle before format 3, got one of format 3"),
         ([old, new, "--control-hz", 30], f"--control-hz: expected a checkpoint, got the bundle {old}"),

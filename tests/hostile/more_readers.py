@@ -233,7 +233,7 @@ def own_records(work: Path) -> Case:
     targets: tuple[tuple[Path, Any, Callable[[Path], object]], ...] = (
         (proof_file, proof, lambda _: (proofs.lacking(PEN, "onnx", "cpu"), proofs.records(PEN))),
         (prepared._path(PEN, "onnx"), finding, lambda _: prepared.kept(PEN, "onnx")),
-        (memo_file, {"/a": [[1, 2, 3, 4, 5], "ab"]}, lambda _: DigestCache(work, work / "digests").known),
+        (memo_file, {"/a": [[1, 2, 3, 4, 5], "ab"]}, lambda _: DigestCache(work, work / "digests").entries),
         (work / "lerobot.json", agreed, lambda path: Agreements(2).open(path, spec)),
     )
     for path, _, _ in targets:

@@ -343,7 +343,7 @@ def test_fields_of_a_manifest_are_bounded(smolvla_bundle, tmp_path):
         with pytest.raises(BundleError, match=message):
             Bundle(out)
     rows = replace(m.processing, state=replace(m.processing.state, rows=1))
-    with pytest.raises(BundleError, match=r"processing.state.rows: expected 0, as only chunks"):
+    with pytest.raises(BundleError, match=r"processing.state.rows: expected 0, because only chunks"):
         replace(m, processing=rows).check()
     config = {**m.config, "prefix_length": 1 << 20}
     write_bundle(out, lambda: replace(m, config=config), sources(bundle))
@@ -477,7 +477,7 @@ def test_panics_while_serving_are_errors_of_the_prompt(smolvla_bundle, golden, t
     policy = load(tmp_path / "m.gguf")
     policy.warm_up()
     observation = policy.dummy_observation()
-    with pytest.raises(SinewError, match="prompt: expected text that the tokenizer takes"):
+    with pytest.raises(SinewError, match="prompt: expected text that the tokenizer accepts"):
         policy.infer(replace(observation, prompt="z" * 60 + "!"))
     policy.infer(observation)
 
