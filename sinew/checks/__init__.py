@@ -1,4 +1,4 @@
-"""The checks behind ``sinew doctor``. Each returns what it found, why that is well, or what to do."""
+"""The checks of ``sinew doctor`` that need no bundle. Each check returns a result, and advice if the user must act."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["Check", "bundle", "hashes", "installation"]
 
 MINIMUM_PYTHON = (3, 11)
 MINIMUM_TORCH = (2, 11)
-MINIMUM_TEMPORARY_BYTES = 4 << 30  # a converted 450M-parameter policy in float32 is 1.8 GB
+MINIMUM_TEMPORARY_BYTES = 4 << 30  # a converted policy with 450M parameters in float32 has 1.8 GB
 ROUND_TRIPS = 200
-LOOPBACK_S = 2.0  # longest wait for one of them, seconds
+LOOPBACK_S = 2.0  # the loopback check fails if one round trip takes longer, in seconds
 
-# module -> distribution, of the core dependencies besides torch
+# Python module -> distribution, for the core dependencies except torch.
 PACKAGES = {
     "google.protobuf": "protobuf",
     "gguf": "gguf",
@@ -43,10 +43,10 @@ PACKAGES = {
     "tokenizers": "tokenizers",
 }
 
-# extra -> (modules it brings, what they enable)
+# Extra -> (the modules that it installs, the feature that needs them).
 FEATURES = {
     "hub": (("huggingface_hub",), "checkpoint names on the Hugging Face hub in `sinew convert`"),
-    "sim": (("mujoco", "gymnasium"), "the embedded simulation tasks"),
+    "sim": (("mujoco", "gymnasium"), "the built-in simulation tasks"),
 }
 
 
@@ -54,7 +54,8 @@ def installation(engine: str = "") -> list[Check]:
     """Run all checks that need no bundle, and report the progress.
 
     Args:
-        engine: to run. torch may be absent if that engine needs none, or if no engine is named and one does without.
+        engine: The engine that the user wants to run, or "". torch may be missing if that engine does not need it, or
+            if no engine is named and an installed engine does not need it.
     """
     results: list[Check] = []
     without_torch = not installed("torch") and (
@@ -73,22 +74,27 @@ def installation(engine: str = "") -> list[Check]:
 
 def _guarded(check: Callable[[], Check | list[Check]]) -> list[Check]:
     try:
-        found = check()
+        result = check()
     except ImportError as error:
         return [
-            Check(check.__name__, "fail", f"cannot run: {error}", "install what `packages` and `torch` name")
+            Check(
+                check.__name__,
+                "fail",
+                f"cannot run: {error}",
+                "install the packages that the lines `packages` and `torch` name",
+            )
         ]
     except Exception as error:  # noqa: BLE001 - a check that breaks is a finding, not the end of the report
         return [Check(check.__name__, "fail", f"{type(error).__name__}: {error}", "report this as a bug")]
-    return found if isinstance(found, list) else [found]
+    return result if isinstance(result, list) else [result]
 
 
 def python() -> Check:
     version = platform.python_version()
     detail = f"Python {version}, sinew {__version__}"
     if sys.version_info < MINIMUM_PYTHON:
-        wanted = ".".join(map(str, MINIMUM_PYTHON))
-        return Check("python", "fail", detail, f"install Python {wanted} or newer")
+        required = ".".join(map(str, MINIMUM_PYTHON))
+        return Check("python", "fail", detail, f"install Python {required} or newer")
     return Check("python", "ok", detail)
 
 
@@ -112,8 +118,8 @@ def torch_build() -> Check:
     cuda = torch.version.cuda
     detail = f"torch {torch.__version__}, " + (f"built for CUDA {cuda}" if cuda else "CPU build")
     if version < MINIMUM_TORCH:
-        wanted = ".".join(map(str, MINIMUM_TORCH))
-        return Check("torch", "fail", detail, f"install torch {wanted} or newer")
+        required = ".".join(map(str, MINIMUM_TORCH))
+        return Check("torch", "fail", detail, f"install torch {required} or newer")
     return Check("torch", "ok", detail)
 
 
@@ -125,27 +131,27 @@ def devices() -> Check:
         detail = ", ".join(f"cuda:{i} {p.name} {p.total_memory >> 20} MiB" for i, p in enumerate(names))
         return Check("devices", "ok", detail)
     if torch.version.cuda:
-        detail = f"cpu only: torch was built for CUDA {torch.version.cuda} but finds no usable device"
+        detail = f"cpu only: torch was built for CUDA {torch.version.cuda}, but finds no usable device"
         return Check("devices", "warn", detail, "check the NVIDIA driver with nvidia-smi")
-    return Check("devices", "ok", "cpu only, as this build of torch has no CUDA")
+    return Check("devices", "ok", "cpu only, because this build of torch has no CUDA")
 
 
 def threads() -> Check:
     import torch
 
     advised, reason = machine.recommended_threads()
-    used = torch.get_num_threads()
-    found = machine.cores()
-    quota = "no quota" if found.quota is None else f"quota {found.quota:g}"
+    count = torch.get_num_threads()
+    cores = machine.cores()
+    quota = "no quota" if cores.quota is None else f"quota {cores.quota:g}"
     detail = (
-        f"torch computes with {used}; advised {advised} ({reason});"
-        f" {found.physical} cores, {found.logical} logical processors, {quota};"
+        f"torch computes with {count}; advised {advised} ({reason});"
+        f" {cores.physical} cores, {cores.logical} logical processors, {quota};"
         f" {machine.spinning()}"
     )
-    if used > advised:
-        # Threads without a core of their own spin while they wait for each other.
+    if count > advised:
+        # With more threads than cores, threads that wait for each other spin and slow down the others.
         return Check("threads", "warn", detail, f"set OMP_NUM_THREADS={advised} or pass --threads {advised}")
-    if used < advised:
+    if count < advised:
         cause = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "torch's own choice"
         return Check(
             "threads", "warn", f"{detail}; fewer because of {cause}", f"set OMP_NUM_THREADS={advised}"
@@ -154,27 +160,27 @@ def threads() -> Check:
 
 
 def onnxruntime() -> Check:
-    """The portable engine: what it would run on, with how many threads, and why."""
+    """Report the ONNX Runtime engine's providers and number of threads, and the reason for each choice."""
     if not installed("onnxruntime"):
         return Check("onnxruntime", "ok", f"absent: the onnx engine needs it ({install('onnxruntime')})")
     from sinew.engine.onnx.providers import choose, runtime
     from sinew.engine.onnx.quantize import weight_bits
 
-    chosen, why = choose()
+    selected, why = choose()
     offered = runtime().get_available_providers()
     count, reason = machine.recommended_threads()
     bits, because = weight_bits()
     return Check(
         "onnxruntime",
         "ok",
-        f"onnxruntime {runtime().__version__} offers {', '.join(offered)}; chosen {', '.join(chosen)} ({why});"
-        f" {count} threads ({reason}), bound to no core, which sleep while they wait: on a shared core a thread"
-        f" that spins takes the time of the one it waits for; int8 weights of {bits} bits ({because})",
+        f"onnxruntime {runtime().__version__} offers {', '.join(offered)}; chosen {', '.join(selected)} ({why});"
+        f" {count} threads ({reason}), not bound to cores, and sleeping while they wait, because a thread that spins on"
+        f" a shared core slows down the thread that it waits for; int8 weights of {bits} bits ({because})",
     )
 
 
 def cuda_engine() -> Check:
-    """Check the device that the engine for GPUs would use."""
+    """Report the device that the engine for GPUs would use."""
     import torch
 
     from sinew.engine.cuda.device import describe, require
@@ -191,14 +197,14 @@ def cuda_engine() -> Check:
 
 
 def cpu_kernels() -> Check:
-    """What computes on weights of few bits; the first call compiles it."""
+    """Report the kernels for low-bit weights. The first call compiles them."""
     from sinew.engine.cpu.kernels.library import extension
 
-    found = extension()
-    if not found.compiled:
+    kernels = extension()
+    if not kernels.compiled:
         advice = "install a C++ compiler; until then omit --engine, and Sinew selects a faster one"
-        return Check("cpu kernels", "warn", f"low-bit products by PyTorch, slowly: {found.reason}", advice)
-    return Check("cpu kernels", "ok", f"low-bit products by {found.kernels} kernels ({found.reason})")
+        return Check("cpu kernels", "warn", f"low-bit products by PyTorch, slowly: {kernels.reason}", advice)
+    return Check("cpu kernels", "ok", f"low-bit products by {kernels.kernels} kernels ({kernels.reason})")
 
 
 def memory() -> Check:
@@ -216,9 +222,9 @@ def simd() -> Check:
     level = torch.backends.cpu.get_cpu_capability()
     unit = machine.half_units("bf16")
     advice = (
-        f"bf16 in hardware ({unit}): --dtype bf16 is worth a `sinew bench`"
+        f"bf16 in hardware ({unit}): try --dtype bf16 with `sinew bench`"
         if unit
-        else "no bf16 in hardware: --dtype bf16 saves memory alone, its weights become fp32 as they are multiplied"
+        else "no bf16 in hardware: --dtype bf16 only saves memory, because weights become fp32 for each product"
     )
     return Check("simd", "ok", f"{machine.cpu_model()}, torch uses {level}; {advice}")
 
@@ -239,12 +245,12 @@ def temporary_disk() -> Check:
     free = shutil.disk_usage(folder).free
     detail = f"{gib(free)} free in {folder}"
     if free < MINIMUM_TEMPORARY_BYTES:
-        return Check("temporary disk", "warn", detail, "conversions need room: free some, or set TMPDIR")
+        return Check("temporary disk", "warn", detail, "conversions need space: free some, or set TMPDIR")
     return Check("temporary disk", "ok", detail)
 
 
 def loopback() -> Check:
-    """Round trips of an observation's size over ZeroMQ on 127.0.0.1: what a server adds at the very least."""
+    """Measure round trips of an observation's size over ZeroMQ on 127.0.0.1, the smallest time that a server adds."""
     from sinew_client.link import Link
 
     payload, samples = bytes(2 * 224 * 224 * 3), []
@@ -256,7 +262,7 @@ def loopback() -> Check:
                 for _ in range(ROUND_TRIPS):
                     started = time.perf_counter()
                     if link.ask([payload], time.monotonic() + LOOPBACK_S) is None:
-                        raise ConnectionLost("no answer in time")
+                        raise ConnectionLost("no answer in time; check the firewall of this machine")
                     samples.append(time.perf_counter() - started)
             finally:
                 link.close()
@@ -271,7 +277,7 @@ def loopback() -> Check:
 
 
 def _echo(listening: socket.socket) -> None:
-    """Answer each request on the first connection with nothing."""
+    """Answer each request on the first connection with an empty message."""
     from sinew_client import zmtp
 
     with contextlib.suppress(OSError, zmtp.ZmtpError), listening.accept()[0] as peer:
@@ -292,7 +298,7 @@ def golden() -> list[Check]:
     """Compare a small policy with the reference implementation's stored outputs."""
     checks = [family.load(family.golden) for family in families() if family.golden]
     if not checks:
-        return [Check("golden", "warn", "this installation carries no golden fixture", "reinstall sinew")]
+        return [Check("golden", "warn", "this installation contains no golden fixture", "reinstall sinew")]
     return [
         Check(name, "ok" if ok else "fail", detail, "" if ok else "do not trust actions of this install")
         for check in checks
@@ -316,7 +322,7 @@ INSTALLATION: tuple[Callable[[], Check | list[Check]], ...] = (
     loopback,
     golden,
 )
-# What says nothing where torch is absent, by the name of its line.
+# These checks cannot run without torch. Check -> the name of its line in the report.
 NEED_TORCH: dict[Callable[[], Check | list[Check]], str] = {
     cpu_kernels: "cpu kernels",
     torch_build: "torch",
@@ -326,4 +332,6 @@ NEED_TORCH: dict[Callable[[], Check | list[Check]], str] = {
     simd: "simd",
     golden: "golden",
 }
-SKIPPED = f"no torch, and the onnx engine needs none; eager, plan and `sinew export` do ({install('torch')})"
+SKIPPED = (
+    f"no torch, which the onnx engine does not need; eager, plan and `sinew export` do ({install('torch')})"
+)

@@ -8,7 +8,14 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``advice`` says what to do; empty where nothing needs doing."""
+    """One line of `sinew doctor`.
+
+    Attributes:
+        name: The subject of the check.
+        status: "ok", "warn" or "fail".
+        detail: The result as a sentence.
+        advice: The next step for the user; "" if no step is needed.
+    """
 
     name: str
     status: Literal["ok", "warn", "fail"]
@@ -20,5 +27,5 @@ class Check:
 
 
 def gib(count: int) -> str:
-    """Return bytes in words."""
+    """Return a number of bytes as text, in GiB or MiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -1,10 +1,10 @@
-"""The delays of a robot, from a trace of its commands, states and frames while it wobbles.
+"""Measure the delays of a robot from a trace of its commands, states and frames while it wobbles.
 
 The robot moves along a known smooth curve (:mod:`sinew.checks.wobble`). A delay is the shift in time at which one
-signal explains most of the variance of another one, by least squares. Two delays are found:
+signal explains most of the variance of another signal, by least squares. Two delays are measured:
 
-* from a command to the state that has reached it (the actuators, and the reading of the state)
-* from the exposure of a frame until it is in memory (the camera)
+* from a command until the state has reached it (the actuators, and the reading of the state)
+* from the exposure of a frame until the frame is in memory (the camera)
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ import numpy as np
 
 from sinew.checks.wiring.thumbnails import SAMPLES, imprint, is_frame, sample
 
-EARLIEST_S, LATEST_S = -0.1, 1.0  # shifts that are tried
-GRID_S = 0.002  # distance of the tried shifts; between them, a parabola
-NEAR_S = 0.1  # a part of the trace is searched this close to the shift of the whole
-PARTS = 6  # parts of the trace; the interval is that of the mean of their shifts
-T_QUANTILE = 2.571  # Student's t, 97.5 %, PARTS - 1 degrees of freedom
-EXPLAINED = 0.5  # smallest share of the variance of a state that its command has to explain
-SEEN = 0.02  # the same of a frame: most of a frame does not move, and has noise
-CELLS = 32  # rows and columns to which a frame is averaged
-WAITS = 0.25  # if looks take times that differ by this share of a period, observe waits for the next frame
+EARLIEST_S, LATEST_S = -0.1, 1.0  # the search tries shifts in this interval
+GRID_S = 0.002  # distance between two shifts of the search; a parabola interpolates between them
+NEAR_S = 0.1  # the shift of a part of the trace is searched this close to the shift of the whole trace
+PARTS = 6  # the trace is split into this many parts; the 95 % interval is that of the mean of their shifts
+T_QUANTILE = 2.571  # 97.5 % quantile of Student's t distribution with PARTS - 1 degrees of freedom
+EXPLAINED = 0.5  # a command must explain at least this share of the variance of its state
+SEEN = 0.02  # a command must explain at least this share of a frame's variance; most of a frame does not move
+CELLS = 32  # a frame is reduced to this many rows and columns of mean values
+# If the durations of `observe` differ by more than this share of a frame period, `observe` waits for the next frame.
+WAITS = 0.25
 
 Signal = Callable[[np.ndarray], np.ndarray]  # times [n] -> regressors [n, k]
 
 
 @dataclass(frozen=True)
 class Look:
-    """One look at a camera.
+    """One reading of a camera.
 
     Attributes:
-        begun: When the robot was asked, seconds of the loop's clock.
-        time: When it had answered.
-        cells: Its frame as means of cells, float32 [CELLS * CELLS]; None if the frame is that of the look before.
-        stated: When the robot says that the frame was exposed, seconds of the same clock; None if it does not say it.
+        begun: Time when the robot was asked for an observation, in seconds of the loop's clock.
+        time: Time when the robot had answered.
+        cells: The frame as means of cells, float32 [CELLS * CELLS]; None if the frame is the same as in the previous
+            reading.
+        stated: The robot's own time of the exposure, in seconds of the same clock; None if the robot states none.
     """
 
     begun: float
@@ -54,11 +56,11 @@ class DelayTrace:
 
     Attributes:
         names: Name of each number of a command.
-        step: Seconds between two observations, if they keep step with the commands; else 0. Nothing shorter than
-            such a step can be measured.
+        step: Seconds between two observations, if observations are synchronous with the commands; else 0. Delays
+            shorter than such a step cannot be measured.
         commands: Time and target, float [D], of each command.
         states: Time and position, float [D], of each control step; NaN for numbers without a position.
-        looks: Camera -> its looks.
+        looks: Camera -> its readings.
     """
 
     names: Sequence[str]
@@ -69,7 +71,7 @@ class DelayTrace:
     _last: dict[str, int] = field(default_factory=dict)
 
     def frame(self, camera: str, begun: float, time: float, frame: Any, stated: float | None) -> None:
-        """Note a frame, uint8 [height, width, 3] or floats in [0, 1]. Anything else is ignored."""
+        """Record a frame, uint8 [height, width, 3] or floats in [0, 1]. Any other array is ignored."""
         pixels = np.asarray(frame)
         if not is_frame(pixels):
             return
@@ -90,7 +92,7 @@ class Delay:
         low: Lower end of the interval.
         high: Upper end of the interval.
         explained: Share of the variance that the shifted signal explains.
-        why: Why it could not be measured; "" if it was.
+        why: The reason if the delay could not be measured; "" if it was measured.
     """
 
     seconds: float = np.nan
@@ -101,11 +103,11 @@ class Delay:
 
     @property
     def measured(self) -> bool:
-        """Return True if there is a result."""
+        """Return True if the delay was measured."""
         return not self.why
 
     def text(self) -> str:
-        """Return the delay and its interval in milliseconds, or why there is none."""
+        """Return the delay and its interval in milliseconds, or the reason why it was not measured."""
         if self.why:
             return self.why
         return f"{1e3 * self.seconds:.0f} ms ({1e3 * self.low:.0f} to {1e3 * self.high:.0f})"
@@ -119,7 +121,7 @@ class CameraDelay:
         transfer: From the exposure of a frame until it is in memory.
         wait: Mean seconds that a frame is in memory before a control step observes it.
         period: Median seconds between two frames.
-        clock: By how much the times that the robot states are later than the exposure; None if it states none.
+        clock: How many seconds the robot's own times are later than the exposure; None if the robot states no times.
     """
 
     transfer: Delay
@@ -129,50 +131,56 @@ class CameraDelay:
 
     @property
     def age(self) -> float:
-        """Mean seconds from the exposure of a frame to the observation that brings it."""
+        """Return the mean seconds from the exposure of a frame until an observation contains the frame."""
         return self.transfer.seconds + self.wait
 
 
 @dataclass(frozen=True)
 class Delays:
-    """All delays of a robot. joints: by the name of a number of the command. cameras: by name."""
+    """All delays of a robot.
+
+    Attributes:
+        joints: Name of a number of the command -> its delay.
+        cameras: Name of a camera -> its delays.
+    """
 
     joints: Mapping[str, Delay]
     cameras: Mapping[str, CameraDelay]
 
     @property
     def actuation(self) -> float:
-        """The longest delay from a command to the state, in seconds; NaN if none was measured."""
+        """Return the longest delay from a command to the state, in seconds; NaN if none was measured."""
         return max((each.seconds for each in self.joints.values() if each.measured), default=np.nan)
 
     @property
     def transfer(self) -> float:
-        """The longest delay from an exposure until the frame is in memory, in seconds; NaN if none was measured."""
+        """Return the longest delay from an exposure until the frame is in memory, in seconds; NaN if none was
+        measured."""
         measured = (each.transfer for each in self.cameras.values() if each.transfer.measured)
         return max((max(0.0, each.seconds) for each in measured), default=np.nan)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the delays for JSON; None for what was not measured."""
+        """Return the delays as a JSON-ready dict. Values that were not measured are None."""
 
         def plain(value: Any) -> Any:
             if isinstance(value, dict):
                 return {key: plain(each) for key, each in value.items()}
             return None if isinstance(value, float) and np.isnan(value) else value
 
-        found: dict[str, Any] = plain(asdict(self))
+        record: dict[str, Any] = plain(asdict(self))
         for name, camera in self.cameras.items():
-            found["cameras"][name]["age"] = plain(camera.age)
-        return {**found, "actuation": plain(self.actuation), "transfer": plain(self.transfer)}
+            record["cameras"][name]["age"] = plain(camera.age)
+        return {**record, "actuation": plain(self.actuation), "transfer": plain(self.transfer)}
 
 
 def measure(trace: DelayTrace) -> Delays:
-    """Return the delays that a trace shows.
+    """Measure the delays in a trace.
 
     Args:
         trace: Commands, states and frames of a wobble.
 
     Returns:
-        A delay for each number of the command and for each camera. What could not be measured states why.
+        A delay for each number of the command and for each camera. A delay that could not be measured has the reason.
     """
     times, targets = _columns(trace.commands, len(trace.names))
     looked, positions = _columns(trace.states, len(trace.names))
@@ -187,7 +195,7 @@ def measure(trace: DelayTrace) -> Delays:
 
 
 def shift(times: np.ndarray, values: np.ndarray, signal: Signal, step: float = 0.0) -> Delay:
-    """Return the delay of values behind a signal: the shift at which the signal explains most of their variance.
+    """Return the delay of values after a signal: the shift at which the signal explains most of their variance.
 
     Args:
         times: When the values were measured, seconds, [n], ascending.
@@ -210,7 +218,7 @@ def shift(times: np.ndarray, values: np.ndarray, signal: Signal, step: float = 0
         if inside.sum() >= 8 and np.ptp(values[inside], axis=0).any():
             parts.append(_best(times[inside], values[inside], signal, best - NEAR_S, best + NEAR_S)[0])
     if len(parts) < PARTS:
-        return Delay(why=f"it changed in {len(parts)} of {PARTS} parts of the time only")
+        return Delay(why=f"it changed only in {len(parts)} of {PARTS} parts of the time")
     half = max(blur, step / 2, T_QUANTILE * float(np.std(parts, ddof=1)) / np.sqrt(PARTS))
     return Delay(best, best - half, best + half, explained)
 
@@ -218,9 +226,20 @@ def shift(times: np.ndarray, values: np.ndarray, signal: Signal, step: float = 0
 def _best(
     times: np.ndarray, values: np.ndarray, signal: Signal, low: float, high: float
 ) -> tuple[float, float, float]:
-    """Return the shift that explains most, the explained share of the variance, and half the range of equal shifts.
+    """Search the shift that explains most of the variance.
 
-    Shifts are equal if observations keep step with commands, as in a simulation that advances with each command.
+    Several shifts can explain the same share if observations are synchronous with commands, for example in a simulation
+    that advances with each command.
+
+    Args:
+        times: When the values were measured, seconds, [n].
+        values: The values, [n, p].
+        signal: Returns the regressors at some times.
+        low: Smallest shift of the search, seconds.
+        high: Largest shift of the search, seconds.
+
+    Returns:
+        The shift, the explained share of the variance, and half the width of the interval of equally good shifts.
     """
     centred = values - values.mean(0)
     total = float((centred**2).sum())
@@ -250,7 +269,7 @@ def _best(
 
 
 def _columns(rows: Sequence[tuple[float, np.ndarray]], dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the times [n] and the numbers [n, dim] of a list of both."""
+    """Split a list of (time, numbers) into the times [n] and the numbers [n, dim]."""
     if not rows:
         return np.zeros(0), np.zeros((0, dim))
     return np.array([row[0] for row in rows]), np.array([row[1] for row in rows], np.float64)
@@ -259,7 +278,15 @@ def _columns(rows: Sequence[tuple[float, np.ndarray]], dim: int) -> tuple[np.nda
 def _joint(
     times: np.ndarray, targets: np.ndarray, looked: np.ndarray, positions: np.ndarray, step: float
 ) -> Delay:
-    """Return the delay of one number of the state behind the command."""
+    """Return the delay of one number of the state after its command.
+
+    Args:
+        times: Times of the commands, [m].
+        targets: The commanded values, [m].
+        looked: Times of the states, [n].
+        positions: The measured values, [n]; NaN if the state does not contain the number.
+        step: See :class:`DelayTrace`.
+    """
     if not len(times) or not np.ptp(targets):
         return Delay(why="it was not moved")
     if not np.isfinite(positions).all():
@@ -282,9 +309,10 @@ class _Arm:
     """The motion of all joints that follow their commands.
 
     Attributes:
-        commanded: The main direction of the commands, and the square of it: a picture is not linear in a joint.
-        actuation: The mean delay of the joints behind their commands.
-        half: Half of its interval.
+        commanded: The main direction of the commands, and its square, because a picture does not change linearly with a
+            joint.
+        actuation: Mean delay from the commands to the joints, in seconds.
+        half: Half of the width of its 95 % interval.
     """
 
     commanded: Signal
@@ -305,7 +333,14 @@ class _Arm:
         return cls(commanded, float(np.mean([each.seconds for each in delays])), half)
 
     def behind(self, times: np.ndarray, cells: np.ndarray, step: float) -> Delay:
-        """Return the delay of frames behind the pose that they show: behind the commands, less the actuation."""
+        """Return the delay from the pose that a frame shows to the frame: the delay after the command, less the delay
+        of the actuators.
+
+        Args:
+            times: Times of the frames, [n].
+            cells: The frames as means of cells, [n, CELLS * CELLS].
+            step: See :class:`DelayTrace`.
+        """
         delay = shift(times, cells, self.commanded, step)
         if delay.measured and delay.explained < SEEN:
             why = f"the motion explains {100 * delay.explained:.1f} % of what changed in its frames"
@@ -316,17 +351,24 @@ class _Arm:
 
 
 def _held(times: np.ndarray, values: np.ndarray, moments: np.ndarray) -> np.ndarray:
-    """Return the last value at some moments, [n]. The robot keeps a command until the next one."""
+    """Return the value of the last command at some times, [n]. The robot holds a command until the next command."""
     return values[np.maximum(np.searchsorted(times, moments, side="right") - 1, 0)]
 
 
 def _camera(looks: Sequence[Look], arm: _Arm | None, steps: np.ndarray, step: float) -> CameraDelay:
-    """Return the delays of one camera. steps: when each control step had its observation, [n]."""
+    """Return the delays of one camera.
+
+    Args:
+        looks: The readings of the camera.
+        arm: The motion of the joints; None if no joint moved.
+        steps: Times of the observations of the control steps, [n].
+        step: See :class:`DelayTrace`.
+    """
     fresh = [i for i, each in enumerate(looks) if each.cells is not None][1:]
     if len(fresh) < 2:
         return CameraDelay(Delay(why="its frames did not change"), np.nan, np.nan, None)
-    # Looks that last anything from nothing to the time between two frames wait for the next frame. A look that does not
-    # wait shows a frame that arrived after the look before.
+    # If the durations of readings vary between zero and a frame period, `observe` waits for the next frame, and a frame
+    # arrives at the end of its reading. Otherwise the frame arrived at some time since the previous reading.
     period = float(np.median(np.diff([looks[i].time for i in fresh])))
     lasted = np.quantile([each.time - each.begun for each in looks], (0.1, 0.9))
     waits = step > 0 or float(np.ptp(lasted)) > WAITS * period

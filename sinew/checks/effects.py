@@ -1,7 +1,7 @@
-"""Does a policy use its inputs? Measure by how much its actions change if one input changes.
+"""Measure whether a policy uses its inputs: change one input, and compare the actions.
 
 A policy may ignore an input: a camera that it did not need in training, or an instruction that was always the same.
-Each change is compared with what the sampler's noise and rounding do to the same chunk.
+Each change of the actions is compared with the change that the sampler's noise and rounding cause.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from sinew.checks.validate.parity import spread_of
 from sinew.core import Moment, Observation
 from sinew.policy import Policy
 
-OBSERVATIONS = 3  # The changes of the actions are averaged over these.
-SLOW_S = 2.0  # seconds of one inference, from which a single observation is measured
-SEEDS = (1, 2, 3)  # The noise's spread is the mean of the three pairs.
+OBSERVATIONS = 3  # the changes of the actions are averaged over this many observations
+SLOW_S = 2.0  # if one inference takes longer, only one observation is measured
+SEEDS = (1, 2, 3)  # seeds of the noise; the spread of the noise is the mean of the three pairs
 OTHER_PROMPTS = ("move back to the start", "open the gripper", "do nothing")
-BLANK = {"grey": 128, "black": 0}  # levels of blank frames, 0 to 255
-# A hundred chunks of an episode average the sampler's noise to a tenth of its spread. A change that is smaller does not
-# show in where the robot goes.
+BLANK = {"grey": 128, "black": 0}  # name of a blank frame -> its level, 0 to 255
+# An episode has about a hundred chunks, which average the sampler's noise to a tenth of its spread. A smaller change
+# does not affect where the robot goes.
 NOISE_SHARE = 0.1
-# Of the spread of the actions: about two rounding steps of bfloat16 (2^-8). A smaller change may be gone in a policy of
-# that precision, and no motor here follows it.
+# Share of the spread of the actions. It is about two rounding steps of bfloat16 (2^-8). Rounding may hide a smaller
+# change in a bfloat16 policy, and the motors of common arms do not follow such a change.
 LEAST_SHARE = 0.01
-# Of the spread: eight rounding steps of float32. Below it, two sums of a policy differ by their order alone.
+# Share of the spread of the actions: eight rounding steps of float32. A smaller change can come from the order of a
+# sum.
 ROUNDING = 2.0**-20
 
 Verdict = Literal["used", "weak", "no effect", "not read"]
@@ -38,16 +39,16 @@ Verdict = Literal["used", "weak", "no effect", "not read"]
 
 @dataclass(frozen=True)
 class Effect:
-    """What one change of one input does to the actions.
+    """The effect of one change of one input on the actions.
 
     Attributes:
         input: "instruction", "state", or "camera NAME".
         change: What was changed.
         share: Root mean square change of the actions, as a share of their spread in training.
         threshold: Share below which the change is weak; see :func:`measure`.
-        rounding: Share up to which the change is rounding alone.
-        verdict: "used"; "weak" below the threshold; "no effect" up to rounding; "not read" if the policy does not read
-            the input at all.
+        rounding: Largest share that rounding alone explains.
+        verdict: "used"; "weak" below the threshold; "no effect" up to ``rounding``; "not read" if the policy does not
+            read the input at all.
     """
 
     input: str
@@ -71,7 +72,7 @@ class Effects:
             spread; 0 for a policy without noise.
         rounding: Share that the smallest change of an input causes: one pixel by one level, or the last bit of each
             number of the state.
-        observations: How many observations were averaged.
+        observations: Number of observations over which the effects were averaged.
     """
 
     effects: tuple[Effect, ...]
@@ -81,7 +82,7 @@ class Effects:
 
     @property
     def unused(self) -> list[str]:
-        """Return the inputs that the policy reads, and of which no change has more than a weak effect."""
+        """Return the inputs that the policy reads although every change of them has at most a weak effect."""
         names = dict.fromkeys(each.input for each in self.effects if each.verdict != "not read")
         used = {each.input for each in self.effects if each.verdict == "used"}
         return [name for name in names if name not in used]
@@ -96,7 +97,7 @@ class Effects:
         }
 
     def text(self) -> str:
-        """Return in a sentence which inputs have no effect, and what the effects were compared with."""
+        """Return a sentence that names the inputs without an effect and the effect of the noise."""
         if self.noise:
             compared = f"the sampler's noise changes the actions by {100 * self.noise:.2g} %"
         else:
@@ -111,15 +112,18 @@ def measure(
 ) -> Effects:
     """Measure how much a policy's actions change if one input changes.
 
-    All chunks of an observation start from the same noise, so a difference comes from the input alone. A change is
+    For one observation, all chunks start from the same noise, so a difference comes only from the input. A change is
     "weak" below the larger of two thresholds: a tenth of the sampler's own spread, which 100 chunks average out, and
-    1 % of the spread of the actions, about two rounding steps of bfloat16. It has "no effect" if it is not larger than
-    the response to the smallest possible change of an input.
+    1 % of the spread of the actions, about two rounding steps of bfloat16. A change has "no effect" if it is not larger
+    than the response to the smallest possible change of an input.
 
     Args:
         policy: The policy.
-        observations: Observations that it can answer; the first :data:`OBSERVATIONS` count.
+        observations: Observations that the policy accepts. Only the first :data:`OBSERVATIONS` are used.
         progress: Called before each inference.
+
+    Returns:
+        The effects of all changes.
     """
     spread = spread_of(policy)
 
@@ -145,20 +149,29 @@ def measure(
     noise = float(np.sqrt(np.mean(np.square(noises)))) if noises else 0.0
     rounding = max(rounds)
     threshold = max(NOISE_SHARE * noise, LEAST_SHARE)
-    found = []
+    effects = []
     for (name, change), each in shares.items():
         share = float(np.sqrt(np.mean(np.square(each))))
         verdict: Verdict = "no effect" if share <= rounding else "weak" if share < threshold else "used"
-        found.append(Effect(name, change, share, threshold, rounding, verdict))
+        effects.append(Effect(name, change, share, threshold, rounding, verdict))
     if not reads_instruction(policy):
-        found.append(Effect("instruction", "any", 0.0, threshold, rounding, "not read"))
-    return Effects(tuple(found), noise, rounding, count)
+        effects.append(Effect("instruction", "any", 0.0, threshold, rounding, "not read"))
+    return Effects(tuple(effects), noise, rounding, count)
 
 
 def changes(
     policy: Policy, observation: Observation, others: Sequence[Observation]
 ) -> Iterator[tuple[str, str, Observation]]:
-    """Yield the name of each input, what is changed, and the changed observation."""
+    """Yield the changes of all inputs of an observation.
+
+    Args:
+        policy: The policy.
+        observation: The observation to change.
+        others: Other observations. The state that differs most replaces the state.
+
+    Yields:
+        Name of the input, description of the change, and the changed observation.
+    """
     if reads_instruction(policy) and observation.tokens is None:
         for prompt in OTHER_PROMPTS:
             if prompt != observation.prompt:
@@ -178,11 +191,15 @@ def changes(
         yield "state", "by one standard deviation", _with_state(observation, state_step(policy))
         far = max(others, key=lambda each: float(np.linalg.norm(each.state - observation.state)))
         if not np.array_equal(far.state, observation.state):
-            yield "state", "that of another moment", _with_state(observation, far.state - observation.state)
+            yield (
+                "state",
+                "that of another observation",
+                _with_state(observation, far.state - observation.state),
+            )
 
 
 def reads_instruction(policy: Policy) -> bool:
-    """Return True if an instruction is an input of the policy."""
+    """Return True if the policy reads an instruction."""
     return policy.spec.max_prompt_tokens > 1
 
 
@@ -204,7 +221,7 @@ def _apart(got: np.ndarray, base: np.ndarray) -> float:
 
 
 def _smallest(observation: Observation) -> Iterator[Observation]:
-    """Yield observations that differ from one by the least that an input can."""
+    """Yield observations in which one input has the smallest possible change."""
     for name in observation.images:
         yield _with_frame(observation, name, partial(_one_level, name))
     state = np.asarray(observation.state, np.float32)
@@ -213,7 +230,7 @@ def _smallest(observation: Observation) -> Iterator[Observation]:
 
 
 def _one_level(name: str, images: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return a camera's frame whose middle pixel differs by one of 256 levels."""
+    """Return a camera's frame in which the middle pixel differs by one of 256 levels."""
     changed = np.array(images[name])
     at = changed.shape[0] // 2, changed.shape[1] // 2, 0
     level = changed[at]

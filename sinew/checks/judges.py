@@ -1,4 +1,4 @@
-"""Observations of a simulated task and its success gate, of the package that has the tasks."""
+"""Get observations of a simulated task and its success gate from the package that has the tasks (sinew-eval)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from sinew.core import Observation
     from sinew.policy import Policy
 
-GROUP = "sinew.judges"  # `sinew_eval.judge` says what it has
+GROUP = "sinew.judges"  # the group of entry points; `sinew_eval.judge` documents the functions of an entry
 
 
 def observations(policy: Policy) -> tuple[str, Iterator[Observation]] | None:
-    """Return the embedded task that a policy fits, and the observations of its episodes without end. None if it fits no
-    task, or if the package sinew-eval is not installed."""
+    """Return the built-in task that a policy fits, and an endless iterator of observations from its episodes. None if
+    the policy fits no task, or if the package sinew-eval is not installed."""
     judge = providers.provider(GROUP)
     return None if judge is None else judge.observations(policy)
 
 
 def gate_of(bundle: Path) -> tuple[Any | None, str]:
-    """Return the embedded success gate whose task a bundle can play, and the reason in words. None if there is none, or
-    if the package sinew-eval is not installed."""
+    """Return the built-in success gate whose task a bundle can play, and a sentence with the reason. The gate is None
+    if no task fits, or if the package sinew-eval is not installed."""
     judge = providers.provider(GROUP)
     if judge is None:
         return None, str(providers.MissingDistributionError("the gate", providers.HOMES[GROUP]))

@@ -1,4 +1,4 @@
-"""What `sinew doctor BUNDLE` checks: the bundle on the engine that would serve it."""
+"""The checks of `sinew doctor BUNDLE`: load the bundle with the engine that would serve it, and run it once."""
 
 from __future__ import annotations
 
@@ -25,9 +25,15 @@ Needs = Callable[["Policy"], tuple[int, str]]
 
 
 def bundle(path: Path, options: Mapping[str, Any], needs: Needs | None = None) -> list[Check]:
-    """Load a bundle and run it once on grey frames. ``options``: of ``sinew.load``.
+    """Load a bundle and run it once on grey frames.
 
-    needs: returns the bytes that a loaded policy needs, and what they are.
+    Args:
+        path: The bundle.
+        options: Options of ``sinew.load``.
+        needs: Returns the bytes that a loaded policy needs, and a description of these bytes.
+
+    Returns:
+        One line of the report for each check.
     """
     try:
         started, available = time.perf_counter(), machine.memory()[1]
@@ -56,7 +62,9 @@ def bundle(path: Path, options: Mapping[str, Any], needs: Needs | None = None) -
     except SinewError as error:
         bad = isinstance(error, BundleError) and path.exists()
         advice = (
-            "convert the checkpoint again with `sinew convert`" if bad else "give what the message expects"
+            "convert the checkpoint again with `sinew convert`"
+            if bad
+            else "correct the option or the path that the message names"
         )
         return [Check("bundle", "fail", str(error), advice)]
     if not policy.bundle.infos:
@@ -71,60 +79,65 @@ def bundle(path: Path, options: Mapping[str, Any], needs: Needs | None = None) -
             f"{len(chunk.actions)} actions in {chunk.timing.total_ms:.0f} ms (first inference), "
             + ("all finite" if finite else "some not finite")
             + (f"; {gib(gpu['peak'])} of {gpu['name']} at most" if (gpu := machine.gpu()) else ""),
-            "" if finite else "the weights or the statistics hold values that are not numbers",
+            ""
+            if finite
+            else "the weights or the statistics contain NaN or infinity; convert the checkpoint again",
         )
     )
     return results
 
 
 def _parity(policy: Policy) -> Check:
-    """Run the short form of ``sinew validate`` on the engine at hand."""
+    """Run the short form of ``sinew validate``: compare the policy with eager float32 on one observation."""
     if not installed("torch"):
-        return Check("bundle parity", "ok", "skipped: no torch, and the reference is eager")
+        return Check("bundle parity", "ok", "skipped: no torch, which the reference engine needs")
     from sinew.checks.validate.observations import random_observations
     from sinew.checks.validate.parity import compare
     from sinew.policy import Policy
 
     reference = Policy(policy.bundle, "cpu", "fp32", "eager", ignore_recipe=True)
-    found = compare(policy, reference, islice(random_observations(reference), 1))
-    errors = ", ".join(f"{stage.name} {stage.error:.1e}" for stage in found.stages.values())
+    parity = compare(policy, reference, islice(random_observations(reference), 1))
+    errors = ", ".join(f"{stage.name} {stage.error:.1e}" for stage in parity.stages.values())
     detail = f"engine {policy.engine_name} against eager fp32 on one random observation: relative L2 {errors}"
-    if found.passed:
+    if parity.passed:
         return Check("bundle parity", "ok", f"{detail}; `sinew validate` compares more and plays the gate")
-    wrong = [stage.name for stage in found.stages.values() if not stage.passed] + found.faults
-    advice = (
-        f"do not serve with this engine: {', '.join(wrong) or 'indices'} differ; `sinew validate` says more"
-    )
+    wrong = [stage.name for stage in parity.stages.values() if not stage.passed] + parity.faults
+    advice = f"do not serve with this engine: {', '.join(wrong) or 'indices'} differ; run `sinew validate` for details"
     return Check("bundle parity", "fail", detail, advice)
 
 
 def _parity_of_graphs(policy: Policy) -> Check:
-    """Compare with the chunk that a folder of graphs carries in place of its weights."""
+    """Compare with the chunk that `sinew export` stored in a folder of graphs, because the folder has no weights."""
     from sinew.checks.validate.exported import REFERENCE, against_reference
 
     try:
-        found = against_reference(policy, policy.bundle.path.parent)
+        errors = against_reference(policy, policy.bundle.path.parent)
     except SinewError as error:
         return Check("bundle parity", "fail", str(error), "copy the folder again, or `sinew export` it again")
-    if found is None:
-        detail = f"the folder has no {REFERENCE}, as those exported before 2026-11-26; nothing was compared"
-        return Check("bundle parity", "warn", detail, "`sinew export` it again")
-    error_, bound = found
+    if errors is None:
+        detail = f"the folder has no {REFERENCE} (exported before 2026-11-26), so nothing was compared"
+        return Check("bundle parity", "warn", detail, "run `sinew export` again")
+    error_, bound = errors
     detail = (
-        f"engine {policy.engine_name} here against eager fp32 where the folder was exported, on one random"
+        f"engine {policy.engine_name} on this machine against eager fp32 on the exporting machine, on one random"
         f" observation: relative L2 of the actions {error_:.1e} (bound {bound:.0e})"
     )
     if error_ <= bound:
         return Check("bundle parity", "ok", detail)
-    return Check("bundle parity", "fail", detail, "do not serve with this folder here")
+    return Check("bundle parity", "fail", detail, "do not serve with this folder on this machine")
 
 
 def _memory(policy: Policy, available: int, needs: Needs | None) -> Check:
-    """Compare what the policy needs with the bytes that were available before it was opened."""
+    """Compare the memory that the policy needs with the memory that was available before it was loaded."""
     needed, parts = (policy.facts.weights_nbytes, "weights alone") if needs is None else needs(policy)
-    detail = f"needs {gib(needed)} beside this program ({parts}); {gib(available)} were available"
+    detail = f"needs {gib(needed)} in addition to this program ({parts}); {gib(available)} were available"
     if needed > available:
-        return Check("bundle memory", "fail", detail, "every inference would read from disk")
+        return Check(
+            "bundle memory",
+            "fail",
+            detail,
+            "close programs or use a smaller dtype; else inference reads from disk",
+        )
     return Check("bundle memory", "ok", detail)
 
 
@@ -135,37 +148,39 @@ def _engine(policy: Policy) -> Check:
 
 
 def _statistics(policy: Policy) -> Check:
-    """Say which statistics of states and actions cannot be meant."""
+    """Report statistics of states and actions that cannot be right."""
     manifest = policy.manifest
-    found = statistics.notes(manifest.spec, manifest.processing)
-    if not found:
-        return Check("bundle statistics", "ok", "states and actions vary as those of a robot do")
+    problems = statistics.notes(manifest.spec, manifest.processing)
+    if not problems:
+        return Check("bundle statistics", "ok", "states and actions vary like those of a robot")
     advice = "convert the checkpoint again with the statistics of its training data (--stats FILE)"
-    return Check("bundle statistics", "warn", "; ".join(found), advice)
+    return Check("bundle statistics", "warn", "; ".join(problems), advice)
 
 
 def _handover(spec: PolicySpec) -> Check:
-    """Say how `sinew run` takes over late chunks of this policy, and what would change that."""
+    """Report how `sinew run` merges late chunks of this policy, and which options change that."""
     from sinew_client.control import choose
 
     return Check("bundle hand-over", "ok", str(choose(policy=spec.to_dict())).removeprefix("hand-over "))
 
 
 def hashes(path: Path) -> Check:
-    """Compare every tensor of a bundle with the hash that was written with it; reads the whole file."""
+    """Compare every tensor of a bundle with its stored hash. Reads the whole file."""
     from sinew.policy import open_bundle
 
     name = "bundle hashes"
     try:
         opened = open_bundle(path)
         if opened.hashes is None:
-            detail = "the bundle carries no hashes, as those written before 2026-11-21; nothing was compared"
+            detail = "the bundle contains no hashes (written before 2026-11-21), so nothing was compared"
             return Check(name, "warn", detail, "convert the checkpoint again")
-        changed = opened.verify()
+        damaged = opened.verify()
     except SinewError as error:
         return Check(name, "fail", str(error), "copy or convert the bundle again")
-    if changed:
-        named = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
-        detail = f"{len(changed)} of {len(opened.hashes)} tensors are not as they were written: {named}"
+    if damaged:
+        named = ", ".join(damaged[:5]) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else "")
+        detail = (
+            f"{len(damaged)} of {len(opened.hashes)} tensors were changed after they were written: {named}"
+        )
         return Check(name, "fail", detail, "copy or convert the bundle again")
-    return Check(name, "ok", f"the header and {len(opened.hashes)} tensors are as they were written")
+    return Check(name, "ok", f"the header and {len(opened.hashes)} tensors are unchanged")

@@ -1,5 +1,4 @@
-"""Time the engines of a bundle, and make and verify those that may be faster before anything takes them
-(``sinew prepare``)."""
+"""Make engines that may be faster for a bundle, verify them, and time all engines of the bundle (``sinew prepare``)."""
 
 from __future__ import annotations
 
@@ -26,16 +25,17 @@ if TYPE_CHECKING:
     from sinew.engine.prepared import EngineFinding
     from sinew.policy import Policy
 
-ROUNDS = 5  # in turn, behind one that warms up
-MOST_ROUNDS, LONG_ENOUGH_S = 25, 2.0  # rounds of short chunks, whose times vary more: until so many seconds
-SHORTEST_S = 0.05  # shortest measurement; shorter chunks are computed several times
-# Times the weights in float32: in memory while they are exported, on the disk while they are quantised
+ROUNDS = 5  # each engine is timed at least this many times, in turn, after a warm-up round
+# Short chunks vary more, so they are timed in up to 25 rounds, until 2 seconds have passed.
+MOST_ROUNDS, LONG_ENOUGH_S = 25, 2.0
+SHORTEST_S = 0.05  # a chunk that takes less time is computed several times per measurement
+# An export needs this multiple of the float32 weights in memory, and quantising needs as much on the disk.
 ROOM = 2
-RUNTIME_BYTES = 250_000_000  # interpreter and torch, as `sinew perf fit` counts it
+RUNTIME_BYTES = 250_000_000  # memory of Python and torch, as `sinew perf fit` counts it
 
 
 class _NotNowError(SinewError):
-    """Says what keeps a form from being made at present, which is no finding about the form."""
+    """A prepared engine cannot be made now, for example because the disk is full. It may succeed later."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Preparing:
     """The result of preparing a bundle.
 
     Attributes:
-        text: The result in words.
+        text: The result as a sentence.
         finding: The measurement of this run; None if nothing was measured.
-        kept: The stored finding of an earlier run, if nothing was measured.
+        kept: The stored measurement of an earlier run, if nothing was measured.
         need: Bytes of the policy that will serve.
     """
 
@@ -66,7 +66,7 @@ def prepare(
     episodes: Episodes,
     threads: int | None = None,
 ) -> Preparing:
-    """Make and verify what may be faster, time every engine that can run a bundle, and store what was found.
+    """Make and verify engines that may be faster, time every engine that can run a bundle, and store the result.
 
     Args:
         source: The bundle.
@@ -74,16 +74,16 @@ def prepare(
         dtype: Precision, as for :func:`sinew.load`.
         observations: Number of observations to compare with eager float32.
         memory_gib: Memory that a server has for the policy, in GiB.
-        again: Repeat what was found or measured before.
-        need: Returns the bytes of a policy's weights and of what it computes (:func:`sinew.memory.memory_need`).
-        episodes: Plays a task for observations to compare.
+        again: Repeat earlier measurements.
+        need: Returns the bytes of a policy's weights and of its activations (:func:`sinew.memory.memory_need`).
+        episodes: Plays a task to get observations for the comparison.
         threads: Number of threads. None measures with one.
 
     Returns:
-        What came of it.
+        The result.
 
     Raises:
-        SinewError: Something keeps an engine from being made or timed now.
+        SinewError: An engine cannot be made or timed now, for example because memory or disk space is missing.
     """
     from sinew.engine import prepared
     from sinew.engine.backend import BACKENDS, candidates, choose, unmeasured
@@ -103,15 +103,16 @@ def prepare(
             if candidate.engine == choice.engine:
                 continue
             with _alone(opened.path, candidate.engine):
-                known = prepared.kept(opened.path, candidate.engine, threads)
-                if known is not None and known.against == choice.engine:
-                    if not known.taken:
-                        text = f"{known.why} (found before; --again tries once more)"
-                        done = done or Preparing(text, known)
+                earlier = prepared.kept(opened.path, candidate.engine, threads)
+                if earlier is not None and earlier.against == choice.engine:
+                    if not earlier.taken:
+                        text = f"{earlier.why} (result of an earlier run; pass --again to repeat it)"
+                        done = done or Preparing(text, earlier)
                         continue
-                    verdict = BACKENDS[known.engine].should(opened, candidate.options, prepared=True)
-                    if not verdict.against:  # another process made it meanwhile
-                        done = Preparing(known.why, known, need=size)
+                    verdict = BACKENDS[earlier.engine].should(opened, candidate.options, prepared=True)
+                    # Another process made this engine while this process waited for the lock.
+                    if not verdict.against:
+                        done = Preparing(earlier.why, earlier, need=size)
                         continue
                 _check_room(opened, candidate, size, memory_gib)
                 finding = _prepare(opened, choice, candidate, observations, episodes)
@@ -126,7 +127,8 @@ def prepare(
                 timed = _time(opened, started, choice, size, memory_gib, again)
             if timed is not None and (done is None or timed.taken):
                 done = Preparing(timed.why, timed, need=size)
-            elif timed is not None and done is not None:  # nothing that was made is faster: say what is
+            # No prepared engine is faster, so the text also names the fastest engine.
+            elif timed is not None and done is not None:
                 done = replace(done, text=f"{done.text}; {timed.why}")
     if done is None:
         text = f"engine {choice.engine} is the fastest that can run it: {choice.engine_reason}"
@@ -142,8 +144,19 @@ def _time(
     memory_gib: float | None,
     again: bool,
 ) -> EngineFinding | None:
-    """Time every engine that needs nothing to be made, and store it, unless another process has done so meanwhile. None
-    where there is one engine alone. started: what runs the bundle without it. size: bytes of the policy that serves."""
+    """Time every engine that needs no preparation, and store the times, unless another process has already done so.
+
+    Args:
+        bundle: The bundle.
+        started: The engine that runs the bundle without any measurement.
+        choice: The engine that runs the bundle now.
+        size: Bytes of the policy that will serve.
+        memory_gib: Memory that a server has for the policy, in GiB.
+        again: Repeat earlier measurements.
+
+    Returns:
+        The fastest engine; None if only one engine can run the bundle.
+    """
     from sinew.engine.backend import choose, ready, requested, unmeasured
     from sinew.engine.measured import stored
     from sinew.engine.prepared import EngineFinding
@@ -167,7 +180,18 @@ def _time(
 def _prepare(
     bundle: Bundle, choice: EngineChoice, candidate: EngineChoice, observations: int, episodes: Episodes
 ) -> EngineFinding:
-    """Return the finding. If the form is taken, it is at the place where it is looked for, and nowhere else."""
+    """Make, verify and time one engine. If it is faster, publish its files where the engine looks for them.
+
+    Args:
+        bundle: The bundle.
+        choice: The engine that runs the bundle now.
+        candidate: The engine to make.
+        observations: Number of observations to compare with eager float32.
+        episodes: Plays a task to get observations for the comparison.
+
+    Returns:
+        The result.
+    """
     from sinew.engine.backend import ready
     from sinew.engine.measured import stored
     from sinew.engine.prepared import EngineFinding
@@ -177,7 +201,7 @@ def _prepare(
     refused = partial(EngineFinding, name, against, False, device=device, threads=threads)
     there = f"{bundle.path.parent}: expected to write the form of engine {name} there"
     try:
-        # A full disk: the next start tries again
+        # If the disk is full, nothing is stored, so that the next start tries again.
         with _kept_as(there), _form(bundle, candidate) as (form, publish):
             problem, proof = _prove(bundle, form, candidate, observations, episodes)
             if problem:
@@ -192,7 +216,7 @@ def _prepare(
                 why = f"engine {name} is not taken: it is not {MARGIN - 1:.0%} faster ({words}); {proof}"
                 return refused(why, seconds)
             finding = EngineFinding(name, against, True, f"{words}; {proof}", seconds, device, threads)
-            # First: without its form it counts for nothing, and a form counts by itself
+            # Store the result before its files. A result without files has no effect, and files alone would be used.
             _keep(finding, bundle.path)
             publish()
             return finding
@@ -207,8 +231,8 @@ def _prepare(
 def _form(bundle: Bundle, candidate: EngineChoice) -> Iterator[tuple[Path, Callable[[], None]]]:
     """Yield the file that the engine opens, and a function that publishes it.
 
-    The graphs of an export are in a folder that is removed unless the function is called. Other engines open the
-    bundle.
+    The graphs of an export are written to a temporary folder, which is removed unless the function is called. Other
+    engines open the bundle itself.
     """
     from sinew.bundle import EXPORTED
     from sinew.engine.backend import BACKENDS
@@ -220,14 +244,14 @@ def _form(bundle: Bundle, candidate: EngineChoice) -> Iterator[tuple[Path, Calla
         yield bundle.path, lambda: None
         return
     folder = graphs_folder(bundle)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         with _kept_as(f"{folder}: expected to write the exported graphs beside the bundle"):
-            partial = held.enter_context(scratch.beside(folder))
+            partial = stack.enter_context(scratch.beside(folder))
         write_folder(bundle, partial, folder)
 
         def put() -> None:
             (partial / EXPORTED).unlink()
-            shutil.rmtree(folder, ignore_errors=True)  # an interrupted export of another day
+            shutil.rmtree(folder, ignore_errors=True)  # the remains of an earlier export that was interrupted
             publish(partial, folder)
 
         yield partial, put
@@ -236,7 +260,18 @@ def _form(bundle: Bundle, candidate: EngineChoice) -> Iterator[tuple[Path, Calla
 def _prove(
     bundle: Bundle, form: Path, candidate: EngineChoice, observations: int, episodes: Episodes
 ) -> tuple[str, str]:
-    """Return the error of the form, "" if there is none, and its verification in words. Stores the record."""
+    """Compare an engine with eager float32, and store the record.
+
+    Args:
+        bundle: The bundle.
+        form: The file that the engine opens.
+        candidate: The engine.
+        observations: Number of observations.
+        episodes: Plays a task to get observations.
+
+    Returns:
+        A sentence about the difference, "" if the engine passes; and a sentence about the comparison.
+    """
     from sinew.engine import proofs
     from sinew.policy import Policy
 
@@ -249,31 +284,39 @@ def _prove(
         policy.close()
         reference.close()
     worst = max(parity["stages"], key=lambda stage: stage["error"] / stage["bound"])
-    said = (
+    summary = (
         f"{worst['name']} {worst['error']:.1e} of at most {worst['bound']:.0e} from eager fp32"
         f" over {parity['observations']} observations"
     )
-    found = kept_record(
+    record = kept_record(
         bundle.path, parity, f"sinew prepare {bundle.path}", skipped="not played: sinew validate plays it"
     )
-    # An earlier proof whose success gate was played is kept.
+    # A stored record with a played success gate is better, so it stays.
     if not parity["passed"] or proofs.lacking(bundle.path, engine, device):
-        with _kept_as(f"{proofs.folder()}: expected to keep the proof there"):
-            proofs.keep(bundle.path, engine, device, found)
+        with _kept_as(f"{proofs.folder()}: expected to store the proof there"):
+            proofs.keep(bundle.path, engine, device, record)
     if parity["passed"]:
-        return "", f"proved: {said}"
+        return "", f"proved: {summary}"
     unequal = [f"indices of {name}" for name, same in parity["indices"].items() if not same]
-    return f"it differs: {', '.join([said, *parity['faults'], *unequal])}", ""
+    return f"it differs: {', '.join([summary, *parity['faults'], *unequal])}", ""
 
 
 def _measure(
     bundle: Bundle, choice: EngineChoice, others: Sequence[tuple[EngineChoice, Path]]
 ) -> tuple[dict[str, float], str]:
-    """Return the seconds of a chunk by engine, and what makes them less exact, "" if nothing does.
+    """Time engines against the present choice.
 
-    Each of ``others``, with the file that it opens, is timed in turn with ``choice``, so that two policies are in
-    memory at a time. Its time is a ratio to that of ``choice``, because a machine's speed changes between two pairs.
-    On a CPU times are the processor's if one thread computes, because a busy machine changes them least.
+    Each engine is timed in turn with ``choice``, so that only two policies are in memory at once. Its time is computed
+    from the ratio to ``choice``, because a machine's speed may change between two pairs. If one thread computes on a
+    CPU, processor time is measured, because other programs affect it least.
+
+    Args:
+        bundle: The bundle.
+        choice: The engine that runs the bundle now.
+        others: The other engines, each with the file that it opens.
+
+    Returns:
+        Engine -> seconds of a chunk; and a sentence if a busy machine makes the times less exact, else "".
     """
     if note := machine.busy():
         note += f"; `sinew prepare {bundle.path.name} --again` measures again when idle"
@@ -307,14 +350,20 @@ def _under(bundle: Bundle, choice: EngineChoice) -> Conditions:
 def _store(bundle: Bundle, choice: EngineChoice, seconds: Mapping[str, float], note: str) -> None:
     from sinew.engine import measured
 
-    with _kept_as("expected to keep what was measured"):
+    with _kept_as("expected to store the measured times"):
         measured.store(_under(bundle, choice), chunks=seconds, unit=_unit(choice), note=note)
 
 
 def fastest(
     policies: Mapping[str, Policy], clock: Callable[[], float] = time.process_time
 ) -> dict[str, float]:
-    """Return the seconds of a chunk of each, the shortest of :data:`ROUNDS` in turn, or of more if chunks are short."""
+    """Return the seconds of a chunk by policy: the shortest of :data:`ROUNDS` rounds in turn, or of more rounds if
+    chunks are short.
+
+    Args:
+        policies: Name -> policy.
+        clock: Returns the time in seconds.
+    """
     observation = next(iter(policies.values())).dummy_observation()
     repeats: dict[str, int] = {}
     best = dict.fromkeys(policies, math.inf)
@@ -322,7 +371,7 @@ def fastest(
     for index in range(MOST_ROUNDS + 1):
         for name, policy in policies.items():
             if not index:
-                policy.infer(observation)  # the very first allocates
+                policy.infer(observation)  # the first inference also allocates memory, so it is not timed
             count, begun = repeats.get(name, 1), clock()
             for _ in range(count):
                 policy.infer(observation)
@@ -338,7 +387,7 @@ def fastest(
 
 
 def _keep(finding: EngineFinding, bundle: Path) -> None:
-    with _kept_as("expected to keep what was found"):
+    with _kept_as("expected to store the result"):
         finding.keep(bundle)
 
 
@@ -352,40 +401,59 @@ def _open(form: Path, candidate: EngineChoice) -> Policy:
 
 
 def _check_room(bundle: Bundle, candidate: EngineChoice, need: int, memory_gib: float | None) -> None:
-    """Raise :class:`SinewError` where memory or disk are short. need: bytes of the policy that serves."""
+    """Raise :class:`SinewError` if memory or disk space is missing to make an engine.
+
+    Args:
+        bundle: The bundle.
+        candidate: The engine to make.
+        need: Bytes of the policy that will serve.
+        memory_gib: Memory that a server has for the policy, in GiB.
+    """
     wide = _wide(bundle)
     _check_room_for_two(bundle, need, memory_gib)
-    wanted, free = ROOM * wide + RUNTIME_BYTES + need, machine.memory()[1]
-    if wanted > free:
-        raise SinewError(f"memory: expected {_gib(wanted)} that are free, got {_gib(free)}")
+    required, free = ROOM * wide + RUNTIME_BYTES + need, machine.memory()[1]
+    if required > free:
+        raise SinewError(
+            f"memory: expected {_gib(required)} of free memory, got {_gib(free)}; close programs and run it again"
+        )
     if candidate.options.kind == "cuda":
         import torch
 
         there = torch.cuda.mem_get_info(torch.device(candidate.options.device))[0]
         if ROOM * wide > there:
             where = candidate.options.device
-            raise SinewError(f"memory of {where}: expected {_gib(ROOM * wide)} free, got {_gib(there)}")
+            raise SinewError(
+                f"memory of {where}: expected {_gib(ROOM * wide)} free, got {_gib(there)}; end other programs on it"
+            )
         return
     try:
-        left = shutil.disk_usage(bundle.path.parent).free
+        unused = shutil.disk_usage(bundle.path.parent).free
     except OSError:
         return
-    if ROOM * wide > left:
+    if ROOM * wide > unused:
         raise SinewError(
-            f"disk: expected {_gib(ROOM * wide)} that are free in {bundle.path.parent}, got {_gib(left)}"
+            f"disk: expected {_gib(ROOM * wide)} free in {bundle.path.parent}, got {_gib(unused)}; free some space"
         )
 
 
 def _check_room_for_two(bundle: Bundle, need: int, memory_gib: float | None) -> None:
-    """Raise :class:`SinewError` where two policies do not fit the memory. need: bytes of the one that serves."""
+    """Raise :class:`SinewError` if two policies do not fit into memory.
+
+    Args:
+        bundle: The bundle.
+        need: Bytes of the policy that will serve.
+        memory_gib: Memory that a server has for the policy, in GiB.
+    """
     if memory_gib is not None and 2 * need > memory_gib * 2**30:
         raise SinewError(
-            f"memory: expected {_gib(2 * need)}, for both forms stand while they are exchanged, got"
-            f" {_gib(memory_gib * 2**30)} (--memory-gib)"
+            f"memory: expected {_gib(2 * need)}, because the old and the new policy are both loaded during a hot-swap,"
+            f" got {_gib(memory_gib * 2**30)}; increase --memory-gib"
         )
-    wanted, free = need + _wide(bundle) + RUNTIME_BYTES, machine.memory()[1]
-    if wanted > free:
-        raise SinewError(f"memory: expected {_gib(wanted)} that are free, got {_gib(free)}")
+    required, free = need + _wide(bundle) + RUNTIME_BYTES, machine.memory()[1]
+    if required > free:
+        raise SinewError(
+            f"memory: expected {_gib(required)} of free memory, got {_gib(free)}; close programs and run it again"
+        )
 
 
 def _wide(bundle: Bundle) -> int:
@@ -395,29 +463,29 @@ def _wide(bundle: Bundle) -> int:
 
 @contextlib.contextmanager
 def _alone(bundle: Path, engine: str) -> Iterator[None]:
-    """Wait until no other process prepares the same."""
+    """Hold a lock, so that only one process prepares this engine of the bundle at a time."""
     from sinew.engine import prepared
 
-    path, held = prepared.lock_of(bundle, engine), None
+    path, lock = prepared.lock_of(bundle, engine), None
     try:
         while True:
-            with _kept_as(f"{path.parent}: expected to keep there what is found"):
+            with _kept_as(f"{path.parent}: expected to store the result there"):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.touch()
-            held = scratch.hold(path, wait=False)
-            if held is None:
+            lock = scratch.hold(path, wait=False)
+            if lock is None:
                 with progress.task(f"waiting for another process that prepares {bundle.name}"):
-                    held = scratch.hold(path)
-            if scratch.there(path, held):
+                    lock = scratch.hold(path)
+            if scratch.there(path, lock):
                 break
-            if held is not None:
-                os.close(held)
+            if lock is not None:
+                os.close(lock)
         yield
     finally:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-        if held is not None:
-            os.close(held)
+        if lock is not None:
+            os.close(lock)
 
 
 @contextlib.contextmanager
@@ -425,7 +493,9 @@ def _kept_as(words: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _NotNowError(f"{words}, got {error.strerror or error}") from None
+        raise _NotNowError(
+            f"{words}, got {error.strerror or error}; correct this and run the command again"
+        ) from None
 
 
 def _gib(size: float) -> str:

@@ -1,7 +1,7 @@
-"""Moves a robot a little around its pose, inside all limits, and records what it was sent and what it showed.
+"""Move a robot a little around its pose, inside all limits, and record its commands, states and frames.
 
 The wobble is a source of actions like a policy, so it drives the robot through a
-:class:`~sinew_client.control.run.Run`: the limits, the watchdog, the holds and the return to the rest pose are those of
+:class:`~sinew_client.control.run.Run`. Limits, watchdog, holds and the return to the rest pose are the same as in
 `sinew run`.
 """
 
@@ -28,31 +28,40 @@ from sinew.checks.delays import DelayTrace
 from sinew.core import SinewError
 
 SPREAD = 0.1  # amplitude, as a share of the standard deviation of each number in the training data
-SHARE = 0.5  # largest share of a limit of speed or acceleration that the wobble uses
-FREQUENCIES = (0.43, 0.71, 1.13, 1.7)  # Hz; no common period, so that only one shift fits
+SHARE = 0.5  # the wobble uses at most this share of a limit of speed or acceleration
+FREQUENCIES = (
+    0.43,
+    0.71,
+    1.13,
+    1.7,
+)  # Hz; without a common period, so that only one shift explains the signal
 FADE_S = 0.5  # the wobble grows and fades in this time
-UNLOCKED = (
-    0.93  # the wobble's rate, as a share of the control rate: observations do not keep step with frames
-)
-POLL_S = 0.004  # between two looks for the next frame
-# A command is late by a random share of a period, up to this one, so that observations do not keep step with commands.
+# The wobble runs at this share of the control rate, so that observations are not synchronous with camera frames.
+UNLOCKED = 0.93
+POLL_S = 0.004  # wait between two observations while the next frame is awaited, in seconds
+# Each command is delayed by a random share of a period, at most this one, so that observations are not synchronous with
+# commands.
 DITHER = 0.9
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The wobble, and its length in seconds."""
+    """The curve of the wobble.
+
+    Attributes:
+        seconds: Its length in seconds.
+    """
 
     seconds: float
 
     def at(self, times: np.ndarray) -> np.ndarray:
-        """Return the wobble at some times in seconds, [n], between -1 and 1; 0 before it begins and after its end."""
+        """Return the curve at some times in seconds, [n], between -1 and 1; 0 before its start and after its end."""
         waves = sum(np.sin(2 * np.pi * f * times + 2 * k) for k, f in enumerate(FREQUENCIES))
         fade = np.clip(np.minimum(times, self.seconds - times) / FADE_S, 0.0, 1.0)
         return waves / len(FREQUENCIES) * fade * fade * (3 - 2 * fade)
 
     def fastest(self) -> tuple[float, float]:
-        """Return the largest speed and acceleration of a wobble with amplitude 1, per second and second squared."""
+        """Return the largest speed and acceleration of a curve with amplitude 1, per second and per second squared."""
         step = 1e-3
         path = self.at(np.arange(0.0, self.seconds + step, step))
         return float(np.abs(np.diff(path)).max() / step), float(np.abs(np.diff(path, 2)).max() / step**2)
@@ -61,14 +70,14 @@ class Curve:
 def amplitudes(
     base: np.ndarray, spread: np.ndarray, limits: Limits | None, placed: np.ndarray, curve: Curve
 ) -> np.ndarray:
-    """Return the amplitude of each number of a command, float [D], so that limits clip nothing.
+    """Return the amplitude of each number of a command, float [D], so that no limit clips the wobble.
 
     Args:
         base: The robot's pose, [D].
         spread: Standard deviation of each number in the training data, [D].
-        limits: Limits of the run; None for none.
-        placed: True for numbers of a command that are positions, bool [D]. The limits of others concern the speed of
-            the robot, and the run clips what exceeds them.
+        limits: Limits of the run; None if there are none.
+        placed: True for numbers of a command that are positions, bool [D]. For the other numbers, limits concern the
+            speed of the robot, and the run clips them.
         curve: The wobble.
     """
     size = SPREAD * spread
@@ -111,11 +120,11 @@ class Wobble:
         return self._base + self._curve.at(np.array([now - begun]))[0] * self._size
 
     def ready(self, now: float) -> bool:
-        """Return True: an answer takes no time."""
+        """Return True, because an answer takes no time."""
         return True
 
     def ask(self, observation: Mapping[str, Any], now: float) -> None:
-        """Make the chunk of an observation."""
+        """Compute the chunk for an observation."""
         if self._begun is None:
             self._begun = now
         times = now - self._begun + np.arange(self._rows) / self._hz
@@ -123,32 +132,32 @@ class Wobble:
         self._answer = Outcome(self._motion.rows(targets, state_of(observation["state"])))
 
     def poll(self, now: float) -> Outcome | None:
-        """Return the chunk of the last observation, once."""
+        """Return the chunk of the last observation. A second call returns None."""
         answer, self._answer = self._answer, None
         return answer
 
     def cancel(self) -> None:
-        """Drop the chunk."""
+        """Discard the chunk."""
         self._answer = None
 
     def close(self, wait: float = 0.0) -> None:
-        """Do nothing: there is no connection."""
+        """Do nothing, because there is no connection."""
 
 
 class TracedRobot:
-    """A robot whose commands, states and frames are recorded.
+    """Wraps a robot, and records its commands, states and frames.
 
     Args:
         robot: The robot.
-        motion: Tells targets from commands, and the position from a state.
-        trace: Gets what is recorded.
+        motion: Converts commands to target poses, and states to poses.
+        trace: Receives the recording.
         pace: The loop's clock.
         source: The wobble.
-        seconds: The robot ends the run so long after its first observation.
-        late: Longest wait before a command, seconds.
+        seconds: The robot ends the run this many seconds after its first observation.
+        late: Longest wait before a command, in seconds.
 
     Attributes:
-        over: True once nothing more is recorded.
+        over: True if the recording has ended.
     """
 
     def __init__(
@@ -165,8 +174,8 @@ class TracedRobot:
         self._source, self._seconds, self._late = source, seconds, late
         self._begun: float | None = None
         self._dither = np.random.default_rng(0)
-        self._stepped = 0.0  # when the present control step began
-        self._took: deque[float] = deque(maxlen=10)  # seconds of the last looks
+        self._stepped = 0.0  # start of the present control step, in seconds of the loop's clock
+        self._took: deque[float] = deque(maxlen=10)  # durations of the last observations, in seconds
         self.over = False
         self.hold = robot.hold
 
@@ -175,7 +184,7 @@ class TracedRobot:
         return facts_of(self._robot)
 
     def observe(self) -> dict[str, Any]:
-        """Observe the robot, and record what it shows."""
+        """Observe the robot, and record its state and frames."""
         begun = self._stepped = self._pace.now()
         if self._begun is None:
             self._begun = begun
@@ -188,34 +197,34 @@ class TracedRobot:
         return seen
 
     def act(self, row: np.ndarray) -> None:
-        """Send a command a little later than asked, and record the pose that it leads to.
+        """Send a command after a short random wait, and record the pose that it leads to.
 
-        Before and after it, the robot is observed as often as possible, so that it is known when a frame arrives.
+        Before and after the command, the robot is observed as often as possible, to know when each frame arrives.
         """
         begun = self._pace.now()
         self._poll(begun + float(self._dither.uniform(0.0, 1.0)) * self._late)
         sent = self._pace.now()
         self._robot.act(row)
-        # A change of the pose contains the pose before it, so that it cannot tell how late that pose follows.
+        # A delta action contains the pose before it, so the delay must be measured against the wobble's own target.
         target = self._source.target(self._stepped) if self._motion.holds == "zero" else row
         self._trace.commands.append((sent, np.asarray(target, np.float64)))
         if self._quick():
             self._poll(begun + self._late)
 
     def _quick(self) -> bool:
-        """Return True if there is time for more looks. A robot that waits for its next frame needs none."""
+        """Return True if there is time for more observations. A robot that waits for its next frame needs none."""
         return 4 * max(self._took, default=0.0) < self._late
 
     def _poll(self, end: float) -> None:
         """Observe the robot until a time of the loop's clock."""
         quick = self._quick()
-        while (left := end - self._pace.now()) > 0:
-            if quick and left > POLL_S + max(self._took, default=0.0):
+        while (remaining := end - self._pace.now()) > 0:
+            if quick and remaining > POLL_S + max(self._took, default=0.0):
                 self._pace.sleep(POLL_S)
                 with contextlib.suppress(NoObservation):
                     self._look()
             else:
-                self._pace.sleep(left)
+                self._pace.sleep(remaining)
 
     def _look(self) -> dict[str, Any]:
         begun = self._pace.now()
@@ -233,7 +242,7 @@ class TracedRobot:
 
 
 class EveryStep(LoopListener):
-    """Lets the loop observe the robot in every control step, and ends the run when a new episode begins."""
+    """Makes the loop observe the robot in every control step, and ends the run when a new episode begins."""
 
     observes = True
 
@@ -241,21 +250,21 @@ class EveryStep(LoopListener):
         self._watched = watched
 
     def restarted(self) -> None:
-        """End the run: the robot is at another place, and the wobble would bring it back to the first one."""
+        """End the run. In a new episode, the robot has another pose, and the wobble would move it to the old pose."""
         self._watched.over = True
         self.loop.stop()
 
 
 @dataclass(frozen=True)
 class WobblePlan:
-    """A wobble, before anything moves.
+    """A planned wobble. The robot has not moved yet.
 
     Attributes:
         run: The run. The robot ends it when the wobble is over.
-        trace: Gets what is recorded.
+        trace: Receives the recording.
         names: Name of each number of a command.
         size: Amplitude of each number, float [D].
-        notes: What a person should know before the robot moves.
+        notes: Sentences that a person should read before the robot moves.
     """
 
     run: Run
@@ -273,66 +282,70 @@ def plan(
     seconds: float,
     pace: Callable[[float], Pace] = Pace,
 ) -> WobblePlan:
-    """Plan the wobble of a robot. Observes it once; nothing moves.
+    """Plan the wobble of a robot. The robot is observed once, and does not move.
 
     Args:
-        policy: The policy's description. Its limits and the reference of its actions hold for the wobble.
+        policy: The policy's description. Its limits and the reference of its actions also apply to the wobble.
         robot: The robot.
-        settings: Settings that a person chose, as for :meth:`RunPlan.of`.
+        settings: The user's settings, as for :meth:`RunPlan.of`.
         spread: Standard deviation of each number of the state in the training data, [S].
         seconds: How long the robot wobbles.
-        pace: Makes the loop's clock from a period in seconds.
+        pace: Creates the loop's clock from a period in seconds.
 
     Returns:
         The plan.
 
     Raises:
-        SinewError: The pose of the robot is not known in the numbers of its commands, or nothing may move.
+        SinewError: The robot's pose is unknown in the numbers of its commands, or no number may move.
         SettingsError: A setting does not fit.
     """
     facts = facts_of(robot)
-    fixed = facts.hz  # the rate of a simulation that advances with every command, and has no other clock
+    # Only a simulation states a rate. It advances with every command, and has no other clock.
+    fixed = facts.hz
     rate = settings.get("hz") or policy.get("control_hz") or fixed
-    chosen = {
+    run_settings = {
         **settings,
         "hz": fixed or (None if rate is None else UNLOCKED * float(rate)),
         "motion": settings.get("motion") or stated(policy) or facts.motion,
     }
-    found = RunPlan.of(policy, robot, chosen, prompt=None)
-    motion, dim, hz = parse_motion(found.settings.motion), found.dim, found.settings.hz
-    names = tuple(found.names["action"] or map(str, range(dim)))
-    limits = None if found.settings.limits is None else Limits.parse(found.settings.limits, dim)
+    run_plan = RunPlan.of(policy, robot, run_settings, prompt=None)
+    motion, dim, hz = parse_motion(run_plan.settings.motion), run_plan.dim, run_plan.settings.hz
+    names = tuple(run_plan.names["action"] or map(str, range(dim)))
+    limits = None if run_plan.settings.limits is None else Limits.parse(run_plan.settings.limits, dim)
     pose = motion.pose(state_of(robot.observe()["state"]), dim).astype(np.float64)
     base = _standing(pose, limits, facts, names)
     curve = Curve(seconds)
-    known = motion.pose(np.asarray(spread, np.float32), dim).astype(np.float64)
-    known = np.where(np.isfinite(pose) & np.isfinite(known), known, 0.0)
-    if not known.any():
+    deviation = motion.pose(np.asarray(spread, np.float32), dim).astype(np.float64)
+    deviation = np.where(np.isfinite(pose) & np.isfinite(deviation), deviation, 0.0)
+    if not deviation.any():
         raise SinewError(
-            "--delays: expected statistics of the state in the bundle, which bound the motion, got none; add them by"
-            " `sinew doctor POLICY --learn RECORDS --out FILE`"
+            "--delays: expected statistics of the state in the bundle, which bound the motion, got none; to add them,"
+            " run `sinew doctor POLICY --learn RECORDS --out FILE`"
         )
-    size = amplitudes(base, known, limits, motion.placed(dim), curve)
+    size = amplitudes(base, deviation, limits, motion.placed(dim), curve)
     if not (size > 0).any():
-        raise SinewError("--delays: expected room to move inside the limits, got none at the present pose")
+        raise SinewError(
+            "--delays: expected room to move inside the limits, got none at the present pose; move the robot away from"
+            " its limits"
+        )
     trace = DelayTrace(names, 1.0 / hz if fixed else 0.0)
     clock = SimulatedPace(hz) if fixed else pace(1.0 / hz)
     source = Wobble(curve, motion, base, size, hz, max(8, int(policy.get("chunk_size") or 0)))
     watched = TracedRobot(robot, motion, trace, clock, source, seconds, 0.0 if fixed else DITHER / hz)
-    run = Run(found, source, robot=watched, listeners=(EveryStep(watched),), pace=clock)
-    return WobblePlan(run, trace, names, size, found.notes)
+    run = Run(run_plan, source, robot=watched, listeners=(EveryStep(watched),), pace=clock)
+    return WobblePlan(run, trace, names, size, run_plan.notes)
 
 
 def _standing(
     pose: np.ndarray, limits: Limits | None, facts: RobotFacts, names: tuple[str, ...]
 ) -> np.ndarray:
-    """Return the targets that keep the robot where it is, float [D].
+    """Return the targets that hold the robot at its pose, float [D].
 
     Args:
         pose: The robot's pose, [D]; NaN for a number whose position the state does not contain, such as a gripper that
             opens above 0.
-        limits: Limits of the run. Their ``still`` is sent for such a number.
-        facts: The robot. A simulation gets 0 for such a number.
+        limits: Limits of the run. For such a number, the command in ``still`` is sent.
+        facts: The robot. In a simulation, 0 is sent for such a number.
         names: Name of each number.
     """
     still = np.full(len(pose), np.nan) if limits is None else limits.still
@@ -341,7 +354,7 @@ def _standing(
     base = np.where(np.isfinite(pose), pose, still)
     if lost := [name for name, at in zip(names, base, strict=True) if not np.isfinite(at)]:
         raise SinewError(
-            f"--delays: expected the position of {', '.join(lost)} in the state, or a command that keeps it; set"
+            f"--delays: expected the position of {', '.join(lost)} in the state, or a command that holds it; set"
             " `still` for it in --limits FILE, or describe the actions by --motion"
         )
     return base

@@ -371,7 +371,7 @@ def test_a_robot_that_raises_is_blind_or_blocks_is_said_to() -> None:
 def test_a_robot_that_the_policy_refuses() -> None:
     found = look("blocks", lambda seen: {**seen, "images": {"front": seen["images"]["front"], "cam1": 3}})
     assert wrong(found)[0] == ("robot", "refused")
-    assert found[0].advice == "say which camera is which: --rename cam1=wrist"
+    assert found[0].advice == "map the cameras by name, for example --rename cam1=wrist"
     assert ("camera cam1", "no frame") in wrong(found)
     found = look("blocks", lambda seen: {**seen, "state": seen["state"][:3]})
     assert wrong(found) == [("robot", "refused")]
@@ -440,7 +440,7 @@ def test_the_verb(
         (["--observe", "blocks"], "expected a policy"),
         (["blocks", "--observe", "toaster"], "--robot: expected dry"),
         (["blocks", "--observe", "blocks", "--verify"], "without --verify"),
-        (["blocks", "--learn", "records"], "--learn: expected --out"),
+        (["blocks", "--learn", "records"], "--learn: pass --out FILE too"),
         (["blocks", "--observe", "no_such_module_here:Robot"], "no_such_module_here"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Proof that an engine computes a bundle as the reference does, on this machine."""
+"""Verify on this machine that an engine computes a bundle like the reference engine."""

@@ -1,6 +1,8 @@
-"""Prove a folder of graphs where its weights are not: it carries what eager float32 made of one observation.
+"""Verify a folder of graphs on a machine without the weights. The folder contains the actions of eager float32 for one
+observation.
 
-``sinew export`` writes the chunk, ``sinew doctor FOLDER`` computes it again, on whatever machine and provider it is.
+``sinew export`` writes these actions. ``sinew doctor FOLDER`` computes the actions again, on any machine and execution
+provider, and compares them.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from sinew.checks.validate.parity import bounds_of, distance, spread_of
 from sinew.core import BundleError, SinewError
 from sinew.policy import Policy, open_bundle
 
-REFERENCE = "reference.npy"  # float32 [chunk, actions], in the robot's units
+REFERENCE = "reference.npy"  # float32 [chunk, actions], in robot units
 
 
 def write_reference(bundle: Bundle, folder: Path) -> None:
-    """Write what eager float32 makes of the first random observation, unquantised, beside the graphs."""
+    """Write the actions of unquantised eager float32 for the first random observation next to the graphs."""
     policy = Policy(bundle, "cpu", "fp32", "eager", ignore_recipe=True)
     (folder / REFERENCE).write_bytes(_bytes(policy.infer(next(random_observations(policy))).actions))
 
@@ -35,35 +37,58 @@ def prove_whole(
     run: Callable[[dict[str, np.ndarray]], np.ndarray],
     prompt: str = "",
 ) -> float:
-    """Hold one graph of a whole policy against eager float32 on one random observation; return the relative L2 of the
-    chunk over the spread of the statistics. Raises :class:`SinewError` where it computes something else.
+    """Compare one graph of a whole policy with eager float32 on one random observation.
 
-    folder: of the export that it is made of. shapes: of its inputs. run: computes it, input -> actions [1, H, D].
-    prompt: the only instruction of the graph, if it has one.
+    Args:
+        bundle: The bundle.
+        folder: The export from which the graph was made.
+        shapes: Name -> shape of the graph's inputs.
+        run: Computes the graph: inputs -> actions [1, H, D].
+        prompt: The only instruction of the graph; "" if the graph reads any instruction.
+
+    Returns:
+        The relative L2 error of the chunk, with actions divided by their spread in training.
+
+    Raises:
+        SinewError: The error is above the bound.
     """
     policy = Policy(bundle, "cpu", "fp32", "eager", ignore_recipe=True)
     spec, drawn = policy.spec, next(random_observations(policy))
     rng = np.random.default_rng(0)
     images = {name: rng.integers(0, 256, shapes[name], np.uint8) for name in drawn.images}
     prepared = policy.prepare(replace(drawn, images=images, prompt=prompt or drawn.prompt))
-    given = {**images, "state": np.asarray(drawn.state, np.float32)[None], "noise": prepared.noise[None]}
-    tokens, given["tokens"] = prepared.inputs.tokens, np.zeros((1, spec.max_prompt_tokens), np.int64)
-    given["tokens"][0, : len(tokens)] = tokens
-    given["token_mask"] = np.arange(spec.max_prompt_tokens)[None] < len(tokens)
-    got = run({name: given[name] for name in shapes})[0]
+    inputs = {**images, "state": np.asarray(drawn.state, np.float32)[None], "noise": prepared.noise[None]}
+    tokens, inputs["tokens"] = prepared.inputs.tokens, np.zeros((1, spec.max_prompt_tokens), np.int64)
+    inputs["tokens"][0, : len(tokens)] = tokens
+    inputs["token_mask"] = np.arange(spec.max_prompt_tokens)[None] < len(tokens)
+    got = run({name: inputs[name] for name in shapes})[0]
     bound = bounds_of(Policy(open_bundle(folder), "cpu", engine="onnx"))["actions"]
-    found = distance(got / (spread := spread_of(policy)), policy.run(prepared).actions / spread)
-    if not found <= bound:  # NaN is not
-        padded = "" if prompt else "; a prompt that may not be padded is fixed with --prompt"
-        raise SinewError(
-            f"one graph: expected what eager computes within {bound:.0e}, got {found:.1e} off{padded}"
+    error = distance(got / (spread := spread_of(policy)), policy.run(prepared).actions / spread)
+    # Written as `not <=`, because NaN must fail too.
+    if not error <= bound:
+        padded = (
+            "" if prompt else "; if this policy cannot read a padded prompt, fix the prompt with --prompt"
         )
-    return found
+        raise SinewError(
+            f"one graph: expected the actions of eager within {bound:.0e}, got a relative error of {error:.1e}{padded}"
+        )
+    return error
 
 
 def against_reference(policy: Policy, folder: Path) -> tuple[float, float] | None:
-    """Return (relative L2 of the chunk over the spread of the statistics, its bound), or None where there is no
-    reference. Raises :class:`SinewError` for a file that is none of this policy."""
+    """Compare a policy with the reference actions in its folder.
+
+    Args:
+        policy: The policy.
+        folder: The folder of graphs.
+
+    Returns:
+        The relative L2 error of the chunk, with actions divided by their spread in training, and its bound. None if the
+        folder has no reference.
+
+    Raises:
+        BundleError: The file is not a reference of this policy.
+    """
     path = folder / REFERENCE
     if not path.exists():
         return None
@@ -72,12 +97,13 @@ def against_reference(policy: Policy, folder: Path) -> tuple[float, float] | Non
     with BundleError.at(path, OSError), open_regular(path) as file:
         data = file.read(len(like) + 1)
     head = len(like) - 4 * got.size
-    wanted = np.frombuffer(data[head:], np.float32).reshape(got.shape) if len(data) == len(like) else None
-    if wanted is None or data[:head] != like[:head] or not np.isfinite(wanted).all():
-        expected = f"finite float32 {list(got.shape)} as numpy writes it"
-        raise BundleError(f"{path}: this is not {expected}")
+    reference = np.frombuffer(data[head:], np.float32).reshape(got.shape) if len(data) == len(like) else None
+    if reference is None or data[:head] != like[:head] or not np.isfinite(reference).all():
+        raise BundleError(
+            f"{path}: expected finite float32 {list(got.shape)} as numpy writes it; run `sinew export` again"
+        )
     spread = spread_of(policy)
-    return distance(got / spread, wanted / spread), bounds_of(policy)["actions"]
+    return distance(got / spread, reference / spread), bounds_of(policy)["actions"]
 
 
 def _bytes(actions: np.ndarray) -> bytes:

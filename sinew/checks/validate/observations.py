@@ -1,4 +1,4 @@
-"""Observations to hold engines against: recorded ones, or frames that no camera has seen."""
+"""Observations for the comparison of engines: recorded observations, or random frames."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sinew.core import Moment, Observation, SinewError
 from sinew.policy import Policy
 from sinew.records.recorder import read_records
 
-SQUARE = 16  # pixels of one colour in a random frame
+SQUARE = 16  # side of the coloured squares in a random frame, in pixels
 RANDOM = "random frames"
 
-# Where observations come from, and they, without end: what a policy sees when it plays a task that it fits. None for
-# a policy that fits no task.
+# For a policy that fits a task: the name of the source, and an endless iterator of observations from playing the task.
+# None for a policy that fits no task.
 Episodes = Callable[[Policy], "tuple[str, Iterator[Observation]] | None"]
 
 
@@ -26,9 +26,9 @@ def observations(
     """Return the origin of observations, and the observations.
 
     Args:
-        reference: The policy that gets them.
-        records: A folder that `sinew serve --record` wrote, to take them from.
-        episodes: Plays a task. If it has none for this policy, frames are random.
+        reference: The policy that reads the observations.
+        records: A folder that `sinew serve --record` wrote; None to play a task instead.
+        episodes: Plays a task. If no task fits this policy, random frames are used.
     """
     if records is not None:
         return f"records of {records}", recorded_observations(records, reference)
@@ -36,11 +36,12 @@ def observations(
 
 
 def random_observations(policy: Policy) -> Iterator[Observation]:
-    """Yield, without end, frames of coloured squares with states as spread as those of the training data."""
+    """Yield random observations without end. Frames have coloured squares, and states are spread like training data."""
     spec, seed = policy.spec, 0
     while True:
         rng = np.random.default_rng(seed)
-        fewer = seed % spec.history if spec.history_padding == "mask" else 0  # as an episode's start has
+        # At the start of an episode, a history is shorter. Generate such observations too if the policy masks them.
+        fewer = seed % spec.history if spec.history_padding == "mask" else 0
         *earlier, newest = [_random_moment(policy, rng) for _ in range(spec.history - fewer)]
         base = replace(policy.dummy_observation(), seed=seed)
         yield replace(base, images=newest.images, state=newest.state, earlier=tuple(earlier))
@@ -64,14 +65,22 @@ def _random_moment(policy: Policy, rng: np.random.Generator) -> Moment:
 
 
 def recorded_observations(folder: Path, policy: Policy) -> Iterator[Observation]:
-    """Yield the observations of ``sinew serve --record``. Raises :class:`SinewError` for those that the policy
-    rejects.
+    """Yield the observations that ``sinew serve --record`` wrote.
+
+    Args:
+        folder: The folder of the records.
+        policy: The policy that reads the observations.
+
+    Raises:
+        SinewError: The policy rejects an observation, or the folder has no record with actions.
     """
-    found = False
+    any_record = False
     for record in read_records(folder):
         if record.actions is not None:
             policy.check(record.observation)
-            found = True
+            any_record = True
             yield record.observation
-    if not found:
-        raise SinewError(f"{folder}: expected records with actions, got only errors")
+    if not any_record:
+        raise SinewError(
+            f"{folder}: expected records with actions, got only errors; record again with `sinew serve --record`"
+        )

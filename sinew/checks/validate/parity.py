@@ -1,4 +1,4 @@
-"""One engine against eager float32, stage by stage, on the same observations and noise."""
+"""Compare an engine with eager float32, stage by stage, on the same observations and noise."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from sinew.policy import Policy
 
 STAGES = ("vision", "prefix", "head", "actions")
 
-# Float32 engines have to reach these (the survey of deployment on edge GPUs, section 7): 1 - cosine of each stage, and
-# the largest difference of the chunk over the spread.
+# The required bounds of float32 engines (the survey of deployment on edge GPUs, section 7): 1 - cosine of each stage,
+# and the largest difference of the chunk divided by its spread.
 COSINE, LARGEST = 1e-7, 1e-4
 
-# Largest relative L2 of a stage by the lowest precision in force: what golden tests see (docs/plan.md, docs/engines.md)
-# with room for frames that amplify, and far below what a wrong weight does. Indices have no bound: they are equal.
+# Lowest precision in use -> largest relative L2 error of each stage. The bounds are the errors of the golden tests
+# (docs/plan.md, docs/engines.md) with room for frames that amplify errors. A wrong weight causes a far larger error.
+# Indices must be equal, so they have no bound.
 BOUNDS = {
     "fp32": {"vision": 1e-4, "prefix": 1e-4, "head": 1e-3, "actions": 1e-3},
     "fp16": {"vision": 2e-2, "prefix": 2e-2, "head": 5e-2, "actions": 5e-2},
@@ -33,20 +34,27 @@ LIKE = {"int8-rows": "int8", "fp8": "int8"} | {upcast_text(half): half for half 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far an array is from the reference's: relative L2, 1 - cosine, and the largest absolute difference. All are
-    infinite for other shapes, and for numbers that are not finite."""
+    """The difference between an array and the reference's array. All numbers are infinite if the shapes differ or a
+    number is not finite.
+
+    Attributes:
+        relative: Relative L2 error.
+        cosine: 1 - cosine of the angle between both arrays.
+        largest: Largest absolute difference.
+    """
 
     relative: float = 0.0
     cosine: float = 0.0
     largest: float = 0.0
 
     @classmethod
-    def of(cls, got: np.ndarray, wanted: np.ndarray) -> Difference:
-        if got.shape != wanted.shape or not np.isfinite(got).all():
+    def of(cls, got: np.ndarray, reference: np.ndarray) -> Difference:
+        if got.shape != reference.shape or not np.isfinite(got).all():
             return cls(*[float("inf")] * 3)
-        a, b = got.astype(np.float64).ravel(), wanted.astype(np.float64).ravel()
+        a, b = got.astype(np.float64).ravel(), reference.astype(np.float64).ravel()
         lengths = float(np.linalg.norm(a)), float(np.linalg.norm(b))
-        # From the unit vectors' distance: 1 - a * b would lose all digits where they are nearly equal.
+        # Compute 1 - cosine from the distance of the unit vectors. 1 - a * b would lose all digits for nearly equal
+        # arrays.
         if all(lengths):
             cosine = float(np.linalg.norm(a / lengths[0] - b / lengths[1])) ** 2 / 2
         else:
@@ -55,18 +63,20 @@ class Difference:
         return cls(float(np.linalg.norm(a - b)) / (lengths[1] or 1.0), cosine, largest)
 
     def worst(self, other: Difference) -> Difference:
-        """Return the larger of each."""
+        """Return a difference with the larger number of both, for each attribute."""
         return Difference(*map(max, astuple(self), astuple(other)))
 
 
 @dataclass
 class StageParity:
-    """A stage over all observations.
+    """The comparison of one stage over all observations.
 
     Attributes:
-        bound: of the relative L2.
-        strict: float32's bounds hold, too: ``COSINE``, and for the chunk ``LARGEST``.
-        differences: one for each observation.
+        name: Name of the stage.
+        bound: Largest allowed relative L2 error.
+        strict: Also require float32's bounds: ``COSINE``, and ``LARGEST`` for the chunk.
+        differences: One difference for each observation.
+        compared: Description of the arrays that were compared.
     """
 
     name: str
@@ -81,12 +91,12 @@ class StageParity:
 
     @property
     def error(self) -> float:
-        """Return the relative L2, the worst of all observations."""
+        """Return the largest relative L2 error of all observations."""
         return self.worst.relative
 
     @property
     def as_float32(self) -> bool:
-        """Return True if the stage is within float32's bounds, whatever its own are."""
+        """Return True if the stage is within float32's bounds, even if its own bounds are larger."""
         largest = self.worst.largest if self.name == "actions" else 0.0
         return bool(self.differences) and self.worst.cosine <= COSINE and largest <= LARGEST
 
@@ -113,8 +123,15 @@ class StageParity:
 
 @dataclass
 class Parity:
-    """What a comparison found. ``indices``: the tables whose row numbers were compared, with the unequal ones named.
-    precision: the lowest in force, whose bounds apply."""
+    """The result of a comparison.
+
+    Attributes:
+        stages: Name -> comparison of the stage.
+        precision: The lowest precision in use. Its bounds apply.
+        observations: Number of observations.
+        indices: Name of an index table -> True if its row numbers were equal.
+        faults: Sentences about errors that no bound covers.
+    """
 
     stages: dict[str, StageParity]
     precision: str = "fp32"
@@ -138,81 +155,90 @@ class Parity:
 
 
 def compare(policy: Policy, reference: Policy, observations: Iterable[Observation]) -> Parity:
-    """Return how far ``policy`` is from ``reference``, which computes in eager float32."""
+    """Compare a policy with a reference.
+
+    Args:
+        policy: The policy.
+        reference: The same policy in eager float32.
+        observations: The observations to compare.
+    """
     bounds, precision = bounds_of(policy), lowest_precision(policy)
     strict = precision == "fp32"
-    found = Parity({name: StageParity(name, bounds[name], strict) for name in STAGES}, precision)
+    parity = Parity({name: StageParity(name, bounds[name], strict) for name in STAGES}, precision)
     steps = reference.spec.solver_steps
     for observation in observations:
-        found.observations += 1
+        parity.observations += 1
         noise, _ = reference.processor.noise(observation)
         traces = []
         for each in (reference, policy):
             inputs = each.processor.inputs(observation, pixels=not each.facts.takes_frames)
             traces.append(each.engine.trace(inputs.batched(), noise[None], steps))
-        _stages(found, *traces)
-        wanted, got = (each.infer(observation).actions for each in (reference, policy))
+        _stages(parity, *traces)
+        expected, got = (each.infer(observation).actions for each in (reference, policy))
         spread = spread_of(reference)
-        found.stages["actions"].differences.append(Difference.of(got / spread, wanted / spread))
+        parity.stages["actions"].differences.append(Difference.of(got / spread, expected / spread))
         if not np.isfinite(got).all():
-            found.faults.append("actions that are not finite")
-    found.stages["actions"].compared = "the chunk in the robot's units, over the spread of the statistics"
-    return found
+            parity.faults.append("actions that are not finite")
+    parity.stages["actions"].compared = "the chunk in robot units, over the spread of the statistics"
+    return parity
 
 
 def bounds_of(policy: Policy) -> dict[str, float]:
-    """Return the bound of each stage: that of the lowest precision in force anywhere before it."""
+    """Return the bound of each stage. It is the bound of the lowest precision in the policy."""
     bounds = dict(BOUNDS[lowest_precision(policy)])
     measured = policy.manifest.quantization
-    if measured is not None and policy.facts.recipe:  # what `quantize` saw on its own observations, with room
+    # `sinew quantize` measured a larger error on its own observations, so allow twice that error.
+    if measured is not None and policy.facts.recipe:
         bounds["actions"] = max(bounds["actions"], 2 * measured.error_max)
     return bounds
 
 
 def lowest_precision(policy: Policy) -> str:
-    """Return the lowest precision in force in a policy, of ``RANK``. Formats of fewer bits count as int8."""
+    """Return the lowest precision in a policy, one of ``RANK``. Formats with fewer bits count as int8."""
     words = {word for kinds in policy.facts.precision.values() for word in kinds.split("+")}
     ranked = (LIKE.get(word, word) for word in words)
     return max((word if word in RANK else "int8" for word in ranked), key=RANK.index)
 
 
-def distance(got: np.ndarray, wanted: np.ndarray) -> float:
-    """Return the relative L2 distance; infinite for other shapes, or numbers that are not finite."""
-    return Difference.of(got, wanted).relative
+def distance(got: np.ndarray, reference: np.ndarray) -> float:
+    """Return the relative L2 error; infinite if the shapes differ or a number is not finite."""
+    return Difference.of(got, reference).relative
 
 
-def _stages(found: Parity, wanted: Trace, got: Trace) -> None:
-    found.stages["vision"].differences.append(Difference.of(got.vision, wanted.vision))
-    found.stages["vision"].compared = f"image tokens {list(wanted.vision.shape)}"
+def _stages(parity: Parity, reference: Trace, got: Trace) -> None:
+    parity.stages["vision"].differences.append(Difference.of(got.vision, reference.vision))
+    parity.stages["vision"].compared = f"image tokens {list(reference.vision.shape)}"
     worst, names = Difference(), []
-    for name, array in wanted.prefix.items():
+    for name, array in reference.prefix.items():
         other = got.prefix.get(name)
         if other is None or other.shape != array.shape:
-            continue  # a rewritten model holds other tensors; what they do shows in the head
+            continue  # a rewritten model has other tensors in the prefix; the head's output shows any error
         if array.dtype.kind == "f":
             worst = worst.worst(Difference.of(other, array))
         elif not np.array_equal(other, array):
-            found.faults.append(f"prefix: {name} holds other {array.dtype} values")
+            parity.faults.append(f"prefix: {name} has other {array.dtype} values")
         names.append(name)
-    found.stages["prefix"].differences.append(worst)
-    found.stages["prefix"].compared = f"{len(names)} of {len(wanted.prefix)} tensors, the others by the head"
-    pairs = list(zip(got.head, wanted.head, strict=True)) if len(got.head) == len(wanted.head) else []
+    parity.stages["prefix"].differences.append(worst)
+    parity.stages[
+        "prefix"
+    ].compared = f"{len(names)} of {len(reference.prefix)} tensors, the others by the head"
+    pairs = list(zip(got.head, reference.head, strict=True)) if len(got.head) == len(reference.head) else []
     steps = [Difference.of(a, b) for a, b in pairs] or [Difference(*[float("inf")] * 3)]
-    found.stages["head"].differences.append(reduce(Difference.worst, steps))
-    found.stages["head"].compared = f"the output of each of {len(wanted.head) - 1} steps, and the last x"
-    for name, rows in wanted.rows.items():
+    parity.stages["head"].differences.append(reduce(Difference.worst, steps))
+    parity.stages["head"].compared = f"the output of each of {len(reference.head) - 1} steps, and the last x"
+    for name, rows in reference.rows.items():
         if name in got.rows:
-            found.indices[name] = found.indices.get(name, True) and _same_rows(got.rows[name], rows)
+            parity.indices[name] = parity.indices.get(name, True) and _same_rows(got.rows[name], rows)
 
 
-def _same_rows(got: np.ndarray, wanted: np.ndarray) -> bool:
-    """Equal, but for the padding of an engine with buckets, before or after."""
-    count = len(wanted)
-    return len(got) >= count and any(np.array_equal(part, wanted) for part in (got[:count], got[-count:]))
+def _same_rows(got: np.ndarray, reference: np.ndarray) -> bool:
+    """Return True if the row numbers are equal, except for padding at either end from an engine with buckets."""
+    count = len(reference)
+    return len(got) >= count and any(np.array_equal(part, reference) for part in (got[:count], got[-count:]))
 
 
 def spread_of(policy: Policy) -> np.ndarray:
-    """[D]: the scale of each action in the statistics, so that metres and degrees count alike."""
+    """Return the scale of each action in the statistics, [D]. Dividing by it makes metres and degrees comparable."""
     normalizer = policy.processor.action_normalizer
     width = normalizer.width
     low, high = (normalizer.unnormalize(np.full((1, width), v, np.float32))[0] for v in (-1.0, 1.0))
@@ -223,5 +249,5 @@ def spread_of(policy: Policy) -> np.ndarray:
 
 
 def report(policy: Policy, parity: Parity, source: str) -> Mapping[str, Any]:
-    """Return everything about a comparison that can be put into JSON."""
+    """Return a comparison and the facts about its policy as a JSON-ready dict."""
     return {"source": source, **policy.describe(), **parity.to_dict()}

@@ -1,4 +1,4 @@
-"""Hold an engine against the reference over observations that the policy sees when it plays (``sinew validate``)."""
+"""Compare an engine with the reference over observations from a played task or a recording (``sinew validate``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sinew.policy import Policy
 
 SCHEMA = "sinew.validate/1"
-# Of the survey of deployment on edge GPUs, section 7: the success that a policy has to keep, over paired episodes.
+# The survey of deployment on edge GPUs, section 7, requires this share of the reference's success over paired episodes.
 SUCCESS, EPISODES = 0.95, 100
 REQUIRED = f"Required is {SUCCESS:g} of the reference's success over {EPISODES} paired episodes."
 
@@ -26,8 +26,19 @@ REQUIRED = f"Required is {SUCCESS:g} of the reference's success over {EPISODES} 
 def compared(
     policy: Policy, reference: Policy, count: int, episodes: Episodes, records: Path | None = None
 ) -> dict[str, Any]:
-    """Compare over ``count`` observations and return the comparison, ready for JSON. episodes, records: where
-    observations come from (:func:`sinew.checks.validate.observations.observations`)."""
+    """Compare a policy with a reference over ``count`` observations.
+
+    Args:
+        policy: The policy.
+        reference: The same policy in eager float32.
+        count: Number of observations.
+        episodes: Plays a task to get observations; see
+            :func:`sinew.checks.validate.observations.observations`.
+        records: A folder of recorded observations; None to play a task.
+
+    Returns:
+        The comparison as a JSON-ready dict.
+    """
     from sinew.checks.validate.observations import observations
     from sinew.checks.validate.parity import compare, report
 
@@ -45,18 +56,18 @@ def compared(
 def kept_record(
     bundle: Path, parity: dict[str, Any], command: str, gate: dict[str, Any] | None = None, skipped: str = ""
 ) -> dict[str, Any]:
-    """Return the record of a comparison, as :mod:`sinew.engine.proofs` keeps it.
+    """Return the record of a comparison, as :mod:`sinew.engine.proofs` stores it.
 
     Args:
         bundle: The policy that was compared.
-        parity: Of :func:`compared`.
-        command: What the user typed.
-        gate: Verdict of the success gate, if one was played.
+        parity: The result of :func:`compared`.
+        command: The command that the user typed.
+        gate: Verdict of the success gate; None if no gate was played.
         skipped: Why no gate was played.
 
     Returns:
-        The record. ``passed``: all required bounds hold. ``weaker``: each bound that was only passed in a weaker form,
-        in words.
+        The record. ``passed`` is True if all required bounds are met. ``weaker`` has a sentence for each bound that was
+        met only in a weaker form.
     """
     from sinew.engine.fingerprint import fingerprint
 
@@ -77,8 +88,8 @@ def kept_record(
 
 
 def as_required(gate: dict[str, Any]) -> dict[str, Any]:
-    """Return the verdict of a success gate that was played, held to ``SUCCESS`` of the reference's success as well if
-    it played ``EPISODES`` or more."""
+    """Return the verdict of a success gate. If the gate played ``EPISODES`` or more, the policy must also reach
+    ``SUCCESS`` of the reference's success."""
     wins, least = gate["wins"], math.ceil(SUCCESS * gate["recorded_wins"])
     if gate["episodes"] < EPISODES:
         return gate
@@ -88,7 +99,7 @@ def as_required(gate: dict[str, Any]) -> dict[str, Any]:
 
 
 def weaker(parity: dict[str, Any], gate: dict[str, Any]) -> list[str]:
-    """Return, in words, each bound that the policy passed only in a weaker form than the required one."""
+    """Return a sentence for each bound that the policy passed only in a weaker form than required."""
     from sinew.checks.validate.parity import COSINE, LARGEST
 
     lines = []

@@ -1,4 +1,4 @@
-"""The report of ``sinew validate``, as a page."""
+"""Write the report of ``sinew validate`` as markdown and JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLUMNS = ("stage", "relative L2, worst", "median", "bound", "1 - cosine", "larg
 
 
 def stage_rows(parity: dict[str, Any], fine: str, differs: str) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of :data:`COLUMNS` of each stage. fine, differs: the marks of one that passed, or did not."""
+    """Yield the cells of :data:`COLUMNS` for each stage. ``fine`` marks a stage that passed, ``differs`` the others."""
     for stage in parity["stages"]:
         median = "-" if stage["median"] is None else f"{stage['median']:.1e}"
         further = f"{stage['one_minus_cosine']:.1e}", f"{stage['largest']:.1e}"
@@ -21,30 +21,34 @@ def stage_rows(parity: dict[str, Any], fine: str, differs: str) -> Iterator[tupl
         yield stage["name"], *numbers, fine if stage["passed"] else differs, stage["compared"]
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """Return a report as markdown. ``found``: what ``sinew validate --json`` prints."""
-    parity, gate = found["parity"], found.get("gate")
-    verdict = "passes" if found["passed"] else "FAILS"
+def markdown(record: dict[str, Any]) -> str:
+    """Return a report as markdown. ``record`` is the output of ``sinew validate --json``."""
+    parity, gate = record["parity"], record.get("gate")
+    verdict = "passes" if record["passed"] else "FAILS"
     conditions = (
-        f"{parity['dtype']} on {parity['device']} ({found['hardware']}), sinew {found['sinew']}, {found['date'][:10]}."
-        f" Engine: {parity['engine_reason']}. Held against eager fp32 on the CPU over {parity['observations']}"
-        f" observations: {parity['source']}."
+        f"{parity['dtype']} on {parity['device']} ({record['hardware']}), sinew {record['sinew']},"
+        f" {record['date'][:10]}. Engine: {parity['engine_reason']}. Compared with eager fp32 on the CPU over"
+        f" {parity['observations']} observations: {parity['source']}."
     )
     rows = [COLUMNS, ("---",) * len(COLUMNS), *stage_rows(parity, "ok", "**differs**")]
-    lines = [f"# {found['bundle']} on engine {parity['engine']}: {verdict}", "", conditions, ""]
+    lines = [f"# {record['bundle']} on engine {parity['engine']}: {verdict}", "", conditions, ""]
     lines += [*("| " + " | ".join(cells) + " |" for cells in rows), ""]
     for name, same in parity["indices"].items():
         lines.append(f"* indices of {name}: {'equal' if same else '**not equal**'}")
     lines += [f"* **{fault}**" for fault in parity["faults"]]
     lines.append(f"* success gate: {gate['text'] if 'text' in gate else gate['skipped']}" if gate else "")
-    lines += [f"* {line}" for line in found.get("weaker", ())]
-    lines += ["", "```", found["command"], "```"]
+    lines += [f"* {line}" for line in record.get("weaker", ())]
+    lines += ["", "```", record["command"], "```"]
     return "\n".join(lines) + "\n"
 
 
-def write(found: dict[str, Any], out: Path) -> None:
-    """Write report.md and report.json into a folder. Raises :class:`SinewError`."""
+def write(record: dict[str, Any], out: Path) -> None:
+    """Write report.md and report.json into a folder.
+
+    Raises:
+        SinewError: The folder cannot be written.
+    """
     with SinewError.at(f"--out {out}", OSError):
         out.mkdir(parents=True, exist_ok=True)
-        (out / "report.md").write_text(markdown(found), encoding="utf-8")
-        (out / "report.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        (out / "report.md").write_text(markdown(record), encoding="utf-8")
+        (out / "report.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -1,8 +1,9 @@
-"""Whether frames come from the camera that they are said to come from, which way up, and in which order of colours.
+"""Check which camera frames come from, which way up they are, and whether red and blue are exchanged.
 
-Two explanations of what a camera shows, "its own place" and another (the place of another camera, a turn, red and blue
-exchanged), are compared in the direction in which they differ, so that another light or another table, which lie across
-it, decide nothing. An explanation is said only where the spread of the training data cannot be mistaken for it.
+Frames are compared with the thumbnails of the training data. An explanation is the camera's own place, or another
+place: another camera, a turned frame, or exchanged colours. Only the difference between both places is measured, so
+that another light or another table has no influence. An explanation is reported only if the spread of the training data
+cannot cause the same difference.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from sinew.bundle.schema import Seen, SeenCamera
 from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, Finding
 from sinew.checks.wiring.thumbnails import FLOOR, distance, level, opponent, unpacked
 
-TOWARDS = 0.7  # share of the way from the camera's own mean to another's from which the other is taken
-CERTAIN = 0.4  # largest share of that way that the spread may explain if all cells vary together
-BETTER = 0.5  # largest remaining share of the distance from its own mean
-UNLIKE = 4.0  # times the farthest frame of training
-SIMPLER = 0.05  # share of the distance that one change less in the explanation is worth
-COLOUR = 20.0  # red less blue in training, out of 255, from which means alone decide
+# An explanation, such as "two cameras are exchanged", is accepted only if the frames have moved by this share of the
+# distance from the camera's own mean frame to the other mean frame.
+TOWARDS = 0.7
+CERTAIN = 0.4  # the spread may explain at most this share of the way, even if all cells vary together
+BETTER = 0.5  # an explanation may leave at most this share of the distance from the camera's own mean
+UNLIKE = 4.0  # frames farther away than this multiple of the farthest training frame do not match the training data
+SIMPLER = 0.05  # a simpler explanation is preferred if it leaves at most this share of the distance more
+# If the mean of red minus blue in the training frames is at least this number, out of 255, the mean colour alone can
+# show that red and blue are exchanged.
+COLOUR = 20.0
 
 TURNS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "": (lambda t: t, ""),
@@ -34,12 +39,18 @@ TURNS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
 }
 BGR = "red and blue exchanged (BGR)"
 BGR_ADVICE = "give RGB: frame[..., ::-1], or cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)"
-_EXCHANGED = np.array([1.0, -1.0, 1.0], np.float32)  # signs of exchanged opponent colours
+_EXCHANGED = np.array([1.0, -1.0, 1.0], np.float32)  # factors that exchange red and blue in opponent colours
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How a camera looked in training, opponent colours [8, 8, 3]."""
+    """The appearance of a camera's frames in training, in opponent colours [8, 8, 3].
+
+    Attributes:
+        mean: Mean of each cell.
+        spread: Standard deviation of each cell.
+        farthest: Largest distance of a training frame from the mean.
+    """
 
     mean: np.ndarray
     spread: np.ndarray
@@ -47,26 +58,33 @@ class Place:
 
     @classmethod
     def of(cls, seen: SeenCamera) -> Place | None:
-        """Return the place that a record describes; None where it has no thumbnail."""
+        """Return the place that a record describes; None if the record has no thumbnail."""
         if not seen.thumbnail:
             return None
         return cls(opponent(unpacked(seen.thumbnail)), unpacked(seen.spread), seen.farthest)
 
     def changed(self, turn: str, exchanged: bool) -> Place:
-        """Return how it would look turned, or with red and blue exchanged."""
+        """Return the place as a turned camera, or a camera with exchanged red and blue, would show it."""
         turned = TURNS[turn][0]
         mean = turned(self.mean) * _EXCHANGED if exchanged else turned(self.mean)
         return Place(mean, turned(self.spread), self.farthest)
 
     def unlike(self, shown: np.ndarray) -> tuple[float, float]:
-        """Return how far frames are from all of the training data, and from where on they are unlike them."""
+        """Return the distance of frames from the training data, and the distance above which they are unlike it."""
         return distance(shown, self.mean, self.spread), UNLIKE * max(self.farthest, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """camera: whose place it is. left: share of the distance from the camera's own mean that remains. others: turns
-    that explain it as well."""
+    """An explanation of a camera's frames.
+
+    Attributes:
+        camera: The camera whose place the frames show.
+        turn: The turn of the frames, a key of ``TURNS``.
+        exchanged: True if red and blue are exchanged.
+        left: Share of the distance from the camera's own mean that the explanation leaves.
+        others: Other turns that explain the frames equally well.
+    """
 
     camera: str
     turn: str
@@ -75,51 +93,58 @@ class Explanation:
     others: tuple[str, ...] = ()
 
     def changes(self, own: str) -> int:
-        """Return in how many ways it differs from "the camera's own place"."""
+        """Return the number of differences from the explanation "the frames show the camera's own place"."""
         return (self.camera != own) + bool(self.turn) + self.exchanged
 
 
 class CameraFit:
-    """What a bundle knows of its cameras."""
+    """The record of a bundle's cameras in training, for comparison with frames."""
 
     def __init__(self, seen: Seen):
         self.places = {n: place for n, c in seen.cameras.items() if (place := Place.of(c)) is not None}
         self._records = seen.cameras
 
     def findings(self, shown: Mapping[str, np.ndarray]) -> list[Finding]:
-        """Return the suspicious findings. shown: Camera -> mean thumbnail of its frames, RGB [8, 8, 3]."""
-        found, best = [], {}
+        """Return the suspicious findings.
+
+        Args:
+            shown: Camera -> mean thumbnail of its frames, RGB [8, 8, 3].
+        """
+        results, best = [], {}
         for name, thumb in shown.items():
             if name in self.places:
                 best[name] = self.explain(name, opponent(thumb))
             elif name in self._records:
-                found += _colours(name, thumb.mean((0, 1)), self._records[name])
+                results += _colours(name, thumb.mean((0, 1)), self._records[name])
         swapped = {n: e.camera for n, e in best.items() if e is not None and e.camera != n}
         for name, explanation in best.items():
             place, turned = self.places[name], opponent(shown[name])
             if explanation is not None:
-                found.append(_told(name, explanation, swapped))
+                results.append(_told(name, explanation, swapped))
                 continue
             apart, allowed = place.unlike(turned)
             if apart > allowed:
-                found.append(
+                results.append(
                     Finding(
                         f"camera {name}",
                         LOOKS_WRONG,
                         "unlike",
-                        f"frames unlike all of the training data: distance {apart:.3g} from their mean, where the"
-                        f" farthest of training has {place.farthest:.3g}",
+                        f"the frames are unlike all of the training data: distance {apart:.3g} from its mean, and the"
+                        f" farthest training frame has distance {place.farthest:.3g}",
                         f"at most {allowed:.3g}",
-                        "look at a frame: another camera, another place or zoom of it, another light or room?",
+                        "look at a frame, and check the camera, its position and zoom, and the light",
                     )
                 )
-        return found
+        return results
 
     def explain(self, own: str, shown: np.ndarray) -> Explanation | None:
-        """Return the explanation of a camera's frames that is better than its own place; None if its own is best.
-        shown: opponent.
+        """Return the explanation that fits a camera's frames better than its own place; None if its own place is best.
+
+        Args:
+            own: The camera.
+            shown: Mean thumbnail of its frames in opponent colours.
         """
-        place, found = self.places[own], []
+        place, candidates = self.places[own], []
         for camera, turn, exchanged in itertools.product(self.places, TURNS, (False, True)):
             tried = Explanation(camera, turn, exchanged)
             if not tried.changes(own):
@@ -129,30 +154,30 @@ class CameraFit:
             if part >= TOWARDS and doubt <= CERTAIN and after <= BETTER * before:
                 apart, allowed = other.unlike(shown)
                 if apart <= allowed:
-                    found.append(replace(tried, left=after / before))
-        if not found:
+                    candidates.append(replace(tried, left=after / before))
+        if not candidates:
             return None
-        least = min(each.left for each in found)
-        close = [each for each in found if each.left <= least + SIMPLER]
+        least = min(each.left for each in candidates)
+        close = [each for each in candidates if each.left <= least + SIMPLER]
         best = min(close, key=lambda each: (each.changes(own), each.left))
         same = (best.camera, best.exchanged, best.changes(own))
         turns = {each.turn for each in close if (each.camera, each.exchanged, each.changes(own)) == same}
         return replace(best, others=tuple(turn for turn in TURNS if turn in turns and turn != best.turn))
 
     def undecided(self, names: list[str]) -> list[Finding]:
-        """Return the findings that cannot be decided, because the training data look the same either way."""
-        found = []
+        """Return the findings that cannot be decided, because the training data look the same in both cases."""
+        results = []
         for name in names:
             if name not in self.places:
-                has = "the mean and spread of its pixels alone" if name in self._records else "nothing"
-                found.append(
+                has = "only the mean and spread of its pixels" if name in self._records else "no record"
+                results.append(
                     Finding(
                         f"camera {name}",
                         CANNOT_TELL,
                         "no statistics",
-                        f"the bundle knows {has} of its frames, so nothing tells whether it is the right camera, and"
-                        " which way up",
-                        advice="gather statistics of the right robot with `sinew doctor POLICY --learn RECORDS`",
+                        f"the bundle has {has} for this camera, so it cannot be checked whether this is the right"
+                        " camera, and which way up it is",
+                        advice="record the right robot, and run `sinew doctor POLICY --learn RECORDS`",
                     )
                 )
                 continue
@@ -163,15 +188,16 @@ class CameraFit:
             ways += [BGR] if self._alike(name, Explanation(name, "", True)) else []
             ways += [f"exchanged with {other}" for other in alike]
             if ways:
-                found.append(
+                results.append(
                     Finding(
                         f"camera {name}",
                         CANNOT_TELL,
                         "alike",
-                        f"whether it is {' or '.join(ways)}: the training data look nearly the same either way",
+                        f"cannot decide whether it is {' or '.join(ways)}: the training data look nearly the same in"
+                        " both cases",
                     )
                 )
-        return found
+        return results
 
     def _alike(self, own: str, tried: Explanation) -> bool:
         if tried.camera not in self.places:
@@ -181,11 +207,19 @@ class CameraFit:
 
 
 def _between(own: Place, other: Place, shown: np.ndarray) -> tuple[float, float, float, float]:
-    """Return the position of frames between two places (0: own, 1: other), the share of it that the spread may
-    explain, and the distances from either place, less what the spread alone gives.
+    """Compare frames with two places, in the direction in which the places differ.
 
-    The mean lightness does not count, because a room may be brighter. Weights are the inverse of the variation in
-    either place.
+    The mean lightness does not count, because a room may be brighter. Each cell is weighted with the inverse of its
+    variance in both places.
+
+    Args:
+        own: The camera's own place.
+        other: The other place.
+        shown: Mean thumbnail of the frames in opponent colours.
+
+    Returns:
+        The position of the frames between the places (0: own, 1: other), the share of it that the spread may explain,
+        and the distances of the frames from both places, less the distance that the spread alone explains.
     """
     weights = 1.0 / (own.spread**2 + other.spread**2 + FLOOR**2)
     way = level(other.mean - own.mean)
@@ -201,22 +235,23 @@ def _between(own: Place, other: Place, shown: np.ndarray) -> tuple[float, float,
     return part, doubt, before, after
 
 
-def _told(name: str, found: Explanation, swapped: Mapping[str, str]) -> Finding:
-    """Return an explanation in words."""
+def _told(name: str, explanation: Explanation, swapped: Mapping[str, str]) -> Finding:
+    """Return an explanation as a finding."""
     kinds, seen, advice = [], [], []
-    if found.camera != name:
-        kinds.append("swapped" if swapped.get(found.camera) == name else "wrong camera")
-        seen.append(f"look like those of camera {found.camera}")
+    if explanation.camera != name:
+        kinds.append("swapped" if swapped.get(explanation.camera) == name else "wrong camera")
+        seen.append(f"look like those of camera {explanation.camera}")
         advice.append(
-            f"exchange the two: --rename {found.camera}={name} --rename {name}={found.camera}, or their plugs"
-            if swapped.get(found.camera) == name
-            else f"{name} and {found.camera} should be different cameras: look at both"
+            f"exchange the two cameras: --rename {explanation.camera}={name} --rename {name}={explanation.camera}, or"
+            " exchange their plugs"
+            if swapped.get(explanation.camera) == name
+            else f"{name} and {explanation.camera} should be different cameras: look at the frames of both"
         )
-    if found.turn:
-        kinds.append(found.turn)
-        seen.append(" or ".join((found.turn, *found.others)))
-        advice.append(TURNS[found.turn][1])
-    if found.exchanged:
+    if explanation.turn:
+        kinds.append(explanation.turn)
+        seen.append(" or ".join((explanation.turn, *explanation.others)))
+        advice.append(TURNS[explanation.turn][1])
+    if explanation.exchanged:
         kinds.append("BGR")
         seen.append(BGR)
         advice.append(BGR_ADVICE)
@@ -224,16 +259,16 @@ def _told(name: str, found: Explanation, swapped: Mapping[str, str]) -> Finding:
         f"camera {name}",
         LOOKS_WRONG,
         ", ".join(kinds),
-        f"frames {', '.join(seen)}: that leaves {100 * found.left:.0f} % of the distance from the training data",
+        f"frames {', '.join(seen)}: that leaves {100 * explanation.left:.0f} % of the distance from the training data",
         f"frames like those of {name} in the training data",
         "; ".join(advice),
     )
 
 
 def _colours(name: str, mean: np.ndarray, seen: SeenCamera) -> list[Finding]:
-    """Return the findings from means alone: the order of a camera's colours, if they were far from grey."""
-    wanted, got = seen.mean[0] - seen.mean[2], float(mean[0] - mean[2])
-    if abs(wanted) < COLOUR or -got / wanted < TOWARDS:
+    """Return a finding if red and blue are exchanged, from mean colours alone. Needs training colours far from grey."""
+    expected, got = seen.mean[0] - seen.mean[2], float(mean[0] - mean[2])
+    if abs(expected) < COLOUR or -got / expected < TOWARDS:
         return []
     return [
         Finding(
@@ -241,7 +276,7 @@ def _colours(name: str, mean: np.ndarray, seen: SeenCamera) -> list[Finding]:
             LOOKS_WRONG,
             "BGR",
             f"{BGR}: red less blue is {got:.3g} of 255 on average",
-            f"{wanted:.3g}, as in the training data",
+            f"{expected:.3g}, as in the training data",
             BGR_ADVICE,
         )
     ]

@@ -1,4 +1,4 @@
-"""Findings say what looks wrong about a robot, or cannot be told."""
+"""A finding: something that looks wrong about a robot, or that cannot be decided."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ SPARE: Level = "more than needed"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """subject: the camera, joint or part that it is about. level: "wrong" is certain, "looks wrong" is beyond a margin,
-    "cannot tell" is what nothing here decides, "more than needed" costs time alone. kind: one word or a
-    few for programs, the same whatever the numbers.
+    """One finding about a robot.
+
+    Attributes:
+        subject: The camera, joint or part.
+        level: "wrong" is certain, "looks wrong" is beyond a margin, "cannot tell" cannot be decided, and "more than
+            needed" only costs time.
+        kind: One or a few words for programs, independent of the numbers.
+        seen: The observed value as text.
+        expected: The expected value as text.
+        advice: The next step for the user.
     """
 
     subject: str
@@ -30,15 +37,15 @@ class Finding:
 
     @property
     def amiss(self) -> bool:
-        """Return whether something is wrong, or looks so."""
+        """Return True if something is wrong or looks wrong."""
         return self.level in (WRONG, LOOKS_WRONG)
 
     @property
     def told(self) -> str:
-        """The observed and the expected value, in words."""
+        """Return the observed and the expected value as text."""
         return f"{self.seen}; expected {self.expected}" if self.expected else self.seen
 
     def check(self) -> Check:
-        """Return it as a line of ``sinew doctor``."""
+        """Return the finding as a line of ``sinew doctor``."""
         status: Literal["ok", "fail"] = "fail" if self.amiss else "ok"
         return Check(self.subject, status, f"{self.level}: {self.told}", self.advice)

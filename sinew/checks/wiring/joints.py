@@ -1,7 +1,8 @@
-"""Whether the numbers of a state stand where they stood in training, with their sign and in their unit.
+"""Check whether the numbers of a state have the order, the sign and the unit of the training data.
 
-Each number's mean and spread in training say how well a value fits a place. A state whose numbers fit their own places
-badly and, exchanged, negated or scaled, fit well, is told so; one that fits nowhere is told by joint.
+The mean and spread of each number in training define how well a value fits a position in the state. If the numbers fit
+badly, and fit well after they are exchanged, negated or scaled, this explanation is reported. A number that fits no
+position is reported by its joint.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from sinew.processing.limits import DEVIATIONS, ranges
 from sinew.processing.normalize import normalizer
 from sinew.processing.processor import turned_state
 
-GAIN = 12.0  # smallest reduction of squared deviations by an explanation
-LEFT = 0.5  # largest remaining share of their sum
-FITS = 3.0  # standard deviations within which a number fits its place
-OUTSIDE = 2.0  # half ranges from the middle beyond which a joint is outside the training data
-REFUSED = 20.0  # half ranges beyond which a server rejects a state (sinew.processing.safety)
-NARROW = 0.1 / DEVIATIONS  # spread of joints that never moved in training, relative to the mean or to 1
-SCALES = {  # what values are multiplied by -> words
+GAIN = 12.0  # an explanation must reduce the sum of squared deviations by at least this amount
+LEFT = 0.5  # an explanation may leave at most this share of the sum of squared deviations
+FITS = 3.0  # a number fits a position if it is within this many standard deviations
+OUTSIDE = 2.0  # a joint is outside the training data at this many half ranges from the middle
+REFUSED = 20.0  # a server rejects a state at this many half ranges from the middle (sinew.processing.safety)
+NARROW = (
+    0.1 / DEVIATIONS
+)  # assumed spread of a joint that never moved in training, relative to its mean or to 1
+# Factor that converts the robot's value to the training unit -> the robot's unit and the training unit.
+SCALES = {
     np.pi / 180: "degrees, where training has radians",
     180 / np.pi: "radians, where training has degrees",
     1e-3: "thousandths (mm for m), where training has whole units",
@@ -31,14 +35,24 @@ SCALES = {  # what values are multiplied by -> words
     1e-2: "hundredths (percent), where training has whole units",
     1e2: "whole units, where training has hundredths (percent)",
 }
-PART = 0.15  # smallest share of its largest training value, times the scale, of a number in another unit
-MAX_JOINTS = 64  # most joints among which exchanges are searched
+PART = 0.15  # a value in another unit must reach this share of the largest training value times the scale
+MAX_JOINTS = 64  # exchanged joints are searched only in states with at most this many numbers
 
 
 @dataclass(frozen=True)
 class JointFit:
-    """What a bundle knows of its state, D numbers. steps: from the robot's state to the numbers that the statistics are
-    of. known: where there are any. half: of the range around ``centre``."""
+    """The statistics of a bundle's state, D numbers, for comparison with a robot.
+
+    Attributes:
+        names: Name of each number.
+        mean: Mean of each number in training.
+        std: Standard deviation of each number.
+        centre: Middle of the range of each number.
+        half: Half of the width of the range.
+        known: True for each number that has statistics.
+        steps: Converts the robot's state to the numbers of the statistics.
+        named: True if the bundle names the numbers.
+    """
 
     names: tuple[str, ...]
     mean: np.ndarray
@@ -51,24 +65,26 @@ class JointFit:
 
     @classmethod
     def of(cls, manifest: Manifest) -> JointFit:
-        """Return the statistics of the state in the training frames, or else in its normalisation.
+        """Return the statistics of the state from the training frames. If the bundle has no record of them, the
+        statistics of the normalisation are used.
 
         A number counts as outside only if it is beyond both ranges, because a few episodes do not cover all training
         data.
         """
         spec, recipe, seen = manifest.spec, manifest.processing, manifest.seen
         names = spec.state.names or tuple(map(str, range(spec.state.dim)))
-        made = normalizer(recipe.state, recipe.state_parts, spec.state.dim, "state")
-        centre, half = (np.atleast_1d(each) for each in ranges(made))
-        known = np.isfinite(half)
+        normal = normalizer(recipe.state, recipe.state_parts, spec.state.dim, "state")
+        centre, half = (np.atleast_1d(each) for each in ranges(normal))
+        finite = np.isfinite(half)
         if seen is not None and (state := seen.state) is not None:
             mean, std, low, high = (
                 np.array(row, np.float64) for row in (state.mean, state.std, state.low, state.high)
             )
-            if not recipe.state_steps:  # else that range is of other numbers
-                low = np.where(known, np.fmin(low, centre - half), low)
-                high = np.where(known, np.fmax(high, centre + half), high)
-            centre, half, known = (low + high) / 2, (high - low) / 2, np.ones(len(mean), bool)
+            # With steps, the range of the normalisation is in other units than the robot's state.
+            if not recipe.state_steps:
+                low = np.where(finite, np.fmin(low, centre - half), low)
+                high = np.where(finite, np.fmax(high, centre + half), high)
+            centre, half, finite = (low + high) / 2, (high - low) / 2, np.ones(len(mean), bool)
             steps: Callable[[np.ndarray], np.ndarray] = np.asarray
         else:
             mean, std = centre, half / DEVIATIONS
@@ -79,31 +95,29 @@ class JointFit:
         narrow = NARROW * np.maximum(1.0, np.abs(mean))
         std = np.where(std > 1e-6 * np.maximum(1.0, np.abs(mean)), std, narrow)
         half = np.where(half > 1e-6 * np.maximum(1.0, np.abs(mean)), half, DEVIATIONS * narrow)
-        return cls(names, mean, std, centre, half, known, steps, bool(spec.state.names))
-
-    # ------------------------------------------------------------------------- fit
+        return cls(names, mean, std, centre, half, finite, steps, bool(spec.state.names))
 
     def mismatch(self, states: np.ndarray) -> np.ndarray:
-        """Return the mean squared deviation of each number, [D], of states [n, D]; 0 where nothing is known."""
-        found = ((self.steps(states) - self.mean) / self.std) ** 2
-        return np.where(self.known, found.mean(0), 0.0)
+        """Return the mean squared deviation of each number of states [n, D], [D]; 0 for numbers without statistics."""
+        squares = ((self.steps(states) - self.mean) / self.std) ** 2
+        return np.where(self.known, squares.mean(0), 0.0)
 
     def apart(self, states: np.ndarray) -> np.ndarray:
-        """Return how far the mean of each number, [D], is from the middle of its range, in half ranges."""
-        found = np.abs(self.steps(states).mean(0) - self.centre) / self.half
-        return np.where(self.known, found, 0.0)
+        """Return the distance of the mean of each number, [D], from the middle of its range, in half ranges."""
+        distances = np.abs(self.steps(states).mean(0) - self.centre) / self.half
+        return np.where(self.known, distances, 0.0)
 
     def findings(self, states: np.ndarray) -> list[Finding]:
-        """Return the suspicious findings about finite states, float [n, D] in the robot's units."""
+        """Return the suspicious findings about finite states, float [n, D] in robot units."""
         if not self.known.any() or not len(states):
             return []
         before = self.mismatch(states)
         tried = [self._exchanged(states, before), self._negated(states, before), self._scaled(states, before)]
-        told = [each for each in tried if each is not None]
-        best = min(told, key=lambda each: each[0], default=None)
-        found = [] if best is None else best[1]
+        explanations = [each for each in tried if each is not None]
+        best = min(explanations, key=lambda each: each[0], default=None)
+        results = [] if best is None else best[1]
         explained = set() if best is None else best[2]
-        return found + self._outside(states, explained)
+        return results + self._outside(states, explained)
 
     def undecided(self) -> list[Finding]:
         """Return the findings about a state that cannot be decided."""
@@ -111,7 +125,7 @@ class JointFit:
             names = [name for name, known in zip(self.names, self.known, strict=True) if not known]
             text = f"the bundle has no statistics of {', '.join(names[:8])}{' ...' * (len(names) > 8)}"
             return [Finding("state", CANNOT_TELL, "no statistics", text)]
-        found = []
+        results = []
         alike = [
             f"{self.names[i]} and {self.names[j]}"
             for i in range(len(self.mean))
@@ -119,12 +133,13 @@ class JointFit:
             if self._gain(i, j) < GAIN
         ]
         if alike:
-            found.append(
+            results.append(
                 Finding(
                     "state",
                     CANNOT_TELL,
                     "alike",
-                    f"whether {', '.join(alike[:6])}{' ...' * (len(alike) > 6)} are exchanged: they had like values",
+                    f"cannot decide whether {', '.join(alike[:6])}{' ...' * (len(alike) > 6)} are exchanged: their"
+                    " values were alike in training",
                 )
             )
         turned = [
@@ -132,33 +147,42 @@ class JointFit:
         ]
         if turned:
             shown = ", ".join(turned[:8]) + " ..." * (len(turned) > 8)
-            text = f"whether {shown} {'have' if turned[1:] else 'has'} the right sign: about zero in training"
-            found.append(Finding("state", CANNOT_TELL, "alike", text))
-        return found
+            have = "have" if turned[1:] else "has"
+            text = (
+                f"cannot decide whether {shown} {have} the right sign: the values were about zero in training"
+            )
+            results.append(Finding("state", CANNOT_TELL, "alike", text))
+        return results
 
     def _gain(self, i: int, j: int) -> float:
-        """Return the average increase of squared deviations by an exchange of two numbers."""
+        """Return the average increase of squared deviations if two numbers are exchanged."""
         apart, (a, b) = (self.mean[i] - self.mean[j]) ** 2, (self.std[i] ** 2, self.std[j] ** 2)
         return float((apart + a) / b + (apart + b) / a - 2)
-
-    # ------------------------------------------------------------------------- explanations
 
     def _exchanged(
         self, states: np.ndarray, before: np.ndarray
     ) -> tuple[float, list[Finding], set[int]] | None:
-        """Return the order in which the numbers fit best, if it is another one by a margin: the mismatch that is left,
-        what to say, and which places it explains."""
+        """Search the order in which the numbers fit best.
+
+        Args:
+            states: The robot's states, [n, D].
+            before: Mean squared deviation of each number in the present order, [D].
+
+        Returns:
+            The remaining deviation, the findings, and the positions that are explained. None if no other order is
+            better by a margin.
+        """
         size = len(before)
         if not 2 <= size <= MAX_JOINTS:
             return None
-        cost = np.empty((size, size))  # cost of the robot's number i in the place j
+        cost = np.empty((size, size))  # cost[i, j]: deviation of the robot's number i in position j
         for i in range(size):
             full = np.repeat(states[:, i : i + 1], size, axis=1)
             cost[i] = self.mismatch(full)
         cost = np.where(
             self.known[:, None] & self.known[None], cost, np.where(np.eye(size, dtype=bool), 0.0, 1e6)
         )
-        to, apart = assignment(cost), self.apart(states)  # to: the place of each number
+        to, apart = assignment(cost), self.apart(states)  # to[i]: best position of the robot's number i
         moved: set[int] = set()
         for cycle in _cycles(to):
             own, new = sum(cost[i, i] for i in cycle), sum(cost[i, to[i]] for i in cycle)
@@ -174,74 +198,85 @@ class JointFit:
             "state",
             LOOKS_WRONG,
             "permuted",
-            f"{pairs}: {_deviations(new, moved)} from the training data there, {_deviations(own, moved)} as they stand",
+            f"{pairs}: {_deviations(new, moved)} from the training data in this order, {_deviations(own, moved)} as the"
+            " robot sends them",
             f"the order of training ({', '.join(self.names)})" if self.named else "the order of training",
-            "give the joints in the order of training",
+            "send the joints in the order of training",
         )
         return float(left), [finding], moved
 
     def _negated(
         self, states: np.ndarray, before: np.ndarray
     ) -> tuple[float, list[Finding], set[int]] | None:
-        """Return the numbers that fit with the other sign and not with their own."""
+        """Return an explanation if numbers fit with the opposite sign and not with their own sign, as in
+        :meth:`_exchanged`."""
         after = self.mismatch(-states)
-        found = self._better(states, before, after)
-        if not found:
+        negated = self._better(states, before, after)
+        if not negated:
             return None
-        told = [
+        results = [
             Finding(
                 f"state.{self.names[i]}",
                 LOOKS_WRONG,
                 "negated",
-                f"{states[:, i].mean():.3g} on average, which with the other sign is {np.sqrt(after[i]):.2g} standard"
+                f"{states[:, i].mean():.3g} on average; with the opposite sign it is {np.sqrt(after[i]):.2g} standard"
                 f" deviations from the training data, and {np.sqrt(before[i]):.2g} as it is",
                 self._wanted(i),
-                "turn its sign around, or the joint's direction in the driver",
+                "negate the value, or reverse the joint's direction in the driver",
             )
-            for i in sorted(found)
+            for i in sorted(negated)
         ]
-        return float(sum(after[i] if i in found else before[i] for i in range(len(before)))), told, found
+        total = float(sum(after[i] if i in negated else before[i] for i in range(len(before))))
+        return total, results, negated
 
     def _scaled(self, states: np.ndarray, before: np.ndarray) -> tuple[float, list[Finding], set[int]] | None:
-        """Return the unit in which the numbers fit, if it is another one."""
+        """Return an explanation if numbers fit in another unit, as in :meth:`_exchanged`."""
         best: tuple[float, float, set[int]] | None = None
         for scale in SCALES:
             after = self.mismatch(states * scale)
-            found = self._better(states, before, after)
-            if (
-                scale < 1
-            ):  # whatever is large fits a place about zero when it is made small: one is as large as said
+            scaled = self._better(states, before, after)
+            if scale < 1:
+                # Any large number fits a position with values about zero after it is scaled down. At least one number
+                # must therefore be as large as the other unit makes it.
                 largest = PART / scale * (np.abs(self.centre) + self.half)
-                found = found if any(np.abs(states[:, i]).mean() > largest[i] for i in found) else set()
-            elif len(found) < min(2, len(before)):  # one number about zero is a joint at its stop
+                scaled = scaled if any(np.abs(states[:, i]).mean() > largest[i] for i in scaled) else set()
+            # A single number about zero may be a joint at its stop, so scaling up needs two numbers.
+            elif len(scaled) < min(2, len(before)):
                 continue
-            if not found:
+            if not scaled:
                 continue
-            # Twice the logarithm of the density: a small scale squeezes many values into a place, and is worth less.
-            unlikely = sum(after[i] - 2 * np.log(scale) for i in found) - sum(before[i] for i in found)
+            # Compare likelihoods (twice the log density). A small scale squeezes many values into a position, so it
+            # needs a better fit.
+            unlikely = sum(after[i] - 2 * np.log(scale) for i in scaled) - sum(before[i] for i in scaled)
             if best is None or unlikely < best[0]:
-                best = float(unlikely), scale, found
+                best = float(unlikely), scale, scaled
         if best is None:
             return None
-        _, scale, found = best
+        _, scale, scaled = best
         after = self.mismatch(states * scale)
-        left = float(sum(after[i] if i in found else before[i] for i in range(len(before))))
-        first, words = min(found), SCALES[scale]
-        names = ", ".join(self.names[i] for i in sorted(found))
+        remaining = float(sum(after[i] if i in scaled else before[i] for i in range(len(before))))
+        first, words = min(scaled), SCALES[scale]
+        names = ", ".join(self.names[i] for i in sorted(scaled))
         value = float(states[:, first].mean())
         finding = Finding(
-            f"state.{self.names[first]}" if len(found) == 1 else "state",
+            f"state.{self.names[first]}" if len(scaled) == 1 else "state",
             LOOKS_WRONG,
             words.partition(",")[0].partition(" (")[0],
             f"{names}: as if in {words}: {value:.4g} on average in {self.names[first]}, which times {scale:.3g} is"
             f" {value * scale:.3g}",
             self._wanted(first),
-            f"multiply by {scale:.6g} in `observe`, and divide what `act` is given by it",
+            f"multiply by {scale:.6g} in `observe`, and divide the actions in `act` by it",
         )
-        return left, [finding], found
+        return remaining, [finding], scaled
 
     def _better(self, states: np.ndarray, before: np.ndarray, after: np.ndarray) -> set[int]:
-        """Return the numbers that are outside of their range, and fit it by a margin where they are changed."""
+        """Return the numbers that are outside of their range and fit it by a margin after a change.
+
+        Args:
+            states: The robot's states, [n, D].
+            before: Mean squared deviation of each number before the change, [D].
+            after: The same after the change, [D].
+        """
         apart = self.apart(states)
         return {
             i
@@ -250,7 +285,7 @@ class JointFit:
         }
 
     def _outside(self, states: np.ndarray, explained: set[int]) -> list[Finding]:
-        """Return the joints that were never so in training, of those that nothing explains."""
+        """Return a finding for each unexplained joint whose values never occurred in training."""
         mean, apart = self.steps(states).mean(0), self.apart(states)
         return [
             Finding(
@@ -258,9 +293,9 @@ class JointFit:
                 WRONG if apart[i] > REFUSED else LOOKS_WRONG,
                 "outside",
                 f"{mean[i]:.4g} on average, {apart[i]:.3g} half ranges from the middle of the training data"
-                + (", which a server refuses" if apart[i] > REFUSED else ""),
+                + (", which a server rejects" if apart[i] > REFUSED else ""),
                 self._wanted(i),
-                "another unit, another zero or a broken sensor? Where it is meant, the policy was not trained for it",
+                "check the unit, the zero and the sensor; if the value is right, the policy was not trained for it",
             )
             for i in map(int, np.flatnonzero(apart > OUTSIDE))
             if i not in explained
@@ -279,24 +314,30 @@ def _deviations(total: float, of: set[int]) -> str:
 
 
 def _cycles(to: Sequence[int]) -> list[list[int]]:
-    """Return the cycles of a permutation that move something."""
-    left, found = set(range(len(to))), []
-    while left:
-        cycle = [min(left)]
+    """Return the cycles of a permutation that have two or more elements."""
+    rest, cycles = set(range(len(to))), []
+    while rest:
+        cycle = [min(rest)]
         while (following := to[cycle[-1]]) != cycle[0]:
             cycle.append(following)
-        left -= set(cycle)
+        rest -= set(cycle)
         if len(cycle) > 1:
-            found.append(cycle)
-    return found
+            cycles.append(cycle)
+    return cycles
 
 
 def assignment(cost: np.ndarray) -> list[int]:
-    """Return the column of each row in the assignment of least cost, [n, n]: rows enter one after another, each along
-    the shortest path of exchanges with those that are there (Kuhn 1955, with Dijkstra's search over reduced costs)."""
+    """Return the column of each row in the assignment with the least total cost.
+
+    Rows are added one after another, each along the shortest path of exchanges with the earlier rows (Kuhn 1955, with
+    Dijkstra's search over reduced costs).
+
+    Args:
+        cost: Cost of each row in each column, [n, n].
+    """
     size = len(cost)
-    over, under = np.zeros(size), np.zeros(size)  # prices of rows and columns
-    holder = np.full(size, -1)  # the row that has a column
+    over, under = np.zeros(size), np.zeros(size)  # dual prices of rows and of columns
+    holder = np.full(size, -1)  # the row that is assigned to each column; -1 for none
     for row in range(size):
         reach, through = np.full(size, np.inf), np.full(size, -1)
         done = np.zeros(size, bool)
@@ -320,7 +361,7 @@ def assignment(cost: np.ndarray) -> list[int]:
             before = int(through[column])
             holder[column] = row if before < 0 else holder[before]
             column = before
-    found = [0] * size
+    columns = [0] * size
     for column, at in enumerate(holder):
-        found[int(at)] = column
-    return found
+        columns[int(at)] = column
+    return columns

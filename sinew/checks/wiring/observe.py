@@ -1,4 +1,4 @@
-"""Some seconds of a robot that is looked at and not moved, or of what a server recorded."""
+"""Observe a robot for some seconds without moving it, or read a server's recording, and report what looks wrong."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from sinew.processing.given import observation as as_given
 from sinew.records import parts
 from sinew.records.recorder import Record, read_records
 
-PATIENCE_S = 5.0  # for one look
-HZ = 10.0  # looks a second where the policy states no rate
+PATIENCE_S = 5.0  # an observation that takes more seconds counts as blocked
+HZ = 10.0  # observations per second if the policy states no rate
 MAX_LOOKS = 1000
 
 
@@ -35,10 +35,17 @@ def live(
     patience: float = PATIENCE_S,
     kept: list[Observation] | None = None,
 ) -> tuple[int, list[Finding]]:
-    """Look at a robot for so many seconds, and return the number of looks and what was found. Calls ``observe`` alone.
+    """Observe a robot for some seconds without moving it. Only ``observe`` is called.
 
-    patience: seconds after which a look that has not returned ends it; it goes on in a thread that nobody waits for.
-    kept: gets the first and the last observation, if the policy can answer them.
+    Args:
+        robot: The robot.
+        manifest: The policy's bundle.
+        seconds: How long to observe.
+        patience: If one observation takes more seconds, observing ends. The blocked call stays in its own thread.
+        kept: Receives the first and the last observation, if the policy accepts them.
+
+    Returns:
+        The number of observations, and the findings.
     """
     watch, processor = WiringWatch(), Processor(manifest)
     first: list[Finding] = []
@@ -56,14 +63,14 @@ def live(
                     raise TypeError(f"expected a mapping with images and state, got {type(seen).__name__}")
                 if over.is_set():
                     return
-                if not watch.looks and (refused := mismatch(processor, seen)) is not None:
-                    first.append(refused)
+                if not watch.looks and (rejection := mismatch(processor, seen)) is not None:
+                    first.append(rejection)
                 watch.add(seen, now, now - started)
                 if kept is not None and not first:
                     kept[1:] = [_copied(seen, manifest)]
             except Stopped:
                 break
-            except Exception as error:  # noqa: BLE001 - whatever a driver raises is what is looked for
+            except Exception as error:  # noqa: BLE001 - a driver may raise any error, and each error is a finding
                 watch.fault(
                     str(error)
                     if isinstance(error, NoObservation)
@@ -80,21 +87,30 @@ def live(
     while not ended.is_set():
         if not beat.wait(patience):
             over.set()
-            text = f"`observe` has not returned after {patience:g} s (look {watch.looks + 1})"
-            advice = "a read without a time-out, of a camera or bus that is not there?"
-            return watch.looks, [Finding("robot", WRONG, "blocks", text, "a look", advice), *first]
+            text = f"`observe` has not returned after {patience:g} s (observation {watch.looks + 1})"
+            advice = "add a time-out to the read, and check that the camera or bus is connected"
+            return watch.looks, [Finding("robot", WRONG, "blocks", text, "an observation", advice), *first]
         beat.clear()
     return watch.looks, first + findings(watch, manifest, manifest.spec.control_hz)
 
 
 def _copied(seen: Mapping[str, Any], manifest: Manifest) -> Observation:
-    """Return an observation whose frames are its own: a driver may write the next one into the same memory."""
-    given = {key: copy.deepcopy(seen[key]) for key in ("images", "state", "prompt") if key in seen}
-    return as_given(given, manifest.spec)
+    """Return an observation with copies of the frames, because a driver may write the next frame into the same
+    memory."""
+    copies = {key: copy.deepcopy(seen[key]) for key in ("images", "state", "prompt") if key in seen}
+    return as_given(copies, manifest.spec)
 
 
 def recorded(folder: Path, manifest: Manifest) -> tuple[int, list[Finding]]:
-    """Return the number of records and what was found, session by session, in what ``sinew serve --record`` wrote."""
+    """Read the recording of ``sinew serve --record``, session by session.
+
+    Args:
+        folder: The recording.
+        manifest: The policy's bundle.
+
+    Returns:
+        The number of records, and the findings.
+    """
     processor, watches, first, count = Processor(manifest), dict[str, WiringWatch](), list[Finding](), 0
     for record in read_records(folder):
         count += 1
@@ -103,36 +119,37 @@ def recorded(folder: Path, manifest: Manifest) -> tuple[int, list[Finding]]:
         if (when := record.observation.time) is not None:
             seen["time"] = when
         watch = watches.setdefault(name, WiringWatch())
-        if not watch.looks and (refused := mismatch(processor, seen)) is not None:
-            first.append(refused)
+        if not watch.looks and (rejection := mismatch(processor, seen)) is not None:
+            first.append(rejection)
         watch.add(seen)
-    found = first
-    untold = dict[tuple[str, str], Finding]()
+    results = first
+    undecided = dict[tuple[str, str], Finding]()
     for name, watch in watches.items():
         for each in findings(watch, manifest):
             if not each.amiss:
-                untold.setdefault((each.subject, each.seen), each)
+                undecided.setdefault((each.subject, each.seen), each)
             elif len(watches) == 1:
-                found.append(each)
+                results.append(each)
             else:
-                found.append(_in_session(each, name))
-    return count, found + list(untold.values())
+                results.append(_in_session(each, name))
+    return count, results + list(undecided.values())
 
 
-def _in_session(found: Finding, session: str) -> Finding:
+def _in_session(finding: Finding, session: str) -> Finding:
     shown = session if session.isprintable() and len(session) <= 64 else repr(session[:64])
     return Finding(
-        f"{found.subject} of session {shown}",
-        found.level,
-        found.kind,
-        found.seen,
-        found.expected,
-        found.advice,
+        f"{finding.subject} of session {shown}",
+        finding.level,
+        finding.kind,
+        finding.seen,
+        finding.expected,
+        finding.advice,
     )
 
 
 def learnt(folder: Path, manifest: Manifest) -> Seen:
-    """Return the record of cameras and joints in recordings of the right robot. Raises :class:`SinewError`."""
+    """Return a record of cameras and joints, computed from recordings of the right robot. Raises
+    :class:`SinewError`."""
     gathering, names, dim = (
         Gathering(),
         {camera.name for camera in manifest.spec.cameras},
@@ -146,20 +163,23 @@ def learnt(folder: Path, manifest: Manifest) -> Seen:
 def _frames(record: Record, names: set[str]) -> Mapping[str, np.ndarray]:
     strange = [name for name in record.observation.images if name not in names]
     if strange:
-        raise SinewError(f"{record.path}: expected frames of {', '.join(sorted(names))}, got {strange[0]!r}")
+        raise SinewError(
+            f"{record.path}: expected frames of {', '.join(sorted(names))}, got {strange[0]!r}; pass recordings of this"
+            " policy"
+        )
     return {name: parts.pixels(record, name) for name in record.observation.images}
 
 
 def _numbers(record: Record, dim: int) -> np.ndarray:
-    found = parts.numbers(record)
-    if found.shape != (dim,) or not np.isfinite(found).all():
-        raise SinewError(f"{record.path}: state: expected {dim} finite numbers, got {list(found.shape)}")
-    return found
+    numbers = parts.numbers(record)
+    if numbers.shape != (dim,) or not np.isfinite(numbers).all():
+        raise SinewError(f"{record.path}: state: expected {dim} finite numbers, got {list(numbers.shape)}")
+    return numbers
 
 
 @contextlib.contextmanager
 def closing(robot: Any) -> Iterator[Any]:
-    """Close a robot at the end, where it can be closed; one that blocks is not waited for."""
+    """Close a robot at the end, if it has a ``close`` method. A call that blocks is abandoned after some seconds."""
     try:
         yield robot
     finally:

@@ -1,4 +1,4 @@
-"""A camera's frame as eight by eight colours, and how far two of these are apart."""
+"""Reduce a camera's frame to a thumbnail of 8 x 8 colours, and measure the distance of two thumbnails."""
 
 from __future__ import annotations
 
@@ -11,31 +11,39 @@ import numpy as np
 
 from sinew.bundle.schema import SIDE, Seen, SeenCamera, SeenState, cells
 
-SAMPLES = 64  # rows and columns of a frame that are looked at, whatever its size
-FLOOR = 4.0  # difference of cells, out of 255, that noise, compression and rounding explain
-UNLIKE_FLOOR = 8.0  # the same, where frames are compared with all of the training data
+SAMPLES = 64  # a frame of any size is sampled at this many rows and columns
+FLOOR = 4.0  # noise, compression and rounding may change a cell by this much, out of 255
+UNLIKE_FLOOR = 8.0  # like FLOOR, for the comparison with all training frames
 
-# RGB to lightness, red less blue, and green less the mean of the two: BGR turns the second's sign, and nothing else.
+# Converts RGB to lightness, red less blue, and green less the mean of red and blue. For BGR frames only the sign of the
+# second number changes.
 OPPONENT = np.array([[1 / 3, 1 / 3, 1 / 3], [1.0, 0.0, -1.0], [-0.5, 1.0, -0.5]], np.float32)
 _LIGHTNESS = np.array([1.0, 0.0, 0.0], np.float32)
 
 
 def is_frame(frame: np.ndarray) -> bool:
-    """Return True for numbers [height, width, 3] of a kind that a policy takes."""
+    """Return True for an array [height, width, 3] of a number type that a policy accepts."""
     return frame.ndim == 3 and frame.shape[2] == 3 and frame.size > 0 and frame.dtype.kind in "uf"
 
 
 def sample(frame: np.ndarray) -> np.ndarray:
-    """Return float32 [64, 64, 3], 0 to 255, pixels of a frame of any size. frame: uint8, or floats in [0, 1]."""
+    """Sample a frame of any size at 64 x 64 pixels.
+
+    Args:
+        frame: uint8, or floats in [0, 1], [height, width, 3].
+
+    Returns:
+        The pixels, float32 [64, 64, 3], 0 to 255.
+    """
     height, width = frame.shape[:2]
     middles = 2 * np.arange(SAMPLES) + 1
     rows, columns = middles * height // (2 * SAMPLES), middles * width // (2 * SAMPLES)
-    found = frame[rows[:, None], columns].astype(np.float32)
-    return found * np.float32(255) if frame.dtype.kind == "f" else found
+    pixels = frame[rows[:, None], columns].astype(np.float32)
+    return pixels * np.float32(255) if frame.dtype.kind == "f" else pixels
 
 
 def thumbnail(frame: np.ndarray) -> np.ndarray:
-    """Return float32 [8, 8, 3] RGB, 0 to 255: the mean of each cell of a frame [height, width, 3]."""
+    """Return the mean of each cell of a frame [height, width, 3], RGB, float32 [8, 8, 3], 0 to 255."""
     return _cells(sample(frame))
 
 
@@ -45,26 +53,31 @@ def _cells(pixels: np.ndarray) -> np.ndarray:
 
 
 def imprint(frame: np.ndarray) -> int:
-    """Return a number that changes with any bit of a frame, nearly always."""
+    """Return a checksum of a frame, to detect that any bit has changed."""
     return zlib.crc32(np.ascontiguousarray(frame).data)
 
 
 def opponent(rgb: np.ndarray) -> np.ndarray:
-    """Return [..., 3] lightness, red less blue, green less the mean of the two, of [..., 3] RGB."""
+    """Convert RGB [..., 3] to lightness, red less blue, and green less the mean of red and blue, [..., 3]."""
     return rgb @ OPPONENT.T
 
 
-def distance(found: np.ndarray, mean: np.ndarray, spread: np.ndarray) -> float:
-    """Return the mean square of what differs from ``mean``, in units of ``spread`` and a floor; all opponent.
+def distance(frame: np.ndarray, mean: np.ndarray, spread: np.ndarray) -> float:
+    """Return the mean squared difference of a thumbnail from the training data, in units of its spread and a floor.
 
-    Before that the mean lightness is taken off, and the contrast is made to fit within a factor of two: rooms and
-    exposures differ.
+    Rooms and exposures differ. Before the comparison, the mean lightness is removed, and the contrast is adapted within
+    a factor of two.
+
+    Args:
+        frame: The thumbnail in opponent colours, [8, 8, 3].
+        mean: Mean of the training data, [8, 8, 3].
+        spread: Standard deviation of the training data, [8, 8, 3].
     """
     weights = 1.0 / (spread**2 + UNLIKE_FLOOR**2)
-    cells, wanted = level(found), level(mean)
+    cells, expected = level(frame), level(mean)
     size = float((weights * cells**2).sum())
-    gain = float((weights * cells * wanted).sum()) / size if size else 1.0
-    return float(np.mean(weights * (np.clip(gain, 0.5, 2.0) * cells - wanted) ** 2))
+    gain = float((weights * cells * expected).sum()) / size if size else 1.0
+    return float(np.mean(weights * (np.clip(gain, 0.5, 2.0) * cells - expected) ** 2))
 
 
 def level(cells: np.ndarray) -> np.ndarray:
@@ -73,7 +86,7 @@ def level(cells: np.ndarray) -> np.ndarray:
 
 
 def unpacked(text: str) -> np.ndarray:
-    """Return float32 [8, 8, 3] of a thumbnail's text. Raises ValueError for what is none."""
+    """Decode a thumbnail's text into float32 [8, 8, 3]. Raises ValueError for any other text."""
     return np.frombuffer(cells(text), np.uint8).reshape(SIDE, SIDE, 3).astype(np.float32)
 
 
@@ -86,18 +99,18 @@ class Gathering:
 
     def __init__(self) -> None:
         self._thumbnails: dict[str, list[np.ndarray]] = {}
-        self._sums: dict[str, np.ndarray] = {}  # [2, 3] of pixels and their squares
+        # Camera -> sums over all frames, [2, 3]: the mean of each colour, and the mean of its square.
+        self._sums: dict[str, np.ndarray] = {}
         self._states: list[np.ndarray] = []
-        self._runs: dict[
-            str, tuple[int | None, int, int]
-        ] = {}  # print of the last frame, its run, the longest
+        # Camera -> checksum of the last frame, length of its run of equal frames, and length of the longest run.
+        self._runs: dict[str, tuple[int | None, int, int]] = {}
         self.frames = 0
 
     def add(self, images: Mapping[str, Any], state: Any) -> None:
-        """Add one observation: frames uint8, or floats in [0, 1], [height, width, 3], and the state."""
+        """Add one observation: frames [height, width, 3], uint8 or floats in [0, 1], and the state."""
         for name, frame in images.items():
-            found = np.asarray(frame)
-            pixels, last = sample(found), imprint(found)
+            array = np.asarray(frame)
+            pixels, last = sample(array), imprint(array)
             before, run, longest = self._runs.get(name, (None, 0, 0))
             run = run + 1 if last == before else 1
             self._runs[name] = last, run, max(run, longest)
@@ -109,9 +122,9 @@ class Gathering:
         self.frames += 1
 
     def seen(self, source: str) -> Seen:
-        """Return the record. source: which frames these were, in words. Raises ValueError where nothing was added."""
+        """Return the record. ``source`` describes the frames. Raises ValueError if no observation was added."""
         if not self.frames:
-            raise ValueError("expected at least one observation")
+            raise ValueError("expected at least one observation; call `add` first")
         states = np.stack(self._states)
         rows = (states.mean(0), states.std(0), states.min(0), states.max(0))
         mean, std, low, high = (tuple(float(f"{x:.6g}") for x in row) for row in rows)
