@@ -72,7 +72,7 @@ def test_memory_is_that_of_weights_alone_without_the_package(monkeypatch: pytest
 
     status, text = without("doctor", "blocks")
     assert status == 0, text
-    assert "weights alone: the package sinew-perf counts activations" in text
+    assert "weights only: the package sinew-perf counts activations" in text
     monkeypatch.setattr(providers, "provider", lambda _: None)
     options = {"engine": "eager", "providers": (), "device": "cpu", "dtype": None, "ignore_recipe": False}
     weights, activations = memory_need("blocks", options, None, 8)

@@ -1,9 +1,10 @@
-"""The shared types and errors of ``sinew``: observations, action chunks, and what can go wrong.
+"""The types and errors that all parts of ``sinew`` share: observations, action chunks, and errors.
 
-They come from the client package (:mod:`sinew_client.types`, :mod:`sinew_client.errors`). Code of ``sinew`` imports
-them from here, together with the types of converters, bundles and engines. Further modules of this folder have the
-spelling of options in messages (``hints``), missing packages (``extras``), the names of all families (``registry``),
-and helpers for the machine, locks, scratch folders, progress, bounded logs and figures. No torch.
+Most of them are defined in the client package (:mod:`sinew_client.types`, :mod:`sinew_client.errors`). Code of
+``sinew`` imports them from this package, together with the types of converters, bundles and engines. Other modules in
+this folder spell options in messages (``hints``), report missing packages (``extras``), list all families
+(``registry``), and help with the machine, locks, scratch folders, progress, bounded logs and figures. This package does
+not import torch.
 """
 
 from __future__ import annotations
@@ -46,22 +47,26 @@ class BundleError(SinewError):
 
 
 class ConvertError(SinewError):
-    """A checkpoint cannot be converted into a bundle; the message has the next step."""
+    """A checkpoint cannot be converted into a bundle. The message contains the next step."""
 
     code = "bad_checkpoint"
 
 
-# The words of flags, recipes and reports -> torch's names of the types.
+# Name of a type in flags, recipes and reports -> torch's name of the type.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
-MAX_SAID = 256  # tokens of one text of a language head; each is a row of every pass behind it
-MAX_SIZE = 8192  # bound of every length in a file: pixels of a side, tokens, actions, dimensions
-# The name, in a model, of a language model's table of tokens, of which only rows are read
+MAX_SAID = 256  # a language head generates at most this many tokens for one text
+MAX_SIZE = 8192  # no length in a file may be larger: pixels of a side, tokens, actions, dimensions
+# The name of the token table in a language model. Only some rows of this table are read.
 PROMPT_TABLE = "embed_tokens"
 
 
 def dtype_word(text: str) -> str:
-    """Return fp32, bf16, fp16 or native for one of these, or for torch's own name of the type."""
+    """Convert a name of a type, Sinew's or torch's, to fp32, bf16, fp16 or native.
+
+    Raises:
+        SinewError: The name is unknown.
+    """
     words = {long: word for word, long in DTYPES.items()}
     if (word := words.get(text, text)) not in (*DTYPES, "native"):
         raise SinewError(f"dtype: expected one of {', '.join(DTYPES)}, native, got {text!r}")
@@ -69,5 +74,5 @@ def dtype_word(text: str) -> str:
 
 
 def upcast_text(kind: str) -> str:
-    """Return the name, for reports, of float32 arithmetic on weights of precision ``kind``."""
+    """Return the text for reports that describes float32 arithmetic on weights of precision ``kind``."""
     return f"fp32 ({kind} weights)"

@@ -1,4 +1,4 @@
-"""Packages that can be called as a function: ``sinew.serve(policy)`` works although ``sinew.serve`` is a package."""
+"""Make packages callable: ``sinew.serve(policy)`` works although ``sinew.serve`` is a package."""
 
 from __future__ import annotations
 
@@ -10,28 +10,34 @@ from typing import Any
 
 
 def call(package: str, function: str) -> None:
-    """Have a package that is being imported called as ``function``, MODULE:NAME, which a first call imports."""
+    """Make a package callable while it is being imported.
+
+    Args:
+        package: Name of the package.
+        function: The function, MODULE:NAME. It is imported on the first call.
+    """
     module = sys.modules[package]
     module.__dict__["_called"] = function
     module.__class__ = CalledPackage
 
 
 class CalledPackage(ModuleType):
-    """A package whose call is that of a function."""
+    """A package that can be called. The call is forwarded to a function."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Call the function."""
+        """Call the function with the same arguments."""
         return self._function()(*arguments, **options)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """Return the function's, for ``help`` and completion; a class returns what it makes."""
+        """Return the signature of the function, for ``help`` and completion. A class returns its own instances."""
         function = self._function()
-        found = inspect.signature(function)
-        return found.replace(return_annotation=function) if isinstance(function, type) else found
+        signature = inspect.signature(function)
+        return signature.replace(return_annotation=function) if isinstance(function, type) else signature
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle it by its name, as other modules are where a function is sent to another process."""
+        """Pickle the package by its name. Plain modules are pickled in this way when a function is sent to a
+        process."""
         return import_module, (self.__name__,)
 
     def _function(self) -> Any:

@@ -1,4 +1,4 @@
-"""Optional modules: the extra of this distribution that installs each, and the error for a missing one."""
+"""Optional modules: the extra of this distribution that installs each module, and the error for a missing module."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sinew_client.untrusted import parse_json
 
 from sinew.core import SinewError
 
-DISTRIBUTION = "sinew-vla"  # on package indexes, where the name `sinew` is another project's
+DISTRIBUTION = "sinew-vla"  # the name on package indexes, because another project has the name `sinew`
 
-# Modules that not every installation has -> the extra of the distribution that brings them.
+# Optional module -> the extra of this distribution that installs it.
 EXTRAS = {
     "grpc": "lerobot",
     "gymnasium": "sim",
@@ -36,9 +36,9 @@ EXTRAS = {
 
 
 def install(module: str) -> str:
-    """Return the command that brings a module: the extra of this distribution, or what it is made of."""
+    """Return the command that installs a module: with an extra of this distribution, or by reinstalling it."""
     if module in sys.stdlib_module_names:
-        return "this Python has none, on Windows only that of WSL has (docs/install.md)"
+        return "this Python does not have it; on Windows, use Python in WSL (docs/install.md)"
     extra = EXTRAS.get(module.partition(".")[0])
     if extra:
         return f"pip install '{source()}[{extra}]'"
@@ -46,21 +46,22 @@ def install(module: str) -> str:
 
 
 def install_package(folder: str) -> str:
-    """Return the command that brings another distribution of this project, from a checkout, because no package index
-    has it.
+    """Return the command that installs another distribution of this project. It is installed from a checkout, because
+    no package index has it.
 
     Args:
         folder: Its folder in a checkout.
     """
     place = source()
-    if place == DISTRIBUTION:  # installed from a wheel: no checkout is known
+    # Without a checkout, Sinew was installed from a wheel, so the folder of the distribution is unknown.
+    if place == DISTRIBUTION:
         return f"pip install ./{folder} (in a clone of Sinew)"
     return f"pip install '{place}/{folder}'"
 
 
 def source() -> str:
-    """Return the argument that installed this distribution with pip: the folder of a checkout (PEP 610), else its
-    name.
+    """Return the argument with which pip installed this distribution: the folder of a checkout (PEP 610), or the
+    distribution's name if there is no checkout.
     """
     try:
         text = distribution(DISTRIBUTION).read_text("direct_url.json")  # own file: in an installed package
@@ -72,7 +73,7 @@ def source() -> str:
 
 
 class MissingPackageError(SinewError):
-    """The operation needs a package that is not installed; the message has the command that installs it."""
+    """The operation needs a package that is not installed. The message contains the command that installs it."""
 
     code = "missing_package"
 

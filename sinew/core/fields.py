@@ -1,8 +1,7 @@
-"""State what the fields of a record may hold as a part of their types, and decode records from a stranger's file: in
-this one place, strictly, every value is held against its field.
+"""Declare the allowed values of a record's fields in their types, and decode records from untrusted files.
 
-A number that is read from a file is a suggestion. What fields must hold together is a method ``problems`` of their
-record, which is asked once each of them is right.
+This module is the only place that decodes such records. Every value is checked against its field. A rule about several
+fields is a method ``problems`` of the record. It is called after each field has passed its own check.
 """
 
 from __future__ import annotations
@@ -26,24 +25,25 @@ from sinew.core.registry import loaded, place_of
 
 T = TypeVar("T")
 K = TypeVar("K", bound="Tagged")
-STEPS = "sinew.steps"  # the group of entry points of steps in other distributions
+STEPS = "sinew.steps"  # group of entry points for steps in other distributions
 MAX_SOLVER_STEPS = 100
 MAX_HZ = 10_000.0
-MAX_NAME = 256  # characters
-MAX_TEXT = 1 << 14  # characters of a part of a prompt, of a template or of a default prompt
+MAX_NAME = 256  # a name may have at most this many characters
+MAX_TEXT = 1 << 14  # a part of a prompt, a template or a default prompt may have at most this many characters
 _MANY = (dict, list, tuple)
-# Held while msgspec reads a dataclass: 0.22 ends the process (SIGSEGV) where two threads meet a class first together.
+# Only one thread decodes at a time. msgspec 0.22 crashes (SIGSEGV) if two threads use a dataclass for the first time at
+# once.
 _READING = threading.RLock()
-
-
-# ----------------------------------------------------------------------------- conditions, and types that have them
 
 
 @dataclass(frozen=True)
 class Must:
-    """A condition of a field's value, in its type: ``Annotated[int, within(1, 100)]``.
+    """A condition for the value of a field, as a part of its type: ``Annotated[int, within(1, 100)]``.
 
-    expected: in words. fits: whether a value is so. said: how a message shows one that is not.
+    Attributes:
+        expected: The condition as text.
+        fits: Returns True if a value meets the condition.
+        said: Returns the text for a value that does not meet the condition.
     """
 
     expected: str
@@ -51,7 +51,7 @@ class Must:
     said: Callable[[Any], str] = lambda value: f"{value:g}" if isinstance(value, float) else shown(value)
 
     def problems(self, name: str, value: Any) -> Iterator[str]:
-        """Yield "name: expected X, got Y" unless the value fits."""
+        """Yield "name: expected X, got Y" if the value does not meet the condition."""
         if not self.fits(value):
             yield f"{name}: expected {self.expected}, got {self.said(value)}"
 
@@ -62,35 +62,40 @@ def within(low: float, high: float) -> Must:
 
 
 def positive(what: str = "a finite number") -> Must:
-    """Require a finite number above zero. what: the quantity, in words."""
+    """Require a finite number above zero. ``what`` is the text for such a number."""
     return Must(f"{what} above 0", lambda value: 0 < value < math.inf)
 
 
 def share(what: str, none: bool = False) -> Must:
-    """Require a share of ``what``, above 0 and at most 1. none: True also allows 0, which means absent."""
+    """Require a number above 0 and at most 1.
+
+    Args:
+        what: The whole, as text.
+        none: Also allow 0, which means that the share is not set.
+    """
     expected = f"a part of {what}, above 0 and at most 1"
     return Must(expected, lambda value: 0 < value <= 1 or (none and value == 0))
 
 
 def count(low: int, high: int, what: str) -> Must:
-    """Require ``low`` to ``high`` members of a list. what: they are, in words."""
+    """Require ``low`` to ``high`` members of a list. ``what`` is the text for the members."""
     expected = f"{low} to {high} {what}" if low else f"at most {high} {what}"
     return Must(expected, lambda value: low <= len(value) <= high, lambda value: str(len(value)))
 
 
 def characters(low: int, high: int) -> Must:
-    """Require a text of ``low`` to ``high`` characters."""
+    """Require a text with ``low`` to ``high`` characters."""
     return count(low, high, "characters")
 
 
 def printable(low: int, high: int) -> Must:
-    """Require a text of ``low`` to ``high`` characters that can be printed."""
+    """Require a text with ``low`` to ``high`` printable characters."""
     expected = f"{low} to {high} printable characters" if low else f"at most {high} printable characters"
     return Must(expected, lambda value: low <= len(value) <= high and value.isprintable())
 
 
 def word(low: int = 1) -> Must:
-    """Require a name that can be quoted in generated programs and pages."""
+    """Require a name that can be quoted in generated programs and pages, with at least ``low`` characters."""
     expected = f"{low} to {MAX_NAME} characters, printable, without quotes, backticks and backslashes"
     fits = printable(low, MAX_NAME).fits
     return Must(expected, lambda value: fits(value) and not any(mark in value for mark in '"\\`'))
@@ -99,8 +104,8 @@ def word(low: int = 1) -> Must:
 FINITE = Must("a finite number", math.isfinite)
 SOME = Must("one or more", bool, lambda _: "none")
 
-Side = Annotated[int, within(1, MAX_SIZE)]  # side of a picture in pixels, or another count of at least 1
-Width = Annotated[int, within(0, MAX_SIZE)]  # the same, from 0
+Side = Annotated[int, within(1, MAX_SIZE)]  # a side of a picture in pixels, or another count of at least 1
+Width = Annotated[int, within(0, MAX_SIZE)]  # a count that may be 0
 Finite = Annotated[float, FINITE]
 NotBelowZero = Annotated[float, Must("a finite number of at least 0", within(0, sys.float_info.max).fits)]
 Positive = Annotated[float, positive()]
@@ -108,7 +113,7 @@ Label = Annotated[str, printable(0, MAX_NAME)]
 Word = Annotated[str, word()]
 MaybeWord = Annotated[str, word(0)]
 
-# The robot's package has these types, for Pythons that know no Annotated.
+# The client package defines these types for older Pythons without Annotated, so their conditions are listed here.
 SPECIFICATION: dict[type, dict[str, Any]] = {
     CameraSpec: {"name": Word, "height": Side, "width": Side},
     VectorSpec: {"names": tuple[Label, ...], "units": tuple[Label, ...]},
@@ -143,9 +148,6 @@ SPECIFICATION: dict[type, dict[str, Any]] = {
 }
 
 
-# ----------------------------------------------------------------------------- a record against its fields
-
-
 def problems(record: Any, path: str = "") -> Iterator[str]:
     """Yield the errors in a record and its nested records, each as "path: expected X, got Y"."""
     place = path and (f"{path}: {record.kind}: " if isinstance(record, Tagged) else f"{path}.")
@@ -160,8 +162,14 @@ def problems(record: Any, path: str = "") -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A type taken apart: the conditions of its values and the shapes of their members, None for those that have no
-    condition; ``every``: all are of the first. alone: in place of it for a value that is no list."""
+    """The conditions of a type.
+
+    Attributes:
+        musts: Conditions of the value itself.
+        parts: Conditions of the members of a container; None for members without conditions.
+        every: True if all members have the first entry of ``parts``.
+        alone: Conditions of a value that is not a list, for types that allow both.
+    """
 
     musts: tuple[Must, ...] = ()
     parts: tuple[Any, ...] = ()
@@ -171,7 +179,7 @@ class _Shape:
 
 @cache
 def _shape(hint: Any) -> _Shape | None:
-    """Return the shape of a type; None where every value of the type is right."""
+    """Return the conditions of a type; None if the type has no conditions."""
     if get_origin(hint) is Annotated:
         inner, *conditions = get_args(hint)
         return replace(_shape(inner) or _Shape(), musts=tuple(conditions))
@@ -188,7 +196,7 @@ def _shape(hint: Any) -> _Shape | None:
 
 @cache
 def _held(kind: type) -> tuple[tuple[str, _Shape], ...]:
-    """Return the fields of a class that may be wrong although their types are right."""
+    """Return the fields of a class whose values have conditions besides their types."""
     hints = get_type_hints(kind, include_extras=True) | SPECIFICATION.get(kind, {})
     shapes = ((field.name, _shape(hints[field.name])) for field in fields(kind))
     return tuple((name, shape) for name, shape in shapes if shape is not None)
@@ -207,7 +215,7 @@ def _value_problems(value: Any, shape: _Shape, path: str) -> Iterator[str]:
     if isinstance(value, tuple) and parts:
         first = parts[0]
         if shape.every and len(first.musts) == 1 and not first.parts and all(map(first.musts[0].fits, value)):
-            return  # numbers, of which there may be thousands
+            return  # all of the numbers, which may be thousands, have passed in one fast loop
         for index, each in enumerate(value):
             if (part := parts[0 if shape.every else index]) is not None:
                 yield from _value_problems(each, part, f"{path}[{index}]")
@@ -222,13 +230,12 @@ def _value_problems(value: Any, shape: _Shape, path: str) -> Iterator[str]:
         yield from problems(value, path)
 
 
-# ----------------------------------------------------------------------------- from a file
-
-
 class Tagged:
-    """A record of a list whose records have several classes: a frozen dataclass with a field ``kind``, its tag.
+    """A record that may have one of several classes. Each class is a frozen dataclass with a field ``kind``, its tag.
 
-    registry: where the class of each tag is, as "module:class" (``sinew/steps/registry.py``).
+    Attributes:
+        kind: The tag.
+        registry: Tag -> class, as "module:class" (``sinew/steps/registry.py``).
     """
 
     kind: str
@@ -236,65 +243,89 @@ class Tagged:
 
     @classmethod
     def registered(cls: type[K], kind: object) -> type[K]:
-        """Return the class of a tag, also of an installed package with an entry point of that name in the group
-        ``sinew.steps``. Raises ValueError for one that neither has."""
+        """Return the class of a tag. The class may also be in an installed package with an entry point of that name in
+        the group ``sinew.steps``. Raises ValueError for an unknown tag."""
         word = kind if isinstance(kind, str) else ""
         if ours := cls.registry.get(word):
             return cast(type[K], EntryPoint(word, ours, STEPS).load())
         place = place_of(STEPS, word)
-        found = loaded(STEPS, word, place, cls.__name__) if place != word else None
-        if not (isinstance(found, type) and issubclass(found, cls)):
-            known = f"{', '.join(cls.registry)}, or a {cls.__name__} of an installed package ({STEPS})"
-            raise ValueError(f"kind: expected one of {known}, got {kind!r}")
-        return found
+        step = loaded(STEPS, word, place, cls.__name__) if place != word else None
+        if not (isinstance(step, type) and issubclass(step, cls)):
+            kinds = f"{', '.join(cls.registry)}, or a {cls.__name__} of an installed package ({STEPS})"
+            raise ValueError(f"kind: expected one of {kinds}, got {kind!r}")
+        return step
 
     @classmethod
     def read(cls: type[K], record: object) -> K:
-        """Return the record of plain containers. Raises ValueError that names its tag and the field."""
-        import msgspec  # here: a model in memory has steps too, and needs numpy alone
+        """Decode a record from plain containers. Raises ValueError with the tag and the field."""
+        # Import msgspec late, because a model in memory also uses this module and must need only numpy.
+        import msgspec
 
         if not isinstance(record, dict):
-            raise ValueError(f"expected a step, an object with its kind, got {type(record).__name__}")
-        found = cls.registered(record.get("kind"))
+            raise ValueError(f'expected a step, an object with a "kind", got {type(record).__name__}')
+        step = cls.registered(record.get("kind"))
         try:
             with _READING:
-                return msgspec.convert(record, found, strict=True)
+                return msgspec.convert(record, step, strict=True)
         except msgspec.ValidationError as error:
             raise ValueError(f"{record['kind']}: {error}") from None
 
 
 def to_json(record: Any) -> str:
-    import msgspec  # here: the records themselves need nothing, and a model in memory has them too
+    # Import msgspec late, because a model in memory also uses this module and must need only numpy.
+    import msgspec
 
     return msgspec.json.encode(record).decode()
 
 
 def from_json(text: str, kind: type[T], where: str) -> T:
-    """Decode JSON text into ``kind`` (a dataclass or container), strictly."""
+    """Decode JSON text strictly.
+
+    Args:
+        text: The JSON text.
+        kind: A dataclass or container type.
+        where: Prefix of error messages.
+    """
     return from_builtins(parsed(text, where), kind, where)
 
 
 def parsed(text: str, where: str) -> Any:
-    """Parse JSON. Raises :class:`BundleError`."""
+    """Parse JSON. ``where`` is the prefix of the message.
+
+    Raises:
+        BundleError: The text is not valid JSON.
+    """
     with BundleError.at(where, UntrustedError):
         return parse_json(text, finite=False)  # each field checks its own numbers
 
 
 def from_builtins(raw: Any, kind: type[T], where: str) -> T:
-    """Return the record of plain containers. Raises :class:`BundleError` that names the field: for a wrong type, for a
-    field that ``kind`` does not have, and for a value that its field does not hold."""
+    """Decode a record from plain containers.
+
+    Args:
+        raw: The plain containers.
+        kind: The type of the record.
+        where: Prefix of error messages.
+
+    Raises:
+        BundleError: A type is wrong, a field is unknown, or a value does not meet its conditions. The message names the
+            field.
+    """
     import msgspec
 
-    def tagged(kind: type, record: Any) -> Any:  # which msgspec asks of every type that it does not know
+    # msgspec calls this function for every type that it cannot decode itself.
+    def tagged(kind: type, record: Any) -> Any:
         if issubclass(kind, Tagged):
             return kind.read(record)
         raise NotImplementedError(f"a field of {kind}")
 
-    # Msgspec's errors are ValueErrors, so are those of half a character
+    # msgspec's errors are ValueErrors. So is the error for an incomplete Unicode character.
     with BundleError.at(where, ValueError, RecursionError), _READING:
         record = msgspec.convert(raw, kind, strict=True, dec_hook=tagged)
     if unknown := _unknown_field(raw, msgspec.to_builtins(record)):
-        raise BundleError(f"{where}: unknown field {unknown!r} (written by a newer version?)")
+        raise BundleError(
+            f"{where}: unknown field {unknown!r}: a newer version of Sinew wrote the file, or the name is misspelt"
+        )
     form: Any = kind
     if (shape := _shape(form)) is not None:
         for problem in _value_problems(record, shape, where):
@@ -302,18 +333,20 @@ def from_builtins(raw: Any, kind: type[T], where: str) -> T:
     return record
 
 
-def _unknown_field(raw: Any, known: Any, path: str = "") -> str | None:
-    """msgspec ignores unknown keys of dataclasses; a misspelt hyper-parameter must not be ignored."""
-    if isinstance(raw, dict) and isinstance(known, dict):
+def _unknown_field(raw: Any, decoded: Any, path: str = "") -> str | None:
+    """Return the first field in ``raw`` that its record does not have. msgspec ignores unknown keys of dataclasses, but
+    a misspelt hyper-parameter must not be ignored."""
+    if isinstance(raw, dict) and isinstance(decoded, dict):
         for key, value in raw.items():
-            if key not in known:
+            if key not in decoded:
                 return f"{path}{key}"
             if isinstance(value, dict | list) and (
-                found := _unknown_field(value, known[key], f"{path}{key}.")
+                unknown := _unknown_field(value, decoded[key], f"{path}{key}.")
             ):
-                return found
-    elif isinstance(raw, list | tuple) and isinstance(known, list | tuple):  # fields of tuples stay tuples
-        for left, right in zip(raw, known, strict=False):
-            if isinstance(left, _MANY) and (found := _unknown_field(left, right, path)):
-                return found
+                return unknown
+    # to_builtins leaves the tuples of a record as tuples.
+    elif isinstance(raw, list | tuple) and isinstance(decoded, list | tuple):
+        for left, right in zip(raw, decoded, strict=False):
+            if isinstance(left, _MANY) and (unknown := _unknown_field(left, right, path)):
+                return unknown
     return None

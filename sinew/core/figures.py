@@ -1,4 +1,5 @@
-"""Set the style of all figures: type that is readable at half size, colours that colour-blind readers tell apart."""
+"""The style of all figures: text that is readable at half size, and colours that colour-blind readers can
+distinguish."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from typing import Any
 from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
 
-# Okabe and Ito's colours, told apart by colour-blind readers and in grey; lines differ in their markers as well.
+# The colours of Okabe and Ito. Colour-blind readers can distinguish them, also in grey. Lines also differ in markers.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY = "#555555"
 DPI = 150
-PALETTE = 128  # colours of a PNG
+PALETTE = 128  # a PNG has at most this many colours
 
 
 def check() -> None:
-    """Raise :class:`MissingPackageError` without matplotlib: before the hours whose figure cannot be drawn."""
+    """Raise :class:`MissingPackageError` without matplotlib. Call it before hours of work whose figure would fail."""
     if find_spec("matplotlib") is None:
         raise MissingPackageError("a figure", "matplotlib")
 
@@ -28,9 +29,17 @@ def check() -> None:
 def new(
     rows: int = 1, columns: int = 1, *, width: float = 6.4, height: float = 4.0, **grid: Any
 ) -> tuple[Any, Any]:
-    """Return a figure and its axes, as matplotlib's ``subplots`` does. width, height: inches; text is 10 points.
+    """Return a figure and its axes, like matplotlib's ``subplots``.
 
-    Raises :class:`MissingPackageError` without matplotlib.
+    Args:
+        rows: Rows of axes.
+        columns: Columns of axes.
+        width: Width in inches. Text has 10 points.
+        height: Height in inches.
+        **grid: Further arguments of ``subplots``.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
     """
     check()
     import matplotlib
@@ -39,7 +48,7 @@ def new(
 
     with matplotlib.rc_context({"axes.titlesize": 10}):
         figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-        FigureCanvasAgg(figure)  # no window system, and no global state of pyplot
+        FigureCanvasAgg(figure)  # draws without a window system and without the global state of pyplot
         axes = figure.subplots(rows, columns, **grid)
         for axis in figure.axes:
             axis.grid(color="#dddddd", linewidth=0.6)
@@ -49,14 +58,14 @@ def new(
 
 
 def legend(figure: Any, handles: Sequence[Any], columns: int = 4) -> None:
-    """Put a legend under everything, where it hides no line."""
+    """Put a legend below all axes, where it hides no line."""
     figure.legend(
         handles=list(handles), loc="outside lower center", ncols=min(columns, len(handles)), frameon=False
     )
 
 
 def plain_ticks(axis: Any, values: Sequence[float]) -> None:
-    """Give a logarithmic axis ticks that read as numbers: 1, 2 or 5 times a power of ten, over the values."""
+    """Give a logarithmic axis ticks with plain numbers: 1, 2 or 5 times a power of ten, in the range of the values."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = min(values), max(values)
@@ -71,7 +80,16 @@ def plain_ticks(axis: Any, values: Sequence[float]) -> None:
 def wilson_bars(
     axis: Any, x: Sequence[float], share: Sequence[float], low: Any, high: Any, **style: Any
 ) -> Any:
-    """Draw percentages with their intervals, and return the handle for a legend. share, low, high: in [0, 1]."""
+    """Draw percentages with their intervals, and return the handle for a legend.
+
+    Args:
+        axis: The axes.
+        x: Horizontal positions.
+        share: Shares in [0, 1].
+        low: Lower ends of the intervals in [0, 1].
+        high: Upper ends of the intervals in [0, 1].
+        **style: Further arguments of matplotlib's ``errorbar``.
+    """
     y = [100 * value for value in share]
     down = [max(0.0, v - 100 * each) for v, each in zip(y, low, strict=True)]
     up = [max(0.0, 100 * each - v) for v, each in zip(y, high, strict=True)]
@@ -79,7 +97,7 @@ def wilson_bars(
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure, a PNG with a palette: a third of the bytes, and lines and areas of few colours lose nothing.
+    """Write a figure. A PNG gets a palette, which needs a third of the bytes and loses nothing with few colours.
 
     Raises :class:`SinewError` for a path or format that cannot be written."""
     try:
@@ -87,11 +105,11 @@ def save(figure: Any, path: Path) -> None:
         if path.suffix != ".png":
             figure.savefig(path)
             return
-        from PIL import Image  # which matplotlib has
+        from PIL import Image  # installed with matplotlib
 
         plain = io.BytesIO()
         figure.savefig(plain, metadata={"Software": None})
         picture = Image.open(plain).convert("RGB").quantize(PALETTE, dither=Image.Dither.NONE)
         picture.save(path, optimize=True)
     except (OSError, ValueError) as error:
-        raise SinewError(f"{path}: {error}") from None
+        raise SinewError(f"{path}: {error}; choose another path or format, such as .png") from None

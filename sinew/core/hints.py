@@ -1,6 +1,6 @@
-"""How messages spell an option: for a Python program, for the command line, or for a client of a server.
+"""Spell options in messages for their reader: a Python program, the command line, or a client of a server.
 
-This is the only place that decides it. The command line and a server announce themselves; the default is Python.
+Only this module decides the spelling. The command line and a server announce themselves. The default is Python.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Literal
 from sinew.core import SinewError
 
 Reader = Literal["python", "command line", "client"]
-_FLAGS = {"providers": "provider"}  # where the command line has another name than sinew.load
+_FLAGS = {"providers": "provider"}  # option of sinew.load -> its name on the command line, if both differ
 _without_flags: frozenset[str] = frozenset()
 _reader: Reader = "python"  # one for the whole process, because any thread may raise the message
 
 
 @contextlib.contextmanager
 def read_by(reader: Reader) -> Iterator[None]:
-    """Write the messages of this process for a reader, inside."""
+    """Inside the block, spell options in messages for this reader."""
     global _reader  # noqa: PLW0603 - one process, one reader
     before, _reader = _reader, reader
     try:
@@ -37,13 +37,17 @@ def without_flags(names: Iterable[str]) -> None:
 
 
 def short_reason(reason: str) -> str:
-    """Return the first clause of an engine's reason. The rest concerns other engines and measurements: ``sinew doctor``
-    and ``sinew serve --verbose`` print it."""
+    """Return the first clause of an engine's reason. The rest is about other engines and measurements. ``sinew doctor``
+    and ``sinew serve --verbose`` print the complete reason."""
     return reason.partition("; ")[0]
 
 
 def option(name: str, value: Mapping[str, str] | Sequence[str] | str | Literal[True] = True) -> str:
-    """Return an option of :func:`sinew.load` with a value, as this process's user writes it. True means a switch.
+    """Return an option of :func:`sinew.load` with its value, in the spelling of this process's reader.
+
+    Args:
+        name: Name of the option.
+        value: Its value. True means a switch.
 
     >>> option("rename", {"front": "camera1"})
     "rename={'front': 'camera1'}"
@@ -72,16 +76,24 @@ def choice(python: str, flags: str) -> str:
 
 
 def pairs(flag: str, form: str, texts: Iterable[str]) -> dict[str, str]:
-    """Return name -> value of a flag that is given as ``NAME=VALUE``, repeatedly. form: that, in its own words.
+    """Parse a repeatable flag of the form ``NAME=VALUE``. Return name -> value.
 
-    Raises :class:`SinewError` for what is no pair, or names one twice.
+    Args:
+        flag: The flag.
+        form: The form of a value, for messages.
+        texts: The values.
+
+    Raises:
+        SinewError: A value does not have this form, or a name occurs twice.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals and value):
             raise SinewError(f"{flag} {text}: expected {form}")
-        if name in found:
-            raise SinewError(f"{flag} {text}: {name} is another {flag.removeprefix('--')}'s name")
-        found[name] = value
-    return found
+        if name in values:
+            raise SinewError(
+                f"{flag} {text}: {name} is another {flag.removeprefix('--')}'s name; choose another"
+            )
+        values[name] = value
+    return values

@@ -1,6 +1,6 @@
-"""What this process may use of the machine: cores, memory, instruction sets. Standard library only.
+"""The part of the machine that this process may use: cores, memory, instruction sets. Uses only the standard library.
 
-Choices made from it come with their reason, so that ``sinew doctor`` can print it.
+Each choice comes with a reason, so that ``sinew doctor`` can print it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from sinew import WAITING
 Result = TypeVar("Result")
 PROC = Path("/proc")
 SYS = Path("/sys")
+# Type -> flags of the Linux kernel for hardware that multiplies it.
 HALF_UNITS = {
     "bf16": ("amx_bf16", "avx512_bf16", "bf16"),
     "fp16": ("amx_fp16", "avx512_fp16", "asimdhp"),
-}  # flags of the Linux kernel
+}
 ARITHMETIC = frozenset(
     {"avx", "avx2", "fma", "avx_vnni", "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2"}
 )
@@ -40,9 +41,9 @@ ISA_SETTINGS = (
     "NPY_DISABLE_CPU_FEATURES",
     "SINEW_CPU_KERNELS",
 )
-# Niceness of what is computed beside requests. A load that competes with another program for its core took 4 s at 0 and
-# 5, 9 s at 10, and 71 s at 19. On a machine with five more programs, a load at 10 did not end in 180 s. At 5 the
-# longest answer beside a load is the shortest of all four (652 ms; 852 at 0, 724 at 10): research/log/2026-11-28.md.
+# Niceness of computations in the background. Measured: a load next to another program on the same core took 4 s at 0
+# and 5, 9 s at 10, and 71 s at 19. Next to five programs, a load at 10 did not end in 180 s. The longest answer during
+# a load was shortest at 5 (652 ms; 852 at 0, 724 at 10). See research/log/2026-11-28.md.
 BESIDE = 5
 LIBRARIES = ("torch", "onnxruntime", "triton", "numpy")
 
@@ -54,18 +55,18 @@ def busy(load: float | None = None) -> str:
         load: the load average of the last minute when the measurement began; None: the present one.
     """
     if load is None:
-        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has no load average
     count = cores().physical
-    return "" if load <= count else f"load average {load:.2f} on {count} cores: others were computing"
+    return "" if load <= count else f"load average {load:.2f} on {count} cores: other programs were running"
 
 
 def lower_priority(by: int = 19) -> None:
-    """Let other work go first: on Linux that of other threads than this one, elsewhere that of other processes.
+    """Lower the priority of the calling thread on Linux, and of this process on other systems.
 
     Args:
-        by: What is added to the niceness, of which 19 is the most.
+        by: Number that is added to the niceness. The largest niceness is 19.
     """
-    # What `chrt -r 1 sinew serve` starts is in real time too, where nice counts for nothing.
+    # A process that `chrt -r 1` started has a real-time priority, which nice does not change, so end that first.
     if hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     os.nice(by)  # applies to the calling thread and to threads that it starts
@@ -90,11 +91,11 @@ def beside_others(call: Callable[[], Result]) -> Result:
 
 
 def step_back() -> None:
-    """Give this process the lowest priority, make it the first that the system ends if memory runs out, and end it
-    when standard input closes.
+    """Give this process the lowest priority, make the system end it first if memory runs out, and end it when standard
+    input closes.
     """
     lower_priority()
-    # Linux only. A process in a session of its own gets the priority of the session, so that is lowered too.
+    # These files exist only on Linux. A process in its own session has the session's priority, so lower that too.
     for name, value in (("autogroup", 19), ("oom_score_adj", 1000)):
         with contextlib.suppress(OSError):
             Path("/proc/self", name).write_text(str(value))
@@ -109,14 +110,15 @@ def step_back() -> None:
     threading.Thread(target=follow, daemon=True, name="sinew-parent").start()
 
 
-def cache_folder(room: str) -> Path:
-    """Return the directory for what can be made again: ``$XDG_CACHE_HOME/sinew/<room>``, ``~/.cache`` by default."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sinew" / room
+def cache_folder(name: str) -> Path:
+    """Return a folder for files that can be computed again: ``$XDG_CACHE_HOME/sinew/NAME``, by default in
+    ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sinew" / name
 
 
 def write_whole(path: Path, data: bytes) -> Path:
-    """Write a file of this user's, and the folders above it; who reads it sees the old bytes or the new ones. Raises
-    OSError, and then leaves nothing behind."""
+    """Write a file and its parent folders. Any reader sees either the old bytes or the new bytes. Raises OSError, and
+    then leaves no partial file behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -131,8 +133,13 @@ def write_whole(path: Path, data: bytes) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """``logical`` processors in the affinity mask, ``physical`` cores behind them, ``quota`` of a cgroup in
-    cores (None: no limit)."""
+    """The processors that this process may use.
+
+    Attributes:
+        logical: Logical processors in the affinity mask.
+        physical: Physical cores of these processors.
+        quota: Quota of the cgroup in cores; None if there is no limit.
+    """
 
     logical: int
     physical: int
@@ -142,7 +149,8 @@ class Cores:
 def cores() -> Cores:
     try:
         allowed = os.sched_getaffinity(0)
-    except AttributeError:  # macOS
+    # macOS has no affinity mask.
+    except AttributeError:
         allowed = set(range(os.cpu_count() or 1))
     siblings = {
         _read(SYS / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
@@ -152,48 +160,52 @@ def cores() -> Cores:
 
 
 def recommended_threads() -> tuple[int, str]:
-    """Threads for compute, and why that many. More threads than cores spin against each other."""
-    found, told = cores(), os.environ.get("OMP_NUM_THREADS", "")
-    if told.isdecimal() and 0 < int(told) < found.physical:
-        return int(told), f"OMP_NUM_THREADS={told}"
-    if found.quota is not None and found.quota < found.physical:
-        count = max(1, int(found.quota))
-        return count, f"the cgroup's quota is {found.quota:g} cores of {found.physical}"
-    if found.physical < found.logical:
-        return found.physical, f"one per physical core, which {found.logical} processors share"
-    return found.physical, "one per core in the affinity mask, no cgroup quota below that"
+    """Return the number of compute threads, and the reason. More threads than cores would spin against each other."""
+    available, setting = cores(), os.environ.get("OMP_NUM_THREADS", "")
+    if setting.isdecimal() and 0 < int(setting) < available.physical:
+        return int(setting), f"OMP_NUM_THREADS={setting}"
+    if available.quota is not None and available.quota < available.physical:
+        count = max(1, int(available.quota))
+        return count, f"the cgroup's quota is {available.quota:g} cores of {available.physical}"
+    if available.physical < available.logical:
+        return available.physical, f"one per physical core, which {available.logical} processors share"
+    return available.physical, "one per core in the affinity mask, no cgroup quota below that"
 
 
 def spinning() -> str:
-    """Return how idle OpenMP threads wait, for ``sinew doctor``."""
-    if told := sorted(WAITING & os.environ.keys()):
-        return f"idle threads wait as set by {told[0]}={os.environ[told[0]]}"
+    """Return how idle OpenMP threads wait, as text for ``sinew doctor``."""
+    if names := sorted(WAITING & os.environ.keys()):
+        return f"idle threads wait as set by {names[0]}={os.environ[names[0]]}"
     return "idle threads spin for milliseconds, because torch was imported before sinew"
 
 
 def _cpu_quota() -> float | None:
-    """Cores that the cgroup allows: the smallest limit on the way to the root (v2, then v1)."""
+    """Return the number of cores that the cgroup allows: the smallest limit up to the root (cgroup v2 or v1)."""
     limits = []
     for folder in _cgroup_folders("cpu"):
-        if text := _read(folder / "cpu.max"):  # v2: "200000 100000", or "max 100000"
+        if text := _read(folder / "cpu.max"):  # cgroup v2 has "200000 100000", or "max 100000"
             quota, period = text.split()
             if quota != "max":
                 limits.append(int(quota) / int(period))
         quota_us, period_us = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-        if quota_us and period_us and int(quota_us) > 0:  # v1: -1 means no limit
+        if quota_us and period_us and int(quota_us) > 0:  # in cgroup v1, -1 means that there is no limit
             limits.append(int(quota_us) / int(period_us))
     return min(limits, default=None)
 
 
 def memory() -> tuple[int, int]:
-    """Return bytes (limit, available): of the machine, or of the cgroup where that is less. Both count pages of files,
-    which the system takes back, as available."""
+    """Return the limit of memory and the available memory, in bytes.
+
+    The numbers are the machine's, or the cgroup's if these are smaller. Cached pages of files count as available,
+    because the system can reclaim them.
+    """
     try:
         text = (PROC / "meminfo").read_text()  # own file: of the operating system
         fields = dict(line.split(":", 1) for line in text.splitlines())
         total = int(fields["MemTotal"].split()[0]) * 1024
         available = int(fields["MemAvailable"].split()[0]) * 1024
-    except OSError:  # macOS
+    # macOS has no /proc, so its total memory counts as available.
+    except OSError:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         available = total
     for folder in _cgroup_folders("memory"):
@@ -211,7 +223,7 @@ def memory() -> tuple[int, int]:
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
-    """Folders that may limit this process, innermost first."""
+    """Return the cgroup folders that may limit this process, innermost first."""
     folders = []
     for line in _read(PROC / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -234,7 +246,7 @@ def cpu_model() -> str:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction-set flags as the Linux kernel names them; empty elsewhere."""
+    """Return the processor's instruction-set flags as the Linux kernel names them; empty on other systems."""
     for line in _read(PROC / "cpuinfo").splitlines():
         if line.startswith(("flags", "Features")):
             return frozenset(line.split(":", 1)[1].split())
@@ -242,10 +254,10 @@ def cpu_flags() -> frozenset[str]:
 
 
 def instructions() -> str:
-    """Return the instruction sets that choose how products are summed, and what the environment forbids of them."""
+    """Return the instruction sets that decide how products are summed, and the settings that restrict them."""
     names = [name for name in sorted(cpu_flags()) if name in ARITHMETIC or name.startswith(WIDE)]
-    told = [f"{name}={os.environ[name]}" for name in ISA_SETTINGS if os.environ.get(name)]
-    return " ".join([*names, *told]) or platform.machine()
+    settings = [f"{name}={os.environ[name]}" for name in ISA_SETTINGS if os.environ.get(name)]
+    return " ".join([*names, *settings]) or platform.machine()
 
 
 def arithmetic(threads: int) -> dict[str, Any]:
@@ -263,16 +275,19 @@ def arithmetic(threads: int) -> dict[str, Any]:
 
 
 def half_units(dtype: str) -> str | None:
-    """Return the instruction set that multiplies ``dtype`` ("bf16" or "fp16") in hardware, or None."""
+    """Return the instruction set that multiplies ``dtype`` ("bf16" or "fp16") in hardware; None if there is none."""
     flags = cpu_flags()
     return next((name for name in HALF_UNITS[dtype] if name in flags), None)
 
 
 def half_lowered(dtype: str) -> str:
-    """Return the setting with which PyTorch's attention in ``dtype`` ("bf16" or "fp16") fails here, "" if none does.
+    """Return the setting with which PyTorch's attention in ``dtype`` fails on this machine; "" if there is none.
 
-    PyTorch asks oneDNN, which finds AMX, whether to lay out keys for tiles. The code that does so is in its AVX-512
-    kernels only. With other kernels (``ATEN_CPU_CAPABILITY``) it raises "pack_vnni2 is only supported when avx512".
+    oneDNN finds AMX and tells PyTorch to lay out keys for tiles, but only PyTorch's AVX-512 kernels can do so. If
+    ``ATEN_CPU_CAPABILITY`` selects other kernels, PyTorch raises "pack_vnni2 is only supported when avx512".
+
+    Args:
+        dtype: "bf16" or "fp16".
     """
     setting = os.environ.get("ATEN_CPU_CAPABILITY", "")
     tiles = HALF_UNITS[dtype][0] in cpu_flags() if dtype in HALF_UNITS else False
@@ -281,7 +296,7 @@ def half_lowered(dtype: str) -> str:
 
 
 def may_have_cuda() -> bool:
-    """Return whether an NVIDIA driver seems to be there; false spares the import of torch that would find out."""
+    """Return True if an NVIDIA driver seems to be installed. False avoids the import of torch for a certain answer."""
     if sys.platform == "darwin":
         return False
     if sys.platform != "linux":
@@ -291,27 +306,32 @@ def may_have_cuda() -> bool:
 
 
 def resident_bytes() -> dict[str, int]:
-    """Memory of this process: ``peak`` and ``now``, and where known ``anonymous`` and ``file`` (mapped
-    weights and libraries count there)."""
+    """Return the memory of this process in bytes.
+
+    The keys are ``peak`` and ``now``, and on Linux ``anonymous`` and ``file``. ``file`` includes mapped weights and
+    libraries.
+    """
     names = {"VmHWM": "peak", "VmRSS": "now", "RssAnon": "anonymous", "RssFile": "file"}
-    found = {}
+    sizes = {}
     for line in _read(PROC / "self/status").splitlines():
         key, _, value = line.partition(":")
         if key in names:
-            found[names[key]] = int(value.split()[0]) * 1024
-    if not found:
+            sizes[names[key]] = int(value.split()[0]) * 1024
+    if not sizes:
         import resource
 
-        # Not used on Linux: there it would include the peak of the process that started this one.
+        # On Linux, ru_maxrss would include the peak of the process that started this one, so it is used only here.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        found = {"peak": peak if sys.platform == "darwin" else peak * 1024}
-    return found
+        sizes = {"peak": peak if sys.platform == "darwin" else peak * 1024}
+    return sizes
 
 
 def gpu() -> dict[str, Any] | None:
-    """Return the GPU that this process computes on, None where it uses none; never wakes one up. ``memory``: its bytes,
-    as the driver has them. ``own``, ``peak``: what PyTorch's allocator holds of them for this process, and has held at
-    most."""
+    """Return the GPU that this process uses; None if it uses none. An idle GPU is not woken up.
+
+    ``memory`` has the limit and the available bytes from the driver. ``own`` and ``peak`` are the bytes that PyTorch's
+    allocator has reserved for this process, now and at most.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None

@@ -1,7 +1,7 @@
-"""Progress of long computations, reported by modules below the command line.
+"""Report the progress of long computations from modules below the command line.
 
-Without a listener, a task is one line of the log. ``sinew.cli.terminal`` listens and shows a bar or a spinner.
-:func:`say` prints what a user must know in any case.
+Without a listener, a task writes one line to the log. ``sinew.cli.terminal`` is a listener that shows a bar or a
+spinner. :func:`say` prints a sentence that every user must see.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 log = logging.getLogger(__name__)
 
-Advance = Callable[[str], None]  # called when a part is done, with the name of the next part
+Advance = Callable[[str], None]  # the task calls it when a part is done, with the name of the next part
 Listener = Callable[[str, "int | None"], AbstractContextManager[Advance]]
 
 _listener: Listener | None = None
@@ -20,14 +20,14 @@ _teller: Callable[[str], None] | None = None
 
 
 def listen(listener: Listener | None) -> Listener | None:
-    """Show tasks with ``listener`` (None: in the log alone), and return the one before."""
+    """Show tasks with ``listener``, and return the previous listener. None shows them only in the log."""
     global _listener
     before, _listener = _listener, listener
     return before
 
 
 def tell(teller: Callable[[str], None] | None) -> Callable[[str], None] | None:
-    """Send the sentences of :func:`say` to ``teller`` (None for the log), and return the previous one."""
+    """Send the sentences of :func:`say` to ``teller``, and return the previous one. None sends them to the log."""
     global _teller
     before, _teller = _teller, teller
     return before
@@ -36,14 +36,19 @@ def tell(teller: Callable[[str], None] | None) -> Callable[[str], None] | None:
 def say(text: str) -> None:
     """Print one sentence that every user should see, such as a large download or the use of a copy."""
     if _teller is None:
-        log.warning("%s", text)  # Python prints warnings even if logging was not set up
+        log.warning("%s", text)  # a warning, because Python prints warnings even if logging was not set up
     else:
         _teller(text)
 
 
 @contextmanager
 def task(text: str, total: int | None = None) -> Iterator[Advance]:
-    """Tell that something long runs inside; what it yields is to be called after each of ``total`` parts."""
+    """Announce a long task. The block receives a function, and calls it after each part.
+
+    Args:
+        text: Name of the task.
+        total: Number of parts; None if unknown.
+    """
     log.info("%s", text)
     if _listener is None:
         yield lambda _: None

@@ -1,7 +1,7 @@
-"""What the other distributions of this project add, by their entry points, and the sentence for when one is missing.
+"""Find objects that the other distributions of this project provide by entry points.
 
-Only the distributions of `PACKAGES` are asked. To read the entry points of everything that is installed takes 25 ms,
-which the start of each command would pay.
+Only the distributions in `PACKAGES` are searched. Reading the entry points of all installed packages takes 25 ms, which
+would delay the start of each command.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sinew.core.extras import install_package
 
 # Name of a package in messages -> its name on package indexes, and its folder in a checkout.
 PACKAGES = {"sinew-eval": ("sinew-vla-eval", "eval"), "sinew-perf": ("sinew-vla-perf", "perf")}
-# Group of entry points that the core asks for one object, or for an object by its name -> the package that has it.
+# Group of entry points that the core uses -> the package that provides the objects of this group.
 HOMES = {
     "sinew.estimates": "sinew-perf",
     "sinew.judges": "sinew-eval",
@@ -26,7 +26,7 @@ HOMES = {
 
 
 class MissingDistributionError(SinewError):
-    """The operation is part of a distribution that is not installed; the message has the command that installs it."""
+    """The operation is part of a distribution that is not installed. The message has the command that installs it."""
 
     code = "missing_package"
 
@@ -41,7 +41,7 @@ def how_to_install(package: str) -> str:
 
 @cache
 def entry_points_of(package: str) -> tuple[EntryPoint, ...] | None:
-    """Return the entry points of one of `PACKAGES`. None if it is not installed."""
+    """Return the entry points of one of `PACKAGES`; None if the package is not installed."""
     try:
         return tuple(distribution(PACKAGES[package][0]).entry_points)
     except PackageNotFoundError:
@@ -49,11 +49,11 @@ def entry_points_of(package: str) -> tuple[EntryPoint, ...] | None:
 
 
 def provided(group: str, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (package, what its entry point leads to) for each entry point of a group in the installed packages.
+    """Yield the name of the package and the object of each entry point of a group, in the installed packages.
 
     Args:
         group: The group of entry points.
-        name: Name of the entry point. All names if it is empty.
+        name: Name of the entry point; "" for all names.
     """
     for package in PACKAGES:
         for point in entry_points_of(package) or ():
@@ -62,8 +62,8 @@ def provided(group: str, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def provider(group: str, name: str = "") -> Any | None:
-    """Return the object of a group of `HOMES`, by its name if the group has several. None if its package is not
-    installed."""
+    """Return the object of a group of `HOMES`; None if its package is not installed. ``name`` selects an object if the
+    group has several."""
     return next((value for _, value in provided(group, name)), None)
 
 
@@ -72,7 +72,7 @@ def required(group: str, what: str, name: str = "") -> Any:
 
     Args:
         group: The group of entry points.
-        what: What the user asked for, as "sinew inspect --plan". It begins the message.
+        what: The feature that the user requested, such as "sinew inspect --plan". The message begins with it.
         name: Name of the object, if the group has several.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The families of policies: one line here and one folder in ``sinew/families`` for each.
+"""The families of policies. Each family has one line in this file and one folder in ``sinew/families``.
 
 Families of other distributions have an entry point ``sinew.families``, NAME = "package.of.the.folder". A folder
 describes itself in its ``__init__`` (:class:`Family`). Its other files are imported only when they are needed, so a
@@ -19,15 +19,15 @@ from sinew_client.untrusted import read_json
 
 from sinew.core import BundleError
 
-# In the order in which their converters are asked for a checkpoint, and in which messages and tables name them.
+# Converters are tried in this order, and messages and tables list the families in this order.
 FAMILIES = (
     "smolvla",
     "pi",
     "pi_fast",
     "gr00t",
     "evo1",
-    "turbovla",  # its files end in .pth, as those that the next one takes
-    "omnivla",  # before the family whose files its own look like
+    "turbovla",  # before omnivla, which also accepts files that end in .pth
+    "omnivla",  # before openvla, whose files look similar
     "openvla",
     "bitvla",
     "cogact",
@@ -40,15 +40,19 @@ FAMILIES = (
     "wallx",
     "xvla",
 )
-FORMATS = ("sinew.vlacpp.read",)  # readers of another project's files of several families, asked after theirs
+FORMATS = (
+    "sinew.vlacpp.read",
+)  # readers of formats with several families; they are tried after all families
 HOME = "sinew.families"
-GROUP = "sinew.families"  # entry points of other distributions: name -> the package that is the folder
+GROUP = (
+    "sinew.families"  # group of entry points of other distributions: name -> package of the family's folder
+)
 PUBLISHED = "published.json"
 
 
 @dataclass(frozen=True)
 class Family:
-    """A folder of ``sinew/families``. Places are "FILE" or "FILE:NAME" in it.
+    """A folder of ``sinew/families``. References have the form "FILE" or "FILE:NAME", relative to the folder.
 
     Attributes:
         models: Architecture -> its class (:class:`sinew.models.base.Model`).
@@ -61,8 +65,8 @@ class Family:
         units: Architecture -> units of its actions (:class:`sinew.core.VectorSpec`), for bundles that do not state
             them.
         hints: Architecture -> expectations of its own project's clients, in the words of the protocol's codec.
-        base: The family that this one extends, the only other folder that it may import.
-        golden: Compares a small policy in the folder with its reference's stored answers.
+        base: The family that this one extends. No other family's folder may be imported.
+        golden: Compares a small policy in the folder with stored answers of the reference implementation.
         name: Name of the folder. The registry sets it.
         home: Package of the folder. The registry sets it.
     """
@@ -83,27 +87,29 @@ class Family:
         return Path(str(import_module(self.home).__file__)).parent
 
     def load(self, place: str) -> Any:
-        """Return a file of the folder as a module, or what it calls NAME."""
+        """Import a file of the folder, and return the module or its object NAME. ``place`` is "FILE" or "FILE:NAME"."""
         module, _, name = place.partition(":")
-        found = import_module(f"{self.home}.{module}")
-        return getattr(found, name) if name else found
+        imported = import_module(f"{self.home}.{module}")
+        return getattr(imported, name) if name else imported
 
     def published(self) -> dict[str, dict[str, Any]]:
-        """Return the records of ``published.json`` by preset; none where the folder has no such file."""
+        """Return preset -> record from ``published.json``; {} if the folder has no such file."""
         path = self.folder / PUBLISHED
         return read_json(path) if path.is_file() else {}
 
 
 def families() -> Iterator[Family]:
-    """Yield the description of each family, those of other distributions last.
+    """Yield the description of each family. Families of other distributions are last.
 
-    Raises :class:`BundleError` if one of theirs does not import, or has the name of another family.
+    Raises :class:`BundleError` if such a family cannot be imported, or has the name of another family.
     """
     for name in FAMILIES:
         yield replace(import_module(f"{HOME}.{name}").FAMILY, name=name, home=f"{HOME}.{name}")
     for name, home in _added():
         if name in FAMILIES:
-            raise BundleError(f"entry point {GROUP}: {name} = {home}: a family of this name is part of sinew")
+            raise BundleError(
+                f"entry point {GROUP}: {name} = {home}: a family of this name is part of sinew; rename or uninstall it"
+            )
         yield replace(loaded(GROUP, name, home, "package with FAMILY", ":FAMILY"), name=name, home=home)
 
 
@@ -113,13 +119,25 @@ def _added() -> tuple[tuple[str, str], ...]:
 
 
 def loaded(group: str, name: str, place: str, what: str, part: str = "") -> Any:
-    """Return the object that an entry point of another distribution names, or a part of it. Raises
-    :class:`BundleError`.
+    """Import the object of an entry point of another distribution.
+
+    Args:
+        group: The group of entry points.
+        name: Name of the entry point.
+        place: Its value, MODULE or MODULE:NAME.
+        what: The expected object, for the message.
+        part: Appended to ``place``, to import a part of the object.
+
+    Raises:
+        BundleError: The import fails.
     """
     try:
         return EntryPoint(name, place + part, group).load()
-    except Exception as error:  # another distribution's import may raise anything
-        raise BundleError(f"entry point {group}: {name} = {place}: expected a {what}: {error}") from error
+    # The import of another distribution may raise any error.
+    except Exception as error:
+        raise BundleError(
+            f"entry point {group}: {name} = {place}: expected a {what}: {error}; update or uninstall this package"
+        ) from error
 
 
 def place_of(group: str, name: str) -> str:
@@ -128,52 +146,64 @@ def place_of(group: str, name: str) -> str:
 
 
 def architectures() -> dict[str, Family]:
-    """Return architecture -> its family."""
+    """Return a dict from each architecture to its family."""
     return {architecture: family for family in families() for architecture in family.models}
 
 
 def model_class(architecture: str) -> Any:
-    """Return the class of an architecture (:class:`sinew.models.base.Model`). Raises :class:`BundleError`."""
-    known = architectures()
-    if architecture not in known:
-        raise BundleError(f"architecture {architecture!r} is not one of {', '.join(sorted(known))}")
-    return known[architecture].load(known[architecture].models[architecture])
+    """Return the class of an architecture (:class:`sinew.models.base.Model`).
+
+    Raises:
+        BundleError: The architecture is unknown.
+    """
+    supported = architectures()
+    if architecture not in supported:
+        raise BundleError(
+            f"architecture {architecture!r} is not one of {', '.join(sorted(supported))}; install the package that adds"
+            " it, or a newer Sinew"
+        )
+    return supported[architecture].load(supported[architecture].models[architecture])
 
 
 def action_units(architecture: str) -> tuple[str, ...]:
-    """Return a family's units of its actions; () for an unknown architecture.
+    """Return the units of a family's actions; () for an unknown architecture.
 
     Names are compared without case and punctuation, because servers of other projects spell them differently
     (GR00T-N1.6, gr00t_n1_6).
     """
-    said = {plain(name): units for family in families() for name, units in family.units.items()}
-    return said.get(plain(architecture), ())
+    units_of = {plain(name): units for family in families() for name, units in family.units.items()}
+    return units_of.get(plain(architecture), ())
 
 
 def backbone(architecture: str, config: Mapping[str, Any] | None = None) -> str:
-    """Return the published models that an architecture is built on, "" for one that is not one of these. Servers of
-    other projects spell it their own way (``action_units``). config: of a bundle, whose towers may have other sizes.
+    """Return the published models on which an architecture is built, as text; "" for an unknown architecture.
+
+    Args:
+        architecture: The architecture. Servers of other projects may spell it differently (``action_units``).
+        config: The configuration of a bundle, whose vision tower may have other sizes; None to ignore sizes.
     """
-    said = {plain(name): (family, text) for family in families() for name, text in family.backbones.items()}
-    if (found := said.get(plain(architecture))) is None:
+    backbones = {
+        plain(name): (family, text) for family in families() for name, text in family.backbones.items()
+    }
+    if (entry := backbones.get(plain(architecture))) is None:
         return ""
     if config is None:
-        return found[1]
+        return entry[1]
     vision = config.get("vision", {})
     if "blocks" in vision and vision.keys() <= {"blocks", "width", "group"}:
-        # A residual network (He et al. 2016): two convolutions a block, one before them and a layer behind.
+        # A residual network (He et al. 2016) has two convolutions in each block, one layer before and one after them.
         width = vision.get("width", 64)
         wide = "" if width == 64 else f", {width} channels at first"
         return f"ResNet-{2 * sum(vision['blocks']) + 2}{wide}"
-    known = [
-        p["config"] for p in found[0].published().values() if plain(p["architecture"]) == plain(architecture)
+    presets_of = [
+        p["config"] for p in entry[0].published().values() if plain(p["architecture"]) == plain(architecture)
     ]
-    same = not known or any(_widths(each) == _widths(config) for each in known)
-    return found[1] if same else f"{found[1]} in other sizes"
+    same = not presets_of or any(_widths(each) == _widths(config) for each in presets_of)
+    return entry[1] if same else f"{entry[1]} in other sizes"
 
 
 def _widths(config: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Return width and depth of a policy's eyes and of its language model."""
+    """Return width and depth of a policy's vision tower and of its language model."""
     parts = [config.get(part) for part in ("vision", "language")]
     return [
         (p.get("hidden_size"), p.get("num_layers")) if isinstance(p, Mapping) else (None, None) for p in parts
@@ -181,16 +211,16 @@ def _widths(config: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 def hints(architecture: str) -> tuple[str, ...]:
-    """Return the protocol hints of an architecture; () for an unknown one."""
+    """Return the protocol hints of an architecture; () for an unknown architecture."""
     family = architectures().get(architecture)
     return family.hints.get(architecture, ()) if family else ()
 
 
 def plain(architecture: str) -> str:
-    """Return an architecture's letters and digits, in lower case."""
+    """Return the letters and digits of a name, in lower case."""
     return "".join(letter for letter in architecture.lower() if letter.isalnum())
 
 
 def presets() -> dict[str, Family]:
-    """Return preset -> the family whose ``published.json`` has its sizes."""
+    """Return preset -> the family with this preset in its ``published.json``."""
     return {preset: family for family in families() for preset in family.published()}

@@ -1,7 +1,7 @@
-"""A scratch folder next to a target, for files that get their names when they are complete.
+"""A scratch folder next to a target, for files that get their final names when they are complete.
 
-The folder is removed at the end, also by SIGTERM or SIGHUP. After SIGKILL or a power cut, the next process with the
-same target removes it: a lock on the folder tells whether its process still runs.
+The folder is removed at the end, also after SIGTERM or SIGHUP. After SIGKILL or a power cut, the next process with the
+same target removes it. A lock on the folder shows whether the process that created it is still running.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-MAX_NAME = 64  # characters of the target's name in the folder's
+MAX_NAME = 64  # the folder's name has at most this many characters of the target's name
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 @contextlib.contextmanager
 def beside(target: Path) -> Iterator[Path]:
-    """Yield a new folder ``.TARGET.RANDOM.sinew`` in the target's own. Raises OSError where none can be made.
+    """Yield a new folder ``.TARGET.RANDOM.sinew`` next to the target. Raises OSError if no folder can be created.
 
-    It may be renamed to the target, or what is in it. A signal that would end the process ends it by ``SystemExit``,
-    with 128 and its number, as a shell counts.
+    You may rename the folder, or a file in it, to the target. A signal that would end the process raises ``SystemExit``
+    with status 128 plus the signal's number, as shells do.
     """
     name = target.name[:MAX_NAME]
     sweep(target.parent, re.compile(re.escape(f".{name}.") + r"[0-9a-f]{16}\.sinew"))
     folder = target.parent / f".{name}.{secrets.token_hex(8)}.sinew"
     lock = None
     with ended_by_signals():
-        try:  # before it is made: a signal may come between any two lines
+        # Enter the try block before the folder exists, because a signal may arrive between any two lines.
+        try:
             while True:
-                folder.mkdir(0o700)  # fails if another user has placed a link with this name
+                folder.mkdir(0o700)  # fails if another user has created a link with this name
                 lock = hold(folder)
                 if there(folder, lock):
                     break
                 if lock is not None:
-                    os.close(lock)  # another process swept it away before it was held
+                    os.close(lock)  # another process removed the folder before this process had locked it
             yield folder
         except OSError as error:
-            if error.errno in FULL:  # the error of a write does not name the file
+            # The error of a write to a full disk does not name the file, so add the target's name.
+            if error.errno in FULL:
                 error.filename = str(target)
             raise
         finally:
@@ -58,81 +60,92 @@ def beside(target: Path) -> Iterator[Path]:
 
 
 def sweep(parent: Path, form: re.Pattern[str]) -> None:
-    """Remove the files and folders of a folder whose names have a form, and whose process has ended (:func:`hold`).
+    """Remove files and folders with names of a form, if the process that created them has ended (:func:`hold`).
 
     Files of other users, links and special files stay.
+
+    Args:
+        parent: The folder to clean.
+        form: The form of the names.
     """
     try:
-        left = [Path(each.path) for each in os.scandir(parent) if form.fullmatch(each.name)]
+        leftovers = [Path(each.path) for each in os.scandir(parent) if form.fullmatch(each.name)]
     except OSError:
         return  # the later write reports the error
-    for path in left:
+    for path in leftovers:
         lock = hold(path, wait=False)
         if lock is not None:
-            found = os.fstat(lock)
-            if found.st_uid == os.getuid():
-                if stat.S_ISDIR(found.st_mode):
+            status = os.fstat(lock)
+            if status.st_uid == os.getuid():
+                if stat.S_ISDIR(status.st_mode):
                     shutil.rmtree(path, ignore_errors=True)
-                elif stat.S_ISREG(found.st_mode):
+                elif stat.S_ISREG(status.st_mode):
                     with contextlib.suppress(OSError):
                         path.unlink()
             os.close(lock)
 
 
 def hold(path: Path, wait: bool = True) -> int | None:
-    """Lock a file or folder for this process, and return the descriptor that holds the lock until it is closed.
+    """Lock a file or folder for this process, until the returned descriptor is closed.
 
-    Returns None if another process holds it (unless ``wait``), if it is gone, or if locks are not supported (Windows,
-    some disks).
+    Args:
+        path: The file or folder.
+        wait: Wait if another process has the lock.
+
+    Returns:
+        The descriptor. None if another process has the lock and ``wait`` is False, if the file does not exist, or if
+        locks are not supported (Windows, some disks).
     """
     try:
         import fcntl
     except ImportError:
         return None
     try:
-        held = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
-        fcntl.flock(held, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(held)
+        os.close(lock)
         return None
-    return held
+    return lock
 
 
-def there(path: Path, held: int | None) -> bool:
-    """Return whether a file or folder is still the one that is held; where nothing can be held, whether it is there."""
+def there(path: Path, lock: int | None) -> bool:
+    """Return True if a file or folder is still the locked one. Without a lock, return True if it exists."""
     try:
-        return path.exists() if held is None else os.path.samestat(path.lstat(), os.fstat(held))
+        return path.exists() if lock is None else os.path.samestat(path.lstat(), os.fstat(lock))
     except OSError:
         return False
 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let what is not handled end this process as an exception does, so that it is cleaned up.
+    """Inside the block, turn signals that would end the process into an exception, so that ``finally`` blocks run.
 
-    A signal that is ignored, as SIGHUP under ``nohup``, stays so. Others than the main thread hear none.
+    A signal that is ignored, such as SIGHUP under ``nohup``, stays ignored. In threads other than the main thread, the
+    block has no effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    taken = [each for each in SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
+    changed = [each for each in SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
     before = sys.unraisablehook
-    for each in taken:
+    for each in changed:
         signal.signal(each, _end)
-    sys.unraisablehook = partial(_again, before)  # a lambda's frame would be one more where it may be lost
+    # Use partial, because a lambda would add one more frame in which a signal may be lost.
+    sys.unraisablehook = partial(_again, before)
     try:
         yield
     finally:
         sys.unraisablehook = before
-        for each in taken:
+        for each in changed:
             signal.signal(each, signal.SIG_DFL)
 
 
 class _Signalled(SystemExit):
-    """The end of the process by the signal ``number``, with the exit status that shells expect."""
+    """Ends the process after a signal, with the exit status that shells expect: 128 plus the signal's number."""
 
     def __init__(self, number: int):
         super().__init__(128 + number)
@@ -144,8 +157,13 @@ def _end(number: int, _frame: Any) -> None:
 
 
 def _again(otherwise: Callable[[Any], object], unraised: Any) -> None:
-    """Send a signal once more that came while a finalizer or the callback of a weak reference ran: Python drops what is
-    raised there, and the work would go on to its end."""
+    """Send a signal again if it arrived while a finalizer or a weak reference's callback was running. Python discards
+    exceptions there, so the process would continue to its end.
+
+    Args:
+        otherwise: The previous hook, for all other exceptions.
+        unraised: The discarded exception, as for ``sys.unraisablehook``.
+    """
     end = unraised.exc_value
     if not isinstance(end, _Signalled):
         otherwise(unraised)
@@ -155,4 +173,4 @@ def _again(otherwise: Callable[[Any], object], unraised: Any) -> None:
             threading.Timer(0.01, os.kill, (os.getpid(), end.number)).start()
             return
         except _Signalled:
-            continue  # on a busy machine it comes before the thread's start is over: what is raised here is lost, too
+            continue  # on a busy machine, the signal may arrive before the thread has started, and is lost again

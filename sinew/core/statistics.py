@@ -1,4 +1,4 @@
-"""Percentiles, ratios of medians and intervals of proportions. Standard library and numpy alone."""
+"""Percentiles, ratios of medians and intervals of proportions. Uses only the standard library and numpy."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ import numpy as np
 if TYPE_CHECKING:
     from sinew_client import ActionChunk, Timing
 
-Z95 = 1.959963984540054  # standard normal quantile at 0.975
+Z95 = 1.959963984540054  # 0.975 quantile of the standard normal distribution
 
 
 def wilson(wins: int, count: int, z: float = Z95) -> tuple[float, float]:
-    """Score interval of a proportion (Wilson 1927), within [0, 1]; (0, 1) when nothing was counted.
+    """Return the score interval of a proportion (Wilson 1927), within [0, 1]; (0, 1) if ``count`` is 0.
 
-    Unlike the normal approximation it stays honest at 0 and at ``count`` wins.
+    Unlike the normal approximation, the interval is also valid for 0 and for ``count`` wins.
+
+    Args:
+        wins: Number of successes.
+        count: Number of trials.
+        z: Quantile of the standard normal distribution; the default gives 95 %.
     """
     if not 0 <= wins <= count:
         raise ValueError(f"wins: expected 0 to {count}, got {wins}")
@@ -26,13 +31,13 @@ def wilson(wins: int, count: int, z: float = Z95) -> tuple[float, float]:
     p, z2 = wins / count, z * z
     middle = (p + z2 / (2 * count)) / (1 + z2 / count)
     half = z / (1 + z2 / count) * math.sqrt(p * (1 - p) / count + z2 / (4 * count * count))
-    low = 0.0 if wins == 0 else max(0.0, middle - half)  # exact at the ends, where rounding would show
+    low = 0.0 if wins == 0 else max(0.0, middle - half)  # set the ends exactly, without rounding errors
     high = 1.0 if wins == count else min(1.0, middle + half)
     return low, high
 
 
 def summarize(samples: Any, percentiles: Sequence[int] = (50, 95, 99)) -> dict[str, float]:
-    """Return mean, the percentiles as p50, p95 ..., and max of some numbers; nothing for none.
+    """Return mean, percentiles (p50, p95 ...) and max of some numbers; {} if there are no numbers.
 
     Percentiles are observed values, rounded up in rank, so that p99 of few samples is their maximum.
     """
@@ -41,13 +46,22 @@ def summarize(samples: Any, percentiles: Sequence[int] = (50, 95, 99)) -> dict[s
         return {}
     ranks = np.percentile(values, percentiles, method="higher")
     named = {f"p{rank}": value for rank, value in zip(percentiles, ranks, strict=True)}
-    found = {"mean": values.mean(), **named, "max": values.max()}
-    return {name: round(float(value), 4) for name, value in found.items()}
+    summary = {"mean": values.mean(), **named, "max": values.max()}
+    return {name: round(float(value), 4) for name, value in summary.items()}
 
 
 def ratio_of_medians(before: Sequence[float], now: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median of ``now`` over that of ``before``, and its 95 % interval: percentiles of 2,000 bootstrap
-    samples of both (Efron 1979), drawn from a fixed seed."""
+    """Return the ratio of two medians and its 95 % interval.
+
+    The interval is that of 2,000 bootstrap samples of both series (Efron 1979), drawn with a fixed seed.
+
+    Args:
+        before: The first series. Its median is the denominator.
+        now: The second series.
+
+    Returns:
+        The ratio, and the lower and the upper end of the interval.
+    """
     draw = np.random.default_rng(0)
     medians = [
         np.median(draw.choice(np.asarray(samples, np.float64), (2000, len(samples))), axis=1)
@@ -58,16 +72,23 @@ def ratio_of_medians(before: Sequence[float], now: Sequence[float]) -> tuple[flo
 
 
 def p99_of(count: int) -> str:
-    """Return the note for a table's title if p99 is only the largest value, that is with fewer than 100 samples."""
+    """Return a note for a table's title if p99 is only the largest value, because there are fewer than 100 samples."""
     return "" if count >= 100 else "; their p99 is the largest"
 
 
 def stage_statistics(
     timings: Sequence[Timing], totals: Sequence[float], apart: Sequence[Timing] = ()
 ) -> dict[str, Any]:
-    """Return statistics per stage, in the order in which the stages run; ``steps`` has one entry per solver step.
+    """Return statistics of each stage, in the order in which the stages run.
 
-    apart: of runs in which the stages were timed one by one; ``graph`` then is what they take as one.
+    Args:
+        timings: Times of the runs.
+        totals: Total times of the runs, in milliseconds.
+        apart: Times of further runs in which the stages were timed one by one. ``graph`` then has the time of the
+            stages together.
+
+    Returns:
+        Stage -> statistics in milliseconds. ``steps`` has one entry per solver step.
     """
     stages: dict[str, Any] = {"preprocess": summarize([t.preprocess_ms for t in timings])}
     if apart:
@@ -85,10 +106,10 @@ def stage_statistics(
 
 
 def latencies(chunks: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
-    """Return statistics of answers as a client measures them: stage -> percentiles, milliseconds.
+    """Return statistics of answers as a client measures them: stage -> percentiles in milliseconds.
 
-    ``overhead`` is the round trip without ``server total``: client, transport and socket buffers. ``beside the
-    policy`` also includes the server's own work: decoding, passing between threads, encoding.
+    ``overhead`` is the round trip minus the server's total: client, transport and socket buffers. ``beside the policy``
+    also includes the server's own work: decoding, passing data between threads, encoding.
     """
     stages = ("queue", "preprocess", "vision", "prefix", "head", "postprocess")
     rows = {
