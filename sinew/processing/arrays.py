@@ -1,8 +1,8 @@
-"""The only reader of arrays that come as lists: every element is checked before memory is taken.
+"""Read arrays that arrive as lists. Every element is checked before memory is allocated.
 
-``numpy.asarray`` makes all elements as wide as the widest: five thousand numbers and a text of forty thousand
-characters take 760 MiB. Here text, truth values and other non-numbers are rejected while the lists are walked. So an
-array takes eight bytes for each number.
+``numpy.asarray`` makes all elements as wide as the widest. Five thousand numbers and a text of forty thousand
+characters would need 760 MiB. This module rejects text, truth values and other non-numbers while it walks through the
+lists, so an array needs eight bytes for each number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from sinew.core import ObservationError
 
 MAX_NDIM = 8
-KINDS = "fiu"  # kinds of dtypes that are accepted; truth values, text, complex numbers and times are not
+KINDS = "fiu"  # accepted kinds of dtypes: floats and integers; others, such as bool and text, are rejected
 _EXACT = frozenset({int, float})
 _WORDS = {
     bool: "a truth value",
@@ -27,10 +27,16 @@ _WORDS = {
 
 
 def numbers(key: str, value: Any, most: int | None = None) -> np.ndarray:
-    """Return ``value`` as an array of real numbers: an array as it is; lists of numbers, nested as they are, int64
-    where all are integers, else float64; lists of arrays of one shape and dtype, joined.
+    """Return ``value`` as an array of real numbers.
 
-    most: numbers that it may have; None: as many as come. Raises :class:`ObservationError` with ``key``.
+    Args:
+        key: Name of the field, for messages.
+        value: An array, which is returned unchanged; nested lists of numbers, which become int64 if all are integers,
+            else float64; or lists of arrays of one shape and dtype, which are joined.
+        most: Largest allowed count of numbers; None for no limit.
+
+    Raises:
+        ObservationError: The value does not consist of numbers, or has too many.
     """
     array = value if type(value) is np.ndarray else _read(key, value, most)
     if array.dtype.kind not in KINDS:
@@ -54,8 +60,8 @@ def _read(key: str, value: Any, most: int | None) -> np.ndarray:
 
 
 def _of_lists(key: str, value: Any, most: int | None) -> np.ndarray:
-    """Return nested lists as an array. One level after the other is looked at: nothing here calls itself, so that
-    nesting costs no stack, and lists that hold themselves end at ``MAX_NDIM``."""
+    """Return nested lists as an array. The levels are processed in a loop without recursion, so deep nesting needs no
+    stack, and lists that contain themselves end at ``MAX_NDIM``."""
     shape: list[int] = []
     level: list[Any] = [value]
     while level and isinstance(level[0], (list, tuple)):
@@ -78,7 +84,9 @@ def _of_lists(key: str, value: Any, most: int | None) -> np.ndarray:
         if type(each) not in _EXACT:
             where = np.unravel_index(index, shape)
             raise ObservationError(key, "numbers", f"{_word(each)} at {[int(at) for at in where]}")
-    raise AssertionError("a strange type, and nothing that has it")
+    raise AssertionError(
+        "an element has an unexpected type, but no such element was found; please report this"
+    )
 
 
 def _filled(key: str, level: list[Any], shape: list[int], dtype: type) -> np.ndarray:
@@ -89,7 +97,7 @@ def _filled(key: str, level: list[Any], shape: list[int], dtype: type) -> np.nda
 
 
 def _joined(key: str, level: list[Any], shape: list[int]) -> np.ndarray:
-    """Return arrays, numpy's numbers or tensors, of which plain numbers may be between numpy's, as one array."""
+    """Return a list of arrays, numpy numbers or tensors as one array. Plain numbers may be between numpy numbers."""
     parts = [
         each if type(each) is np.ndarray else numbers(key, each) for each in level if not _is_plain(each)
     ]
@@ -98,11 +106,13 @@ def _joined(key: str, level: list[Any], shape: list[int]) -> np.ndarray:
     for part in parts:
         if part.dtype.kind not in KINDS:
             raise ObservationError(key, "numbers", f"dtype {part.dtype} inside a list")
-    if not parts[0].shape:  # single numbers, numpy's or a tensor's
+    # Shape () means that the parts are single numbers of numpy or of a tensor.
+    if not parts[0].shape:
         plain = [each if _is_plain(each) else each.item() for each in level]
         whole = all(type(each) is int for each in plain)
         return _filled(key, plain, shape, np.int64 if whole else np.float64)
-    if len({part.dtype for part in parts}) > 1:  # the widest would be that of all
+    # np.stack would convert all parts to the widest dtype.
+    if len({part.dtype for part in parts}) > 1:
         raise ObservationError(key, "arrays of one dtype in a list", "several")
     return np.stack(parts).reshape(*shape, *parts[0].shape)
 

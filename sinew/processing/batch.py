@@ -1,7 +1,8 @@
-"""Several prepared observations as one: what they must have in common, and how their arrays are joined.
+"""Join several prepared observations into one batch.
 
-A model computes every row of a batch apart from the others, so requests of different robots, instructions, states and
-noise may share one. What fixes the program or the shapes has to be equal, and is the :class:`BatchKey`.
+A model computes every row of a batch independently. Requests of different robots, instructions, states and noise may
+therefore share a batch. Properties that determine the program or the shapes must be equal. They are the
+:class:`BatchKey`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sinew.bundle.schema import PromptRecipe
 from sinew.core import SinewError
 from sinew.processing.processor import ModelInputs, Prepared
 
-BUCKET = 16  # prompt tokens: lengths within one such step are padded to the longest, others are not mixed
+BUCKET = 16  # prompts whose lengths are in the same bucket of this many tokens may share a batch
 
 
 class BatchKey(NamedTuple):
@@ -43,28 +44,34 @@ class BatchKey(NamedTuple):
 
 def batch_key(prepared: Prepared) -> BatchKey:
     """Return the properties that requests must share to be computed together with this one."""
-    wanted = prepared.continuation
+    continuation = prepared.continuation
     return BatchKey(
         prepared.steps,
         prepared.inputs.pixels.shape,
         -(-len(prepared.inputs.tokens) // BUCKET),
-        None if wanted is None else (wanted.kind, wanted.beta),
+        None if continuation is None else (continuation.kind, continuation.beta),
         prepared.adapter,
         prepared.unconditional is not None,
     )
 
 
 def stack(members: Sequence[ModelInputs], prompt: PromptRecipe) -> ModelInputs:
-    """Return the observations with a leading batch axis, shorter prompts padded with masked tokens. A single one may
-    have frames.
+    """Join observations into a batch with a leading axis. Shorter prompts are padded with masked tokens.
 
-    Raises :class:`SinewError` for members whose views differ, and for frames, which an engine resizes one by one.
+    Args:
+        members: The observations. A single one may have frames instead of prepared views.
+        prompt: The prompt recipe, for the padding.
+
+    Raises:
+        SinewError: The views differ, or several members have frames. An engine resizes frames one by one.
     """
     if len(members) == 1:
         return members[0].batched()
     shapes = {member.pixels.shape for member in members}
     if len(shapes) != 1 or any(member.frames for member in members):
-        raise SinewError(f"a batch: expected prepared views of one shape, got {sorted(shapes)}")
+        raise SinewError(
+            f"a batch: expected prepared views of one shape, got {sorted(shapes)}; compute these one by one"
+        )
     length = max(len(member.tokens) for member in members)
 
     def padded(rows: np.ndarray, value: int) -> np.ndarray:  # [L] -> [length]
@@ -82,10 +89,17 @@ def stack(members: Sequence[ModelInputs], prompt: PromptRecipe) -> ModelInputs:
 
 
 def stack_prompts(members: Sequence[Prepared], prompt: PromptRecipe) -> ModelInputs:
-    """Return the observations as a batch, and behind them, where they have one, their unconditional prompts over the
-    same views, which are there once: [B] pixels, and two rows of all else for each of B.
+    """Join observations into a batch, followed by their unconditional prompts if they have any.
 
-    Raises :class:`SinewError` as :func:`stack`.
+    Both prompts of an observation share its views. The batch then has [B] pixels, and two rows of all other inputs for
+    each of B observations.
+
+    Args:
+        members: The observations.
+        prompt: The prompt recipe, for the padding.
+
+    Raises:
+        SinewError: As in :func:`stack`.
     """
     rows = [member.inputs for member in members]
     rows += [

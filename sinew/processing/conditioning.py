@@ -1,4 +1,4 @@
-"""Conditions of a chunk other than its instruction: an advantage in the prompt, and its guidance scale."""
+"""Conditions of a chunk besides its instruction: an advantage in the prompt, and its guidance scale."""
 
 from __future__ import annotations
 
@@ -10,47 +10,62 @@ from sinew.core import Observation, ObservationError
 from sinew.steps.prompt.base import PromptRecipe
 
 MAX_SCALE = 100.0
-MAX_SHOWN = 8  # advantages in a message
+MAX_SHOWN = 8  # a message lists at most this many advantages
 
 
 def advantage_of(observation: Observation, recipe: PromptRecipe) -> str:
-    """Return the advantage whose words go into the prompt, "" for none. Raises :class:`ObservationError` for one that
-    the prompt has no words for."""
-    known, given = recipe.advantages, observation.advantage
-    if given is None:
+    """Return the advantage whose text goes into the prompt; "" if there is none. Raises :class:`ObservationError` for
+    an advantage that the prompt does not have."""
+    names, requested = recipe.advantages, observation.advantage
+    if requested is None:
         return recipe.usual_advantage
-    if not isinstance(given, str):
-        raise ObservationError("advantage", "text", type(given).__name__)
-    if not known:
+    if not isinstance(requested, str):
+        raise ObservationError("advantage", "text", type(requested).__name__)
+    if not names:
         raise ObservationError(
-            "advantage", "none for this policy, whose prompt has no place for it", given[:80]
+            "advantage", "none for this policy, because its prompt contains no advantage", requested[:80]
         )
     if observation.tokens is not None:
         raise ObservationError(
-            "advantage", "no advantage together with tokens; send `prompt` instead", given[:80]
+            "advantage", "no advantage together with tokens; send `prompt` instead", requested[:80]
         )
-    if given and given not in known:
-        shown = ", ".join(known[:MAX_SHOWN]) + (", ..." if len(known) > MAX_SHOWN else "")
-        raise ObservationError("advantage", f"one of {shown}, or an empty text for none", repr(given[:80]))
-    return given
+    if requested and requested not in names:
+        shown = ", ".join(names[:MAX_SHOWN]) + (", ..." if len(names) > MAX_SHOWN else "")
+        raise ObservationError(
+            "advantage", f"one of {shown}, or an empty text for none", repr(requested[:80])
+        )
+    return requested
 
 
 def scale_of(observation: Observation, recipe: PromptRecipe, advantage: str) -> float:
-    """Return the scale of classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598, as a multiple of the
-    difference); 1 for the advantage alone. Raises :class:`ObservationError`."""
+    """Return the scale of classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598), as a multiple of the
+    difference.
+
+    Args:
+        observation: The observation.
+        recipe: The prompt recipe.
+        advantage: The advantage in the prompt; "" if there is none.
+
+    Returns:
+        The scale. 1 means the prompt with the advantage alone.
+
+    Raises:
+        ObservationError: The scale is invalid, or the request has no advantage.
+    """
     scale = observation.guidance_scale
     if scale is None:
         return 1.0
     if isinstance(scale, bool) or not isinstance(scale, (int, float, np.integer, np.floating)):
         raise ObservationError("guidance_scale", "a number", type(scale).__name__)
-    if not 0.0 <= scale <= MAX_SCALE:  # which no NaN is
+    # NaN fails this comparison too.
+    if not 0.0 <= scale <= MAX_SCALE:
         got = f"{scale:g}" if isinstance(scale, float) and not math.isnan(scale) else str(scale)[:80]
         raise ObservationError("guidance_scale", f"a number from 0 to {MAX_SCALE:g}", got)
     if not recipe.advantages:
-        expected = "none for this policy, whose prompt has no place for an advantage"
+        expected = "none for this policy, because its prompt contains no advantage"
         raise ObservationError("guidance_scale", expected, f"{scale:g}")
     if observation.tokens is not None:
-        expected = "none beside tokens, of which there is one prompt"
+        expected = "none together with tokens, which are only one prompt; send `prompt` instead"
         raise ObservationError("guidance_scale", expected, f"{scale:g}")
     if not advantage:
         shown = ", ".join(recipe.advantages[:MAX_SHOWN])

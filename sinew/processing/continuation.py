@@ -1,4 +1,4 @@
-"""What a new chunk should continue: the rows of the running one in model units, and how much each of them counts."""
+"""Prepare the continuation of a running chunk: its actions in model units, and the weight of each action."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from sinew.core import CONTINUATION, RTC, SCHEDULES, ContinuationRequest, Observ
 from sinew.processing.arrays import numbers
 from sinew.steps.vector.base import VectorStep, turn_back
 
-BETA = 5.0  # Black et al. 2025: with five steps
+BETA = 5.0  # default guidance weight, from Black et al. 2025 (with five solver steps)
 MAX_BETA = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """kind: "guided", "no-jacobian", "ramp" or "trained". target: float32 [rows, A] in model units.
+    """The running chunk that a new chunk continues, in model units.
 
-    weights: float32 [rows, A]; how strongly each number is pulled to the target, or for "ramp" and "trained" how much
-    of its velocity it gets. overlap: rows that these two start from the target.
+    Attributes:
+        kind: "guided", "no-jacobian", "ramp" or "trained".
+        target: Actions of the running chunk, float32 [rows, A].
+        weights: float32 [rows, A]. For "guided" and "no-jacobian": how strongly each number is pulled to the target.
+            For "ramp" and "trained": the share of its own velocity that each number gets.
+        overlap: Number of rows that "ramp" and "trained" start from the target.
+        beta: Limit of the guidance weight.
     """
 
     kind: str
@@ -33,9 +38,9 @@ class Continuation:
 
 def check_continuation(request: ContinuationRequest, spec: PolicySpec) -> None:
     """Raise :class:`ObservationError` for fields of real-time chunking that do not fit the policy."""
-    given = {name: getattr(request, name) for name in CONTINUATION if name != "previous"}
+    fields = {name: getattr(request, name) for name in CONTINUATION if name != "previous"}
     if request.previous is None:
-        for name, value in given.items():
+        for name, value in fields.items():
             if value is not None:
                 raise ObservationError(name, "`previous` with it, the actions to continue", "none")
         return
@@ -47,19 +52,19 @@ def check_continuation(request: ContinuationRequest, spec: PolicySpec) -> None:
             f"{rows.dtype} of shape {list(rows.shape)}",
         )
     if not 1 <= len(rows) <= 4 * spec.chunk_size:
-        raise ObservationError("previous", f"1 to {4 * spec.chunk_size} rows", str(len(rows)))
+        raise ObservationError("previous", f"1 to {4 * spec.chunk_size} actions", str(len(rows)))
     if not np.isfinite(rows).all():
         raise ObservationError("previous", "finite numbers", "NaN or infinity")
     for name in ("delay", "horizon"):
-        value = given[name]
+        value = fields[name]
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0
         ):
-            raise ObservationError(name, "a whole number of rows from 0", repr(value))
-    for name, known in (("rtc", RTC), ("schedule", SCHEDULES)):
-        if given[name] is not None and not (isinstance(given[name], str) and given[name] in known):
-            raise ObservationError(name, f"one of {', '.join(known)}", repr(given[name]))
-    beta = given["beta"]
+            raise ObservationError(name, "a whole number of actions, 0 or more", repr(value))
+    for name, allowed in (("rtc", RTC), ("schedule", SCHEDULES)):
+        if fields[name] is not None and not (isinstance(fields[name], str) and fields[name] in allowed):
+            raise ObservationError(name, f"one of {', '.join(allowed)}", repr(fields[name]))
+    beta = fields["beta"]
     if beta is not None and (
         not isinstance(beta, (int, float, np.integer, np.floating)) or not 0 <= beta <= MAX_BETA
     ):
@@ -69,7 +74,7 @@ def check_continuation(request: ContinuationRequest, spec: PolicySpec) -> None:
 
 
 def kind_of(request: ContinuationRequest, spec: PolicySpec) -> str:
-    """Return how ``previous`` is continued: as the request states, else as the policy was trained."""
+    """Return how ``previous`` is continued: as the request states, or as the policy was trained by default."""
     return request.rtc or ("trained" if spec.committed_rows else "guided")
 
 
@@ -82,9 +87,9 @@ def _check_trained(request: ContinuationRequest, spec: PolicySpec) -> None:
         )
     for name in ("schedule", "beta"):
         if (value := getattr(request, name)) is not None:
-            raise ObservationError(name, "no value with rtc trained, which has no weights", repr(value))
+            raise ObservationError(name, "no value with rtc trained, which uses no weights", repr(value))
     if (delay := int(request.delay or 0)) > spec.committed_rows:
-        expected = f"at most the {spec.committed_rows} rows that this checkpoint was trained to continue"
+        expected = f"at most the {spec.committed_rows} actions that this checkpoint was trained to continue"
         raise ObservationError("delay", expected, str(delay))
 
 
@@ -103,25 +108,25 @@ def continuation(
         request: The actions to continue.
         spec: The policy's specification.
         normalizer: Normaliser of the actions.
-        steps: Changes of units after the normaliser. They are inverted here.
-        state: The state after its steps.
+        steps: Steps after the normaliser. This function inverts them.
+        state: The state after its own steps.
         width: Width of the model's action rows.
-        first_row: Row of the solution where its chunk begins. Nothing is continued before it.
+        first_row: Row of the solution where its chunk begins. Rows before it are not continued.
     """
     kind = kind_of(request, spec)
     beta = BETA if request.beta is None else float(request.beta)
     if request.previous is None or (beta == 0.0 and kind != "ramp"):
         return None
-    given = np.asarray(request.previous, np.float64)[: spec.chunk_size]
+    previous = np.asarray(request.previous, np.float64)[: spec.chunk_size]
     rows, delay = spec.noise_shape[0] - first_row, int(request.delay or 0)
-    end = min(spec.chunk_size - int(request.horizon or 0), len(given))
-    # Imported here, because the robot's controller needs protobuf, which a machine that only measures may lack.
+    end = min(spec.chunk_size - int(request.horizon or 0), len(previous))
+    # Import late, because the robot's controller needs protobuf, which a machine that only runs benchmarks may lack.
     from sinew_client.control.blend import guidance_weights, ramp_strength
 
     if kind == "ramp":
         per_row, free = ramp_strength(rows, delay, end), 1.0
     elif kind == "trained":
-        end = min(delay, len(given))
+        end = min(delay, len(previous))
         if end == 0:
             return None
         per_row, free = (np.arange(rows) >= end).astype(np.float32), 1.0
@@ -129,24 +134,27 @@ def continuation(
         per_row, free = guidance_weights(rows, delay, end, request.schedule or "exp"), 0.0
         if not per_row.any():
             return None
-    # Statistics may be per row, so the rows that are missing are filled in; nothing reads them.
-    full = np.concatenate([given, np.repeat(given[-1:], spec.chunk_size - len(given), axis=0)])
-    known = normalizer.normalize(_turned_back(full, steps, state))
+    # Statistics may be per row, so fill up the missing rows. The filled rows have no effect.
+    full = np.concatenate([previous, np.repeat(previous[-1:], spec.chunk_size - len(previous), axis=0)])
+    normalized = normalizer.normalize(_turned_back(full, steps, state))
     target = np.zeros((first_row + rows, width), np.float32)
-    target[first_row : first_row + len(known), : normalizer.width] = known
+    target[first_row : first_row + len(normalized), : normalizer.width] = normalized
     weights = np.full((first_row + rows, width), free, np.float32)
     weights[first_row:, : normalizer.width] = per_row[:, None]
     if kind == "trained":
-        # columns that pad the rows are part of what the head was trained to continue
+        # The head was trained to continue whole rows, so the columns that pad them are fixed too.
         weights[first_row : first_row + end] = 0.0
     return Continuation(kind, target, weights, first_row + max(0, end), beta)
 
 
 def _turned_back(actions: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray) -> np.ndarray:
-    """Invert the steps, from robot units. Raises :class:`ObservationError` for a step without an inverse."""
+    """Convert actions from robot units back to the statistics' units. Raises :class:`ObservationError` for a step that
+    cannot be inverted."""
     for step in reversed(steps):
         if why := step.no_inverse:
             raise ObservationError(
                 "previous", "actions that can be turned back into the model's", f"a step {step.kind}: {why}"
             )
-    return turn_back(actions, steps, state)  # re-based on the state of the new frame
+    return turn_back(
+        actions, steps, state
+    )  # relative actions are now relative to the state of the new observation

@@ -1,4 +1,4 @@
-"""An observation from files and texts: frames of pictures, numbers of a list."""
+"""Read an observation from files and texts: frames from pictures, and numbers from a list."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ from sinew.core import ObservationError, PolicySpec
 
 
 def read_images(arguments: Sequence[str], spec: PolicySpec) -> dict[str, np.ndarray]:
-    """Return camera -> uint8 [height, width, 3] of ``CAMERA=FILE``, each once, or of a bare file where the policy has a
-    single camera. Raises :class:`ObservationError`."""
+    """Read pictures. Return camera -> frame, uint8 [height, width, 3].
+
+    Args:
+        arguments: ``CAMERA=FILE``, each camera once. For a policy with one camera, a file name alone is enough.
+        spec: The policy's specification.
+
+    Raises:
+        ObservationError: An argument does not name a camera, or a file is not a picture.
+    """
     images = {}
     for argument in arguments:
         camera, separator, name = argument.partition("=")
@@ -29,7 +36,7 @@ def read_images(arguments: Sequence[str], spec: PolicySpec) -> dict[str, np.ndar
 
 
 def read_image(path: Path, field: str) -> np.ndarray:
-    """Return a picture as uint8 RGB [height, width, 3], turned upright by its EXIF data.
+    """Read a picture as uint8 RGB [height, width, 3], turned upright by its EXIF data.
 
     Raises :class:`ObservationError` for a file that is not an image.
     """
@@ -40,18 +47,24 @@ def read_image(path: Path, field: str) -> np.ndarray:
             return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
     except FileNotFoundError:
         raise ObservationError(field, "an image file", f"{path}, which does not exist") from None
-    # Pillow's decoders raise more than OSError for damaged files.
+    # Pillow's decoders raise other errors than OSError too for damaged files.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ObservationError(field, "an image file", f"{path}, which does not decode: {error}") from None
 
 
 def parse_vector(field: str, text: str) -> np.ndarray:
-    """Return float32 [n] of numbers with commas or spaces in between. Raises :class:`ObservationError`."""
-    # Brackets are what copying a list from Python or JSON brings along.
+    """Parse numbers that are separated by commas or spaces, float32 [n].
+
+    Raises:
+        ObservationError: A part of the text is not a number.
+    """
+    # Remove brackets, because users copy lists from Python or JSON.
     parts = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
     for part in parts:
         try:
             float(part)
         except ValueError:
-            raise ObservationError(field, "numbers separated by commas, as 0,-45,60", repr(part)) from None
+            raise ObservationError(
+                field, "numbers separated by commas, such as 0,-45,60", repr(part)
+            ) from None
     return np.array([float(part) for part in parts], dtype=np.float32)

@@ -1,7 +1,7 @@
-"""Convert a Python program's values to an :class:`Observation`: PIL images, torch tensors, LeRobot's flat keys.
+"""Convert the values of a Python program to an :class:`Observation`: PIL images, torch tensors, LeRobot's flat keys.
 
-Nothing is guessed: an ambiguous form is rejected. torch is not imported here, because a program with a tensor has
-imported it already.
+An ambiguous form is rejected instead of guessed. This module does not import torch, because a program with a tensor has
+already imported it.
 """
 
 from __future__ import annotations
@@ -17,77 +17,98 @@ from sinew.processing.arrays import numbers
 
 LEROBOT = "observation."
 PROMPT_KEYS = ("prompt", "task", "instruction")
-# What a row of a LeRobot data set holds besides, which no policy reads.
+# Further columns of a LeRobot data set, which no policy reads.
 UNREAD = ("action", "timestamp", "frame_index", "episode_index", "index", "task_index")
 UNREAD_PREFIXES = ("next.", "complementary_info.")
 VECTORS = ("noise", "previous", "tokens")
-# Modes of 8 bits, whose RGB is defined
+# PIL modes with 8 bits per channel that convert to RGB in a defined way.
 PICTURES = ("RGB", "RGBA", "L", "P", "CMYK", "YCbCr", "HSV", "1", "LA")
 
 
-def observation(given: Observation | Mapping[str, Any], spec: PolicySpec) -> Observation:
-    """Return the observation in ``given``: one, a mapping of its fields, or a row with LeRobot's flat keys.
+def observation(value: Observation | Mapping[str, Any], spec: PolicySpec) -> Observation:
+    """Convert a value to an observation.
 
-    Frames may be arrays [height, width, 3], PIL images, or torch tensors of either layout; leading axes of length 1 are
-    dropped, and so they are of the state. LeRobot's keys: ``observation.images.<camera>``, ``observation.state``,
-    ``task``. Raises :class:`ObservationError` with the key as it was given.
+    Frames may be arrays [height, width, 3], PIL images, or torch tensors of either layout. Leading axes of length 1 of
+    frames and of the state are dropped.
+
+    Args:
+        value: An observation, a mapping of its fields, or a row with LeRobot's flat keys:
+            ``observation.images.<camera>``, ``observation.state``, ``task``.
+        spec: The policy's specification.
+
+    Raises:
+        ObservationError: A value has the wrong form. The message names the user's own key.
     """
-    if isinstance(given, Observation):
-        return given if _plain(given) else _converted(given, {})
-    if not isinstance(given, Mapping):
-        several = " (infer_all takes several)" if isinstance(given, list | tuple) else ""
-        raise ObservationError("observation", f"an Observation or a mapping{several}", type(given).__name__)
-    if any(isinstance(key, str) and key.startswith(LEROBOT) for key in given):
-        own, names = _lerobot(given, spec)
+    if isinstance(value, Observation):
+        return value if _plain(value) else _converted(value, {})
+    if not isinstance(value, Mapping):
+        several = " (infer_all takes several)" if isinstance(value, list | tuple) else ""
+        raise ObservationError("observation", f"an Observation or a mapping{several}", type(value).__name__)
+    if any(isinstance(key, str) and key.startswith(LEROBOT) for key in value):
+        own, names = _lerobot(value, spec)
         return _converted(Observation.from_mapping(own), names)
-    return _converted(Observation.from_mapping(given), {})
+    return _converted(Observation.from_mapping(value), {})
 
 
-def _plain(given: Observation) -> bool:
-    """True for an observation as wires make them."""
-    vectors = [value for name in VECTORS if (value := getattr(given, name)) is not None]
+def _plain(value: Observation) -> bool:
+    """Return True if an observation contains only arrays, as the protocols create it."""
+    vectors = [vector for name in VECTORS if (vector := getattr(value, name)) is not None]
     return (
-        not given.earlier
-        and isinstance(given.images, Mapping)
-        and {np.ndarray}.issuperset(map(type, (given.state, *vectors, *given.images.values())))
+        not value.earlier
+        and isinstance(value.images, Mapping)
+        and {np.ndarray}.issuperset(map(type, (value.state, *vectors, *value.images.values())))
     )
 
 
-def _converted(given: Observation, names: Mapping[str, str]) -> Observation:
-    """names: of fields -> the user's own, for messages."""
-    found: dict[str, Any] = {
-        name: array(name, getattr(given, name)) for name in VECTORS if getattr(given, name) is not None
+def _converted(value: Observation, names: Mapping[str, str]) -> Observation:
+    """Convert the fields of an observation to arrays. ``names`` maps a field to the user's own key, for messages."""
+    converted: dict[str, Any] = {
+        name: array(name, getattr(value, name)) for name in VECTORS if getattr(value, name) is not None
     }
-    if isinstance(given.earlier, (list, tuple)):
-        found["earlier"] = tuple(
-            _moment(moment, f"earlier[{index}].", {}) for index, moment in enumerate(given.earlier)
+    if isinstance(value.earlier, (list, tuple)):
+        converted["earlier"] = tuple(
+            _moment(moment, f"earlier[{index}].", {}) for index, moment in enumerate(value.earlier)
         )
-    own = _moment(Moment(given.images, given.state), "", names)
-    return replace(given, images=own.images, state=own.state, **found)
+    own = _moment(Moment(value.images, value.state), "", names)
+    return replace(value, images=own.images, state=own.state, **converted)
 
 
-def _moment(given: Any, prefix: str, names: Mapping[str, str]) -> Moment:
-    """Return a moment, or a mapping of its fields, with arrays. Raises :class:`ObservationError`."""
-    if isinstance(given, Mapping) and set(given) == {"images", "state"}:
-        given = Moment(**given)
-    if not isinstance(given, Moment):
-        raise ObservationError(prefix.removesuffix("."), "images and state of a moment", type(given).__name__)
-    if not isinstance(given.images, Mapping):
-        raise ObservationError(f"{prefix}images", "a mapping of cameras", type(given.images).__name__)
+def _moment(value: Any, prefix: str, names: Mapping[str, str]) -> Moment:
+    """Convert an observation step, or a mapping of its fields, to arrays. Raises :class:`ObservationError`.
+
+    Args:
+        value: The observation step.
+        prefix: Prefix of its fields, for messages.
+        names: Field -> the user's own key, for messages.
+    """
+    if isinstance(value, Mapping) and set(value) == {"images", "state"}:
+        value = Moment(**value)
+    if not isinstance(value, Moment):
+        raise ObservationError(
+            prefix.removesuffix("."), "images and state of an observation step", type(value).__name__
+        )
+    if not isinstance(value.images, Mapping):
+        raise ObservationError(f"{prefix}images", "a mapping of cameras", type(value.images).__name__)
     images = {
         camera: picture(names.get(f"images.{camera}", f"{prefix}images.{camera}"), frame)
-        for camera, frame in given.images.items()
+        for camera, frame in value.images.items()
     }
-    return Moment(images, _state(names.get("state", f"{prefix}state"), given.state))
+    return Moment(images, _state(names.get("state", f"{prefix}state"), value.state))
 
 
 def picture(key: str, value: Any) -> Any:
-    """Return one frame as uint8, or floats in [0, 1], [height, width, 3].
+    """Convert one frame to uint8, or floats in [0, 1], [height, width, 3].
 
-    value: an array, a PIL image of 8 bits a channel, or a torch tensor. [3, height, width] is turned where
-    [height, width, 3] does not fit. Raises :class:`ObservationError`.
+    Args:
+        key: The field, for messages.
+        value: An array, a PIL image with 8 bits per channel, or a torch tensor. [3, height, width] is transposed if
+            [height, width, 3] does not fit.
+
+    Raises:
+        ObservationError: The value is not a frame.
     """
-    if hasattr(value, "getbands") and hasattr(value, "convert"):  # PIL.Image.Image
+    # Only PIL.Image.Image has both methods.
+    if hasattr(value, "getbands") and hasattr(value, "convert"):
         if value.mode not in PICTURES:
             raise ObservationError(key, "a PIL image of 8 bits a channel", f"mode {value.mode!r}")
         return np.asarray(value.convert("RGB"))
@@ -98,14 +119,18 @@ def picture(key: str, value: Any) -> Any:
         frame = np.ascontiguousarray(frame.transpose(1, 2, 0))
     if frame.dtype.kind == "f" and frame.dtype != np.float32:
         frame = frame.astype(np.float32)
-    return frame  # the processor looks at the rest
+    return frame  # the processor checks its size and its values
 
 
 def array(key: str, value: Any) -> np.ndarray:
-    """Return a torch tensor, or real numbers that numpy accepts, as an array. Raises :class:`ObservationError`."""
+    """Convert a torch tensor, or real numbers that numpy accepts, to an array.
+
+    Raises:
+        ObservationError: The value is not an array of real numbers.
+    """
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         value = value.detach().cpu()
-        if str(value.dtype) == "torch.bfloat16":  # numpy lacks it, and float32 represents it exactly
+        if str(value.dtype) == "torch.bfloat16":  # numpy has no bfloat16; float32 represents it exactly
             value = value.float()
         value = value.numpy()
     return numbers(key, value)
@@ -118,14 +143,14 @@ def _state(key: str, value: Any) -> np.ndarray:
     return state
 
 
-def _lerobot(given: Mapping[str, Any], spec: PolicySpec) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the fields of an observation, and what the user called them."""
+def _lerobot(row: Mapping[str, Any], spec: PolicySpec) -> tuple[dict[str, Any], dict[str, str]]:
+    """Convert a row with LeRobot's flat keys. Return the fields of an observation, and field -> the user's key."""
     slots = {f"{LEROBOT}images.{camera.name}": camera.name for camera in spec.cameras}
     slots |= {LEROBOT + camera.name: camera.name for camera in spec.cameras if camera.name != "state"}
     options = {f.name for f in fields(Observation)} - {"images", "state", "prompt"}
     own: dict[str, Any] = {"images": {}}
     names: dict[str, str] = {}
-    for key, value in given.items():
+    for key, value in row.items():
         if key == f"{LEROBOT}state":
             own["state"], names["state"] = value, key
         elif (camera := slots.get(key)) is not None:
@@ -149,7 +174,7 @@ def _lerobot(given: Mapping[str, Any], spec: PolicySpec) -> tuple[dict[str, Any]
 
 
 def _text(key: str, value: Any) -> str:
-    """The instruction, or the only one of a batch."""
+    """Return the instruction. A list with one instruction, as in a batch, is accepted too."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     if not isinstance(value, str):

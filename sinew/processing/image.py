@@ -1,4 +1,4 @@
-"""Camera frame to pixels: the steps of the recipe, then normalised planes."""
+"""Convert camera frames to pixels for the model: the steps of the recipe, then normalisation."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from sinew.core import MAX_SIZE, ObservationError
 from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.bilinear import to_planes
 
-LARGER = 4  # times the pixels that are read: twice each side
+# If frames have at least this many times the pixels that the policy uses, the client is advised to send smaller frames.
+# The number 4 means twice the height and twice the width.
+LARGER = 4
 
 
 def check_frame(frame: object, name: str, recipe: ImageRecipe) -> None:
-    """Raise :class:`ObservationError` unless ``frame`` is an RGB image that the recipe can take."""
+    """Raise :class:`ObservationError` unless ``frame`` is an RGB image that the recipe accepts."""
     if not isinstance(frame, np.ndarray):
         raise ObservationError(name, "a numpy array [height, width, 3]", type(frame).__name__)
     if frame.dtype not in (np.uint8, np.float32):
@@ -29,31 +31,35 @@ def check_frame(frame: object, name: str, recipe: ImageRecipe) -> None:
         raise ObservationError(name, f"sides of 1 to {MAX_SIZE} pixels", f"{height} x {width}")
     if (end := recipe.size_after(height, width)) != (own := recipe.picture):
         if not recipe.to_picture:
-            remedy = "this policy resizes nothing: set the camera so, or resize as its training data was made"
+            remedy = (
+                "this policy does not resize: set the camera to this size, or resize as for its training data"
+            )
             got = f"{height} x {width} ({remedy})"
             raise ObservationError(name, f"exactly {own[0]} x {own[1]}", got)
         expected = f"a frame that becomes {own[0]} x {own[1]}"
         raise ObservationError(name, expected, f"{height} x {width}, which becomes {end[0]} x {end[1]}")
     if frame.dtype == np.float32:
-        # min and max are NaN when any pixel is, and NaN fails both comparisons.
+        # If any pixel is NaN, min and max are NaN, and NaN fails both comparisons.
         low, high = float(frame.min()), float(frame.max())
         if not (low >= 0.0 and high <= 1.0):
             raise ObservationError(name, "finite float pixels in [0, 1]", f"values from {low} to {high}")
 
 
 def apply_image_steps(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
-    """uint8 or float32 [h, w, 3] -> uint8 or float32 [recipe.height, recipe.width, 3], each step in order."""
+    """Apply all steps in order. Input: uint8 or float32 [h, w, 3]. Output: uint8 or float32 [recipe.height,
+    recipe.width, 3]."""
     fits = frame.shape[:2] == (recipe.height, recipe.width)
     for step in recipe.steps:
         if frame.dtype != np.uint8 or step.takes == "floats":
-            frame = step.taken(frame)  # before what is left out, too: its frames are bytes like the others
+            frame = step.taken(frame)  # convert the frame first, even if the step itself is then skipped
         if not (fits and step.other_sizes):
             frame = step.forward(frame)
     return frame
 
 
 def prepare_frame(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
-    """uint8 or float32 [height, width, 3] -> float32 [channels, recipe.height, recipe.width], normalised."""
+    """Return a frame, uint8 or float32 [height, width, 3], as normalised float32 [channels, recipe.height,
+    recipe.width]."""
     stepped = apply_image_steps(frame, recipe)
     return _pixels(stepped, recipe, fresh=not np.may_share_memory(stepped, frame))
 
@@ -61,7 +67,10 @@ def prepare_frame(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
 def larger(frame: np.ndarray, recipe: ImageRecipe, trained: tuple[int, int]) -> str:
     """Return advice for frames with ``LARGER`` times the pixels that the policy uses; "" for smaller frames.
 
-    trained: Height and width of the training frames.
+    Args:
+        frame: A frame.
+        recipe: The image recipe.
+        trained: Height and width of the training frames.
     """
     height, width = frame.shape[:2]
     enough = recipe.enough(height, width)
@@ -77,29 +86,30 @@ def larger(frame: np.ndarray, recipe: ImageRecipe, trained: tuple[int, int]) -> 
 
 
 def empty_frame(recipe: ImageRecipe) -> np.ndarray:
-    """What the model sees for a camera that is not there: black before normalisation."""
+    """Return the model's input for a missing camera: a black frame, normalised."""
     return _pixels(np.zeros((recipe.height, recipe.width, 3), np.float32), recipe, fresh=True)
 
 
 def _pixels(frame: np.ndarray, recipe: ImageRecipe, fresh: bool) -> np.ndarray:
-    """Return the normalised planes of a frame. fresh: True if the frame may be overwritten."""
+    """Return the normalised planes of a frame. ``fresh`` is True if the frame may be overwritten."""
     if frame.dtype == np.uint8:
         planes, fresh = to_planes(frame), True
     else:
         planes = frame.transpose(2, 0, 1)
-    mean, std = (np.asarray(given, np.float32)[:, None, None] for given in (recipe.mean, recipe.std))
+    mean, std = (np.asarray(values, np.float32)[:, None, None] for values in (recipe.mean, recipe.std))
     if len(mean) == 3:
         return _normalized(planes, mean, std, planes if fresh and planes.flags.c_contiguous else None)
-    made = np.empty((len(mean), *planes.shape[1:]), np.float32)
+    pixels = np.empty((len(mean), *planes.shape[1:]), np.float32)
     for i in range(0, len(mean), 3):
-        _normalized(planes, mean[i : i + 3], std[i : i + 3], made[i : i + 3])
-    return made
+        _normalized(planes, mean[i : i + 3], std[i : i + 3], pixels[i : i + 3])
+    return pixels
 
 
 def _normalized(
     planes: np.ndarray, mean: np.ndarray, std: np.ndarray, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """(planes - mean) / std, into ``out`` where it is given; float32 [3, h, w], mean and std [3, 1, 1]."""
-    made = np.subtract(planes, mean, out=out, order="C")
-    made /= std
-    return made
+    """Return (planes - mean) / std, float32 [3, h, w]; mean and std are [3, 1, 1]. The result is written to ``out`` if
+    it is not None."""
+    normalized = np.subtract(planes, mean, out=out, order="C")
+    normalized /= std
+    return normalized

@@ -1,4 +1,4 @@
-"""Measure how far a state or an action is outside the training data, from the policy's statistics alone."""
+"""Compute ranges of states and actions from the policy's statistics, to measure how far a value is outside of them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from sinew.core import PolicySpec
 from sinew.processing.normalize import Angles, Normalizer, PartNormalizer, RotationPart
 from sinew.steps.vector.base import VectorStep, apply_steps
 
-DEVIATIONS = 3.0  # standard deviations that count as the half width of a range
+DEVIATIONS = 3.0  # half of a range's width, in standard deviations
 FLOOR = 0.1  # smallest half width, relative to the centre or to 1, for joints that never moved in training
 
 
 def ranges(normalizer: Normalizer | PartNormalizer | Angles | RotationPart) -> tuple[np.ndarray, np.ndarray]:
     """Return (centre, half width) of each dimension's range in training, float64 [D] or [steps, D].
 
-    The range is that of the minimum and maximum, of the quantiles, or three standard deviations to each side. The
-    half width is infinite without statistics: no normalisation, angles, rotations.
+    A range has the minimum and the maximum, the quantiles, or three standard deviations to each side as its ends. The
+    half width is infinite if there are no statistics: no normalisation, angles, rotations.
     """
     if isinstance(normalizer, PartNormalizer):
-        found = [ranges(part) for part in normalizer.parts]
-        rows = max((centre.shape[0] for centre, _half in found if centre.ndim == 2), default=0)
+        pairs = [ranges(part) for part in normalizer.parts]
+        rows = max((centre.shape[0] for centre, _half in pairs if centre.ndim == 2), default=0)
         if rows:
-            found = [
+            pairs = [
                 tuple(np.broadcast_to(each, (rows, each.shape[-1])) for each in pair)  # type: ignore[misc]
-                for pair in found
+                for pair in pairs
             ]
         return (
-            np.concatenate([centre for centre, _half in found], axis=-1),
-            np.concatenate([half for _centre, half in found], axis=-1),
+            np.concatenate([centre for centre, _half in pairs], axis=-1),
+            np.concatenate([half for _centre, half in pairs], axis=-1),
         )
     if normalizer.mode == "identity":
         return np.zeros(normalizer.dim), np.full(normalizer.dim, np.inf)
@@ -45,14 +45,20 @@ def ranges(normalizer: Normalizer | PartNormalizer | Angles | RotationPart) -> t
 def unit_sizes(
     normalizer: Normalizer | PartNormalizer, steps: Sequence[VectorStep], spec: PolicySpec
 ) -> list[float | None]:
-    """Return the change of each action, in robot units, for a change of one in the model's output. Rounding errors of
-    the model are measured in these units.
+    """Return the change of each action, in robot units, if the model's output changes by one. Rounding errors of the
+    model are measured in these units.
 
-    None for an action that is made of several outputs. If each action of a chunk has its own statistics, it is the
-    widest of them.
+    Args:
+        normalizer: Normaliser of the actions.
+        steps: Steps after the normaliser.
+        spec: The policy's specification.
+
+    Returns:
+        One number per action. None for an action that depends on several outputs. If each action of a chunk has its own
+        statistics, the number is that of the widest.
     """
     shape = (getattr(normalizer, "rows", 0) or 1, normalizer.width)
-    with np.errstate(all="ignore"):  # the state of zeros is not a valid pose
+    with np.errstate(all="ignore"):  # a state of zeros may be an invalid pose, whose result is NaN
         ends = [
             apply_steps(
                 np.asarray(normalizer.unnormalize(np.full(shape, end, np.float32)), np.float64),

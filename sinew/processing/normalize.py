@@ -1,4 +1,5 @@
-"""State and action vectors between robot units and model units. Formulas: ``schema.Normalization``."""
+"""Convert state and action vectors between robot units and model units. The formulas are in
+``schema.Normalization``."""
 
 from __future__ import annotations
 
@@ -13,11 +14,20 @@ from sinew.core import BundleError
 
 
 class Normalizer:
-    """``normalize`` and ``unnormalize`` for vectors [..., dim], in the precision of the recipe's convention."""
+    """Normalises vectors [..., dim], and inverts the normalisation, in the precision of the recipe's convention.
+
+    Args:
+        recipe: How the vector is normalised.
+        dim: Size of the vector.
+        what: "state" or "action", for messages.
+
+    Raises:
+        BundleError: The statistics have another size, or are not finite.
+    """
 
     def __init__(self, recipe: Normalization, dim: int, what: str):
         self.mode, self.clip, self.rows = recipe.mode, recipe.clip, recipe.rows
-        self.dim = self.width = dim  # how many numbers of the model's vector they fill
+        self.dim = self.width = dim  # width: how many numbers of the model's vector are used
         self.snap, self.snap_at = list(recipe.snap), recipe.snap_at
         self.openpi, self.gr00t = (recipe.convention == name for name in ("openpi", "gr00t"))
         self.dtype: Any = np.float64 if self.openpi or self.gr00t else np.float32
@@ -28,17 +38,20 @@ class Normalizer:
             expected = dim * max(self.rows, 1)
             if values.shape != (expected,):
                 raise BundleError(
-                    f"statistics of {what}: {name} has {values.size} values, expected {expected}"
+                    f"statistics of {what}: {name} has {values.size} values, expected {expected}; convert the"
+                    " checkpoint again"
                 )
             if self.rows:
                 values = values.reshape(self.rows, dim)
             if not np.isfinite(values).all():
-                raise BundleError(f"statistics of {what}: {name} has values that are not finite")
+                raise BundleError(
+                    f"statistics of {what}: {name} has values that are not finite; compute the statistics again"
+                )
             self.stats.append(values)
 
     @property
     def is_affine(self) -> bool:
-        """Return True if the inverse is one scale and one offset per dimension: see :meth:`affine`."""
+        """Return True if the inverse is one scale and one offset for each dimension (:meth:`affine`)."""
         return not self.clip and not self.rows and not self.snap
 
     def normalize(self, x: np.ndarray) -> np.ndarray:
@@ -55,7 +68,7 @@ class Normalizer:
         return np.clip(x, -1, 1) if self.clip else x
 
     def unnormalize(self, x: np.ndarray) -> np.ndarray:
-        """x: [..., dim], or [steps, dim] where each step has its own statistics."""
+        """Invert the normalisation. ``x`` is [..., dim], or [steps, dim] if each step has its own statistics."""
         x = x.astype(self.dtype)
         if self.mode == "identity":
             return x
@@ -69,8 +82,10 @@ class Normalizer:
         return (x + 1) / 2 * self._span(a, b) + a
 
     def affine(self) -> tuple[np.ndarray, np.ndarray]:
-        """(scale, offset), float64 [dim] each: ``unnormalize(x)`` is ``x * scale + offset``, up to rounding. For who
-        computes it elsewhere."""
+        """Return (scale, offset), float64 [dim] each, for engines that compute the inverse themselves.
+
+        ``unnormalize(x)`` is ``x * scale + offset``, except for rounding.
+        """
         if self.mode == "identity":
             return np.ones(self.dim), np.zeros(self.dim)
         a = self.stats[0].astype(np.float64)
@@ -86,9 +101,9 @@ class Normalizer:
 
 
 class Angles:
-    """Angles, [..., dim], of which the model has the sines, then the cosines."""
+    """Normalises angles [..., dim] to their sines followed by their cosines."""
 
-    mode = "identity"  # no statistics
+    mode = "identity"  # angles need no statistics
     rows = 0
 
     def __init__(self, dim: int):
@@ -98,12 +113,12 @@ class Angles:
         return np.concatenate([np.sin(x), np.cos(x)], axis=-1)
 
     def unnormalize(self, x: np.ndarray) -> np.ndarray:
-        """Return the angle of each sine and cosine alone."""
+        """Return the angle of each pair of sine and cosine."""
         return np.arctan2(x[..., : self.dim], x[..., self.dim :])
 
 
 class RotationPart:
-    """A rotation vector, [..., 3], of which the model has the first two columns of its matrix (Zhou et al. 2019)."""
+    """Normalises a rotation vector [..., 3] to the first two columns of its rotation matrix (Zhou et al. 2019)."""
 
     mode = "identity"
     rows, dim, width = 0, 3, 6
@@ -116,7 +131,7 @@ class RotationPart:
 
 
 class PartNormalizer:
-    """The same for a vector whose parts are normalised each in its own way: ``schema.VectorPart``."""
+    """Normalises a vector whose parts have different normalisations (``schema.VectorPart``)."""
 
     def __init__(self, parts: Sequence[VectorPart], what: str):
         self.dim = sum(part.dim for part in parts)
@@ -126,24 +141,28 @@ class PartNormalizer:
         self.width = sum(part.width for part in self.parts)
 
     def normalize(self, x: np.ndarray) -> np.ndarray:
-        """Return the model's form of x [..., dim]: [..., width]."""
-        found, start = [], 0
+        """Return x [..., dim] in model units, [..., width]."""
+        parts, start = [], 0
         for part in self.parts:
-            found.append(part.normalize(x[..., start : start + part.dim]))
+            parts.append(part.normalize(x[..., start : start + part.dim]))
             start += part.dim
-        return np.concatenate(found, axis=-1)
+        return np.concatenate(parts, axis=-1)
 
     def unnormalize(self, x: np.ndarray) -> np.ndarray:
         """Return x [steps, width] in robot units."""
-        found, start = [], 0
+        parts, start = [], 0
         for part in self.parts:
-            found.append(part.unnormalize(x[..., start : start + part.width]))
+            parts.append(part.unnormalize(x[..., start : start + part.width]))
             start += part.width
-        return np.concatenate(found, axis=-1)
+        return np.concatenate(parts, axis=-1)
 
 
 def part_normalizer(part: VectorPart, what: str) -> Normalizer | Angles | RotationPart:
-    """Return the normaliser of one part. Raises :class:`BundleError`."""
+    """Return the normaliser of one part. ``what`` is for messages.
+
+    Raises:
+        BundleError: The statistics do not fit the mode or the size.
+    """
     if part.rotation:
         return RotationPart()
     return (
@@ -154,5 +173,6 @@ def part_normalizer(part: VectorPart, what: str) -> Normalizer | Angles | Rotati
 def normalizer(
     recipe: Normalization, parts: Sequence[VectorPart], dim: int, what: str
 ) -> Normalizer | PartNormalizer:
-    """Return the normaliser of a vector of ``dim`` numbers: that of its parts if it has any."""
+    """Return the normaliser of a vector with ``dim`` numbers. If the vector has parts, each part is normalised on its
+    own."""
     return PartNormalizer(parts, what) if parts else Normalizer(recipe, dim, what)

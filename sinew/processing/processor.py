@@ -1,4 +1,4 @@
-"""The one place where observations become model inputs and model outputs become actions."""
+"""Convert observations to model inputs, and model outputs to actions. No other module does this."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from sinew.steps.vector.base import apply_steps
 class ModelInputs:
     """One observation as a model reads it. :meth:`batched` and :func:`sinew.processing.stack` add a batch axis.
 
-    In a batch, pixels may have fewer rows than the other arrays, if several prompts share the same views: row i of
-    the others uses views i modulo their number.
+    In a batch, pixels may have fewer rows than the other arrays, because several prompts may share the same views. Row
+    i of the other arrays then uses views i modulo the number of rows of pixels.
 
     Attributes:
         pixels: float32 [V, channels, H, W], the oldest observation step first.
@@ -48,14 +48,14 @@ class ModelInputs:
     frames: tuple[np.ndarray, ...] = ()
 
     def batched(self) -> ModelInputs:
-        """Return a batch of this one: every array with a leading axis, frames as they are."""
+        """Return a batch with only this observation. Every array gets a leading axis, and frames stay as they are."""
         pixels, mask, tokens = self.pixels[None], self.camera_mask[None], self.tokens[None]
         return ModelInputs(pixels, mask, tokens, self.token_mask[None], self.state[None], self.frames)
 
     def alone(self) -> ModelInputs:
-        """Return the only member of a batch. Raises :class:`SinewError` where there are several."""
+        """Return the only observation of a batch. Raises :class:`SinewError` if the batch has several."""
         if len(self.tokens) != 1:
-            raise SinewError(f"a batch: expected one observation, got {len(self.tokens)}")
+            raise SinewError(f"a batch: expected one observation, got {len(self.tokens)}; pass one at a time")
         (pixels,), (mask,), (tokens,) = self.pixels, self.camera_mask, self.tokens
         (token_mask,), (state,) = self.token_mask, self.state
         return ModelInputs(pixels, mask, tokens, token_mask, state, self.frames)
@@ -63,9 +63,11 @@ class ModelInputs:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words that are asked for behind a prompt: at most ``most`` tokens.
+    """A request for text from the language head.
 
-    behind: the tokens that follow them before actions are made; None where none are.
+    Attributes:
+        most: Largest number of tokens of the text.
+        behind: Tokens between the text and the actions; None if no actions follow.
     """
 
     most: int
@@ -74,15 +76,25 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One observation, checked and turned into all that an inference needs. Nothing of it is looked at again.
+    """One observation, checked and converted to everything that an inference needs.
 
-    state: float [D], in the frame and units of the training data, for actions that are relative to it.
-    continuation: rows of the running chunk that a solution has to continue, in model units.
-    missing: cameras without a frame. unsent: moments that were not sent. milliseconds: what preparing it took.
-    words: what is to be said first; None: nothing.
-    adapter: which one computes it, "" for the base.
-    unconditional: int64 [L], the prompt without the advantage, and scale: how far to go from there to ``inputs`` and
-    beyond (classifier-free guidance); None where one prompt is enough.
+    Attributes:
+        inputs: The model inputs.
+        noise: Start of the solver.
+        seed: Seed of the noise; None if the client sent the noise.
+        steps: Number of solver steps.
+        state: float [D], in the frame and units of the training data, for actions that are relative to it.
+        continuation: Actions of the running chunk that the new chunk continues, in model units.
+        session: Session of the client.
+        time: The observation's own time.
+        missing: Cameras without a frame.
+        milliseconds: Duration of the preparation.
+        unsent: Number of observation steps that the client did not send.
+        words: Text that the language head generates first; None for no text.
+        adapter: Adapter that computes the observation; "" for the base.
+        unconditional: int64 [L], the prompt without the advantage, for classifier-free guidance; None if one prompt is
+            enough.
+        scale: Scale of the guidance from ``unconditional`` towards ``inputs``.
     """
 
     inputs: ModelInputs
@@ -102,24 +114,25 @@ class Prepared:
     scale: float
 
 
-SMALLEST_DRAW = np.float32(1e-30)  # bound of exponential noise, because policies divide by it
-MOST_SHAPES = 64  # remembered valid shapes of frames; bounded, because clients choose them
+SMALLEST_DRAW = np.float32(1e-30)  # lower bound of exponential noise, because policies divide by it
+MOST_SHAPES = 64  # the cache has at most this many valid shapes, because clients choose the shapes
 
 
 class Allowed(TypedDict, total=False):
-    """What observations may lack, by the words of :class:`Processor`."""
+    """The inputs that observations may omit; the same names as arguments of :class:`Processor`."""
 
     allow_missing_cameras: bool
     allow_empty_prompt: bool
 
 
 def turned_state(recipe: Processing, state: np.ndarray) -> np.ndarray:
-    """Return a state [D] of the robot in the frame and units of the statistics."""
+    """Convert a robot's state [D] to the frame and units of the statistics."""
     return apply_steps(state, recipe.state_steps) if recipe.state_steps else state
 
 
 def turned_actions(recipe: Processing, actions: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-    """Return actions [..., D] in the units of the statistics in the robot's; state: [D], for steps that read it."""
+    """Convert actions [..., D] from the units of the statistics to robot units. ``state`` [D] is for steps that read
+    it."""
     return apply_steps(actions, recipe.action_steps, state)
 
 
@@ -129,8 +142,8 @@ class Processor:
     Args:
         manifest: The bundle's manifest.
         allow_missing_cameras: Accept observations without a frame for some cameras.
-        beside: Another processor with the same tokenizer, which is large and then shared.
-        adapter: Name of the adapter whose observations it processes.
+        beside: Another processor with the same tokenizer. The tokenizer is large, so both processors share it.
+        adapter: Name of the adapter that computes the observations; "" for the base.
         allow_empty_prompt: Accept observations without an instruction if the bundle has none of its own.
     """
 
@@ -144,15 +157,14 @@ class Processor:
     ):
         self.adapter = adapter
         self.spec, self.recipe = manifest.spec, manifest.processing
-        # As many cameras may be missing as were masked in training. More only if the caller allows it.
+        # As many cameras may be missing as were masked in training. The caller can allow more.
         usual = max(self.recipe.empty_cameras, self.recipe.optional_cameras)
         self.may_miss = len(self.spec.cameras) if allow_missing_cameras else usual
         if self.recipe.all_cameras:
             self.may_miss = 0
         self._cameras = [camera.name for camera in self.spec.cameras]
-        self._fitting: set[tuple[str, tuple[int, ...]]] = (
-            set()
-        )  # cameras and shapes of bytes that ``check_frame`` took
+        # (camera, shape) of uint8 frames that have passed `check_frame`, so that equal shapes are not checked again.
+        self._fitting: set[tuple[str, tuple[int, ...]]] = set()
         self._images = {c.name: self.recipe.image.of_camera(i) for i, c in enumerate(self.spec.cameras)}
         opened = None if beside is None else beside.prompter.tokenizer
         self.prompter: Prompter = Prompter(manifest.tokenizer, self.recipe.prompt, opened, allow_empty_prompt)
@@ -164,17 +176,21 @@ class Processor:
             (self.action_normalizer.width, recipe.padded_action_dim),
         ):
             if width > padded:
-                raise BundleError(f"a vector of {width} normalised numbers does not fit {padded}")
+                raise BundleError(
+                    f"a vector of {width} normalised numbers does not fit the model's {padded}; convert the checkpoint"
+                    " again"
+                )
 
     def check(self, observation: Observation) -> None:
-        """Raise :class:`ObservationError` for the first field that this policy cannot take."""
+        """Raise :class:`ObservationError` for the first field that this policy cannot accept."""
         self._checked(observation)
         self._noise(observation)
 
     def prepare(self, observation: Observation, pixels: bool = True) -> Prepared:
         """Check, tokenise, normalise and resize an observation, each once. ``pixels`` as in :meth:`inputs`.
 
-        May run on any thread. Raises :class:`ObservationError` for the first field that this policy cannot take.
+        Any thread may call this method. Raises :class:`ObservationError` for the first field that this policy cannot
+        accept.
         """
         start = time.perf_counter()
         state, normalized, tokens, scale = self._checked(observation)
@@ -182,7 +198,8 @@ class Processor:
         if scale != 1.0:
             prompt = observation.prompt or self.spec.default_prompt
             unconditional = self.prompter.encode(prompt, normalized[-1])
-            if scale == 0.0:  # the prompt without the advantage is enough, and has the same bits as alone
+            # With scale 0, the prompt without the advantage is enough, and it gives the same bits as a request with it.
+            if scale == 0.0:
                 tokens, unconditional = unconditional, None
         noise, seed = self.noise(observation)
         return Prepared(
@@ -204,11 +221,13 @@ class Processor:
         )
 
     def _checked(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-        """The state, the normalised states of the moments that were sent, the tokens and the guidance scale of an
-        observation whose other fields are checked too."""
+        """Check all fields of an observation. Return the state, the normalised states of all observation steps, the
+        tokens and the guidance scale."""
         if observation.adapter != self.adapter:
             raise ObservationError(
-                "adapter", repr(self.adapter) if self.adapter else "none here", repr(observation.adapter)[:80]
+                "adapter",
+                repr(self.adapter) if self.adapter else "none for this policy",
+                repr(observation.adapter)[:80],
             )
         self._check_earlier(observation)
         self._check_images(observation.images)
@@ -218,7 +237,8 @@ class Processor:
             advantage = advantage_of(observation, self.recipe.prompt)
         state, normalized, tokens = self._states(observation, advantage)
         _integer(observation.seed, "seed", 0, (1 << 64) - 1)
-        if observation.time is not None:  # it is echoed, and JSON has no word for infinity
+        # The reply repeats the time as JSON, which cannot represent infinity.
+        if observation.time is not None:
             _vector(observation.time, "time", (), np.float64)
         solver = self.spec.solver
         most = min(solver.most_steps or MAX_SOLVER_STEPS, MAX_SOLVER_STEPS)
@@ -233,22 +253,24 @@ class Processor:
         return state, normalized, tokens, scale
 
     def inputs(self, observation: Observation, padded: bool = False, pixels: bool = True) -> ModelInputs:
-        """Model inputs of a checked observation. Cameras come in the order of the spec.
+        """Return the model inputs of a checked observation. Cameras have the order of the specification.
 
-        A camera that the observation lacks is left out. With ``padded``, the masked, empty images and the
-        masked tokens that upstream computes are there too; nothing that is read attends to them and
-        positions count valid tokens only, so the actions are the same (a test holds both against the
-        reference) and they are left out by default.
+        A camera that the observation lacks is omitted.
 
-        Without ``pixels`` the frames go in as they came, where all of them are uint8; float32 frames are prepared
-        here all the same.
+        Args:
+            observation: The observation.
+            padded: Also add the masked, empty images and the masked tokens that upstream computes. No other input
+                attends to them, and positions count only valid tokens, so the actions are the same. A test compares
+                both forms with the reference.
+            pixels: False to return uint8 frames as they are, for an engine that resizes them. Float32 frames are
+                prepared in any case.
         """
         advantage = advantage_of(observation, self.recipe.prompt)
         _, normalized, tokens = self._states(observation, advantage)
         return self._assemble(observation, normalized, tokens, padded, pixels)
 
     def _states(self, observation: Observation, advantage: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The newest state, those that were sent, normalised, oldest first, [moments, width], and the tokens."""
+        """Return the newest state, the normalised states of all steps, oldest first, [steps, width], and the tokens."""
         normalized = []
         for index, moment in enumerate(observation.earlier):
             state = self.state(moment.state, f"earlier[{index}].state")
@@ -263,12 +285,13 @@ class Processor:
     ) -> ModelInputs:
         names = [name for name in self._cameras if name in observation.images]
         moments: list[Moment | Observation] = [*observation.earlier, observation]
-        # The oldest stands for those before it
+        # If earlier steps are missing and not masked, the oldest step replaces them.
         spare = 0 if self._masked else self.spec.history - len(moments)
         raw = tuple([moment.images[name] for moment in moments for name in names])
         present, frames = len(names) * (spare + len(moments)), list[np.ndarray]()
         if pixels or padded or any(frame.dtype != np.uint8 for frame in raw):
-            # A picture that moments share, as that of a goal, is prepared once; others differ in a few lines already
+            # A picture that does not change between steps, such as a goal image, is prepared only once. Comparing every
+            # 32nd row first is fast, because other pictures already differ in a few rows.
             for n, moment in enumerate(moments):
                 for name in names:
                     old, new = moments[n - 1].images[name], moment.images[name]
@@ -291,18 +314,18 @@ class Processor:
 
     @property
     def _masked(self) -> bool:
-        """True if missing observation steps are masked, False if others fill the gap."""
+        """Return True if missing observation steps are masked, False if the oldest step replaces them."""
         return self.spec.history_padding == "mask"
 
     def noise(self, observation: Observation) -> tuple[np.ndarray, int | None]:
-        """Return the start of the solver, float32 [H, padded_action_dim], and its seed (None without one).
+        """Return the start of the solver, float32 [H, padded_action_dim], and its seed (None if the client sent noise).
 
         If the solver draws several noises, the shape is [D, H, padded_action_dim]. Seeded noise is drawn by numpy's
         PCG64, so it is the same on every device and engine.
         """
-        given, kind = self._noise(observation), self.spec.solver.noise
-        if given is not None:
-            return given, None
+        sent, kind = self._noise(observation), self.spec.solver.noise
+        if sent is not None:
+            return sent, None
         *draws, rows, _ = self.spec.noises(observation.solver_steps)
         shape = (*draws, rows, self.recipe.padded_action_dim)
         if kind == "zeros":
@@ -320,9 +343,13 @@ class Processor:
         return self.finish(chunk, self.state(observation.state))
 
     def finish(self, chunk: np.ndarray, state: np.ndarray, normalized: bool = True) -> np.ndarray:
-        """The same with the state of a :class:`Prepared` observation.
+        """Convert model output to actions, like :meth:`actions`, with the state of a :class:`Prepared` observation.
 
-        normalized: False for a chunk that the engine un-normalised, [H, action_dim].
+        Args:
+            chunk: The model output.
+            state: The prepared state.
+            normalized: False for a chunk that the engine has already converted to the statistics' units,
+                [H, action_dim].
         """
         chunk = chunk[self.recipe.first_row :][: self.spec.chunk_size]
         actions = (
@@ -333,7 +360,9 @@ class Processor:
         if self.recipe.action_steps:
             actions = turned_actions(self.recipe, actions, state)
         if not np.isfinite(actions).all():
-            raise SinewError("the model produced actions that are not finite")
+            raise SinewError(
+                "the model produced actions that are not finite; check the weights with `sinew doctor`"
+            )
         return np.ascontiguousarray(actions, np.float32)
 
     def _continuation(self, observation: Observation, state: np.ndarray) -> Continuation | None:
@@ -346,10 +375,14 @@ class Processor:
     def _check_earlier(self, observation: Observation) -> None:
         most = self.spec.history - 1
         if not isinstance(observation.earlier, (list, tuple)):
-            raise ObservationError("earlier", "a list of moments", type(observation.earlier).__name__)
+            raise ObservationError(
+                "earlier", "a list of observation steps", type(observation.earlier).__name__
+            )
         if len(observation.earlier) > most:
-            expected = f"at most {most}, as this policy reads {most + 1}" if most else "none for this policy"
-            raise ObservationError("earlier", expected, f"{len(observation.earlier)} moments")
+            expected = (
+                f"at most {most}, because this policy reads {most + 1}" if most else "none for this policy"
+            )
+            raise ObservationError("earlier", expected, f"{len(observation.earlier)} observation steps")
         for index, moment in enumerate(observation.earlier):
             if not isinstance(moment, Moment):
                 raise ObservationError(f"earlier[{index}]", "a Moment", type(moment).__name__)
@@ -366,36 +399,43 @@ class Processor:
         if observation.question and observation.subtask:
             raise ObservationError("question", "only one of question and subtask", "both")
         if (name := observation.asks) and not (observation.question or observation.subtask):
-            raise ObservationError(name, "a subtask or a question with it", "neither")
+            raise ObservationError(name, "a subtask or a question together with it", "neither")
         if name and observation.tokens is not None:
-            raise ObservationError("tokens", f"none beside {name}, whose words the policy writes", "tokens")
+            raise ObservationError(
+                "tokens", f"none together with {name}, because the policy writes that text", "tokens"
+            )
         if name:
             self._check_unconditioned(observation, name)
         if not observation.acts:
-            for given in ("previous", "noise", "solver_steps"):
-                if getattr(observation, given) is not None:
-                    raise ObservationError(given, "nothing where words alone are asked for", "it")
+            for field in ("previous", "noise", "solver_steps"):
+                if getattr(observation, field) is not None:
+                    raise ObservationError(field, "no value if only text is requested", "one")
 
-    def _check_unconditioned(self, observation: Observation, asked: str) -> None:
-        """Refuse an advantage where words are said first: their prompt has no place for one, and a policy that was
-        trained so reads it behind them."""
+    def _check_unconditioned(self, observation: Observation, kind: str) -> None:
+        """Reject an advantage together with a text. The prompt of a text has no place for an advantage. A policy that
+        was trained with both reads the advantage after the text.
+
+        Args:
+            observation: The observation.
+            kind: The field that requests the text.
+        """
         if observation.guidance_scale is not None:
             raise ObservationError(
-                "guidance_scale", f"none beside {asked}, of which there is one prompt", "one"
+                "guidance_scale", f"none together with {kind}, which uses only one prompt", "one"
             )
         if observation.advantage:
-            expected = f"none beside {asked}, whose prompt has no place for it"
+            expected = f"none together with {kind}, because that prompt contains no advantage"
             raise ObservationError("advantage", expected, repr(observation.advantage)[:80])
         usual = self.recipe.prompt.usual_advantage
         if usual and observation.advantage is None and observation.acts:
             raise ObservationError(
                 "advantage",
-                f"an empty text beside {asked}, whose prompt has no place for the usual one ({usual})",
+                f"an empty text together with {kind}, because that prompt cannot contain the usual advantage ({usual})",
                 "none",
             )
 
     def _words(self, observation: Observation) -> Words | None:
-        """Return the text that a checked observation requests."""
+        """Return the request for text of a checked observation; None if it requests no text."""
         recipe = self.recipe.prompt.text
         if not observation.asks or recipe is None:
             return None
@@ -404,17 +444,17 @@ class Processor:
         )
 
     def _check_images(self, images: Mapping[str, np.ndarray], prefix: str = "") -> None:
-        known = self._cameras
+        names = self._cameras
         if not hasattr(images, "items"):
             raise ObservationError(f"{prefix}images", "a mapping of camera names", type(images).__name__)
         for name, frame in images.items():
-            if name not in known:
-                free = [camera for camera in known if camera not in images]
+            if name not in names:
+                free = [camera for camera in names if camera not in images]
                 hint = did_you_mean(str(name), free) or (
                     f" ({option('rename', {str(name): free[0]})} maps it)" if free else ""
                 )
                 raise ObservationError(
-                    f"{prefix}images.{name}", f"one of the cameras {known}", f"an unknown camera{hint}"
+                    f"{prefix}images.{name}", f"one of the cameras {names}", f"an unknown camera{hint}"
                 )
             plain = type(frame) is np.ndarray and frame.dtype == np.uint8
             if not (plain and (name, frame.shape) in self._fitting):
@@ -422,25 +462,25 @@ class Processor:
                 if plain and len(self._fitting) < MOST_SHAPES:
                     self._fitting.add((name, frame.shape))
         if not images:
-            raise ObservationError(f"{prefix}images", f"at least one of the cameras {known}", "none")
-        missing = [name for name in known if name not in images]
+            raise ObservationError(f"{prefix}images", f"at least one of the cameras {names}", "none")
+        missing = [name for name in names if name not in images]
         if len(missing) > self.may_miss:
             hint = "" if self.recipe.all_cameras else f" ({option('allow_missing_cameras')} runs without)"
             raise ObservationError(
-                f"{prefix}images.{missing[0]}", f"a frame of each of the cameras {known}", f"none{hint}"
+                f"{prefix}images.{missing[0]}", f"a frame of each of the cameras {names}", f"none{hint}"
             )
 
-    def state(self, given: object, name: str = "state") -> np.ndarray:
-        """Return a state, checked, in the frame and units that the policy was trained on: [D]."""
-        state = _vector(given, name, (self.spec.state.dim,), self.state_normalizer.dtype)
+    def state(self, value: object, name: str = "state") -> np.ndarray:
+        """Check a state, and convert it to the frame and units of the training data, [D]. ``name`` is for messages."""
+        state = _vector(value, name, (self.spec.state.dim,), self.state_normalizer.dtype)
         return turned_state(self.recipe, state)
 
     def model_state(self, state: np.ndarray) -> np.ndarray:
-        """Return the result of :meth:`state` in the form of the model, float32 [padded_state_dim]."""
+        """Convert the result of :meth:`state` to the form that the model reads, float32 [padded_state_dim]."""
         return self._padded(self.state_normalizer.normalize(state)[None])
 
     def _padded(self, normalized: np.ndarray) -> np.ndarray:
-        """Return the states of the last moments, [moments, width], as the model reads them, each padded."""
+        """Return the normalised states of the last steps, [steps, width], as one vector with each state padded."""
         count = self.spec.states_read
         state, normalized = (
             np.zeros((count, self.recipe.padded_state_dim // count), np.float32),
@@ -480,7 +520,11 @@ class Processor:
 
 
 def _vector(value: object, name: str, shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
-    """``value`` as finite numbers of exactly ``shape``."""
+    """Return ``value`` as an array of finite numbers with exactly this shape.
+
+    Raises:
+        ObservationError: The value has another shape, or a number is not finite.
+    """
     array = value if type(value) is np.ndarray and value.dtype.kind in KINDS else numbers(name, value)
     if array.shape != shape:
         raise ObservationError(name, f"shape {list(shape)}", f"shape {list(array.shape)}")

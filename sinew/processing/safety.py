@@ -1,7 +1,7 @@
-"""Plausibility limits for actions and states, from the policy's own statistics.
+"""Check the plausibility of actions and states with the policy's own statistics.
 
-A state far outside all training data comes from a robot with other units, or from a broken sensor. Actions far
-outside come from a broken model or file. The limits are wide: they reject only impossible values. Limits of joints,
+A state far outside of all training data comes from a robot with other units, or from a broken sensor. Actions far
+outside come from a broken model or file. The limits are wide and reject only impossible values. Limits of joints,
 speeds and distances belong to the robot's own controller (``sinew_client.control``).
 """
 
@@ -19,15 +19,15 @@ from sinew.processing.arrays import KINDS, numbers
 from sinew.processing.limits import ranges
 from sinew.processing.processor import turned_actions, turned_state
 
-STATE_MARGIN = 20.0  # half widths of the training data from its centre; beyond, a state is refused
-WARN_MARGIN = 3.0  # and beyond this the reply carries a warning
+STATE_MARGIN = 20.0  # a state is rejected at this many half widths from the centre of the training data
+WARN_MARGIN = 3.0  # the reply has a warning at this many half widths
 ACTION_MARGIN = 10.0
-MAX_NOISE = 100.0  # standard deviations
+MAX_NOISE = 100.0  # larger noise is rejected, in standard deviations
 MODES = ("refuse", "clamp", "off")
 
 
 class UnsafeActionError(SinewError):
-    """The policy's actions are far outside of all that it was trained on; they were not sent."""
+    """The policy's actions are far outside of its training data. They were not sent."""
 
     code = "unsafe_action"
 
@@ -40,9 +40,9 @@ class Safety:
         mode: Treatment of actions beyond the limits.
         action_margin: Half widths from the centre that are allowed for actions.
         state_margin: Half widths from the centre that are allowed for states.
-        max_age: Seconds. An older observation with a ``time`` is rejected before it is computed, and again before its
-            actions are sent. Its ``time`` is then ``time.time()`` of a clock that agrees with this machine's. None
-            allows any age.
+        max_age: Largest age of an observation with a ``time``, in seconds. An older observation is rejected before it
+            is computed, and again before its actions are sent. The client's ``time.time()`` must agree with this
+            machine's clock. None allows any age.
     """
 
     def __init__(
@@ -68,39 +68,52 @@ class Safety:
                     bound[..., list(step.dims)] = end
         relative = any(step.reads for step in self._recipe.action_steps)
         whole = (self._spec.chunk_size, self._spec.action.dim)
-        self._fixed = None if relative else self._allowed(whole)  # the same for every state
+        self._fixed = (
+            None if relative else self._allowed(whole)
+        )  # absolute limits are the same for every state
 
     def check(self, observation: Observation) -> tuple[str, ...]:
-        """Return warnings about a state unlike those of the training data. Raises ObservationError for one that cannot
-        be meant, or such noise, and for what is too old. What has no form is left to the policy's own check."""
+        """Return warnings about a state that is unlike the training data.
+
+        Values of a wrong type or shape are ignored, because the policy's own check reports them.
+
+        Raises:
+            ObservationError: The state or the noise is implausible, or the observation is too old.
+        """
         if self.max_age is not None:
             self._check_age(observation, self.max_age)
         noise = None if observation.noise is None else _numbers(observation.noise)
         if noise is not None:
             largest = float(np.abs(noise).max(initial=0))
-            if MAX_NOISE < largest < np.inf:  # the policy's own check tells of what is not finite
+            # The policy's own check reports noise that is not finite.
+            if MAX_NOISE < largest < np.inf:
                 raise ObservationError("noise", f"numbers up to {MAX_NOISE:g}", f"{largest:g}")
         state = self._state(observation)
-        if state is None or not state.size:  # a policy may read no state
+        # A policy may read no state.
+        if state is None or not state.size:
             return ()
         distance = np.abs(state - self._state_centre) / self._state_half
         worst = int(distance.argmax())
         if distance[worst] > WARN_MARGIN:
             low = self._state_centre[worst] - self._state_half[worst]
             high = self._state_centre[worst] + self._state_half[worst]
-            got = f"{state[worst]:g}, {distance[worst]:.3g} times as far from their middle as their ends"
+            got = f"{state[worst]:g}, {distance[worst]:.3g} times as far from their centre as their ends"
             name = f"state.{self._names[worst]}"
             if distance[worst] > self._state_margin:
                 raise ObservationError(
                     name, f"a number like those of the training data ({low:g} to {high:g})", got
                 )
-            # Without the number, so that a client that shows each sentence once shows this one once.
+            # The warning has no number, so that a client that shows each sentence only once shows it once.
             return (f"{name}: far outside of the training data, which have {low:g} to {high:g}",)
         return ()
 
     def enforce(self, chunk: ActionChunk, observation: Observation) -> ActionChunk:
-        """Return the chunk, its actions within the limits. Raises UnsafeActionError, or ObservationError for one that
-        grew too old meanwhile."""
+        """Apply the limits to the actions of a chunk, and return the chunk.
+
+        Raises:
+            UnsafeActionError: An action is outside of the limits, and the mode is "refuse".
+            ObservationError: The observation has become too old.
+        """
         if self.max_age is not None:
             self._check_age(observation, self.max_age)
         if self.mode == "off" or not len(chunk.actions):
@@ -126,16 +139,16 @@ class Safety:
         return replace(chunk, actions=actions, warnings=(*chunk.warnings, f"clamped: {text}"))
 
     def of_windows(self) -> Safety:
-        """Return the same with one range for all rows, because the rows of a window are not those of a chunk: it
-        begins and ends elsewhere, and its rate may be another one."""
+        """Return a copy with one range for all rows. A stream's action windows begin and end elsewhere than chunks, and
+        may have another rate, so ranges of single rows do not fit them."""
         if self._action_low.ndim == 1:
             return self
-        found = copy.copy(self)
-        found.widen()
-        return found
+        safety = copy.copy(self)
+        safety.widen()
+        return safety
 
     def widen(self) -> None:
-        """Let all rows have the widest range of any row of a chunk."""
+        """Give all rows of a chunk the widest range of any row."""
         rows = self._spec.chunk_size
         self._action_low = self._action_low[:rows].min(axis=0)
         self._action_high = self._action_high[:rows].max(axis=0)
@@ -154,10 +167,10 @@ class Safety:
         return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
 
     def limits(self) -> dict[str, list[float | None]] | None:
-        """``low`` and ``high`` of each action in robot units, None where there is no limit.
+        """Return ``low`` and ``high`` of each action in robot units; None for an action without a limit.
 
-        A server states them as ``action.limits``, and a robot's guard clips to them. None if nothing is enforced, or
-        if actions are relative to the state, so that their limits move with it.
+        A server sends them as ``action.limits``, and a robot's controller clips to them. The result is None if no
+        limits are enforced, or if actions are relative to the state, because their limits then change with the state.
         """
         if self.mode == "off" or self._fixed is None:
             return None
@@ -168,20 +181,21 @@ class Safety:
         }
 
     def _check_age(self, observation: Observation, limit: float) -> None:
-        """Raise ObservationError for an observation of long ago, or of a clock that goes before this one."""
-        taken = _numbers(observation.time)
-        if taken is None or taken.ndim:
+        """Raise ObservationError for an observation that is too old, or that has a time in the future."""
+        stamp = _numbers(observation.time)
+        if stamp is None or stamp.ndim:
             return
-        age = time.time() - float(taken)
-        if not -limit <= age <= limit:  # NaN too
+        age = time.time() - float(stamp)
+        if not -limit <= age <= limit:  # NaN fails this comparison too
             expected = f"Unix seconds of the last {limit:g} s (--max-age)"
             when = f"{age:.3f} s ago" if age >= 0 else f"{-age:.3f} s from now; the clocks disagree"
             raise ObservationError("time", expected, when)
 
     def state_range(self) -> dict[str, list[float | None]] | None:
-        """Return ``low`` and ``high`` of each state dimension in the training data, None where one has no range.
+        """Return ``low`` and ``high`` of each state dimension in the training data; None for one without a range.
 
-        None where states are turned before they are normalised, so that their ranges are of other numbers.
+        The result is None if steps convert the state before it is normalised, because the ranges are then of other
+        numbers.
         """
         if self._recipe.state_steps:
             return None
@@ -191,7 +205,7 @@ class Safety:
         return {"low": low, "high": high}
 
     def _state(self, observation: Observation) -> np.ndarray | None:
-        """The state in the units of the training data; None where it is no state."""
+        """Return the state in the units of the training data; None if it is not a valid state."""
         state = _numbers(observation.state)
         if state is None or state.shape != (self._spec.state.dim,) or not np.isfinite(state).all():
             return None
@@ -199,7 +213,7 @@ class Safety:
 
 
 def _numbers(value: object) -> np.ndarray | None:
-    """Return ``value`` as float64; None where it is no array of real numbers."""
+    """Return ``value`` as float64; None if it is not an array of real numbers."""
     if type(value) is np.ndarray and value.dtype.kind in KINDS:
         return value.astype(np.float64)
     try:

@@ -692,7 +692,7 @@ def test_what_a_step_does_not_have_is_refused(case: Any) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             base.read(record | wrong)
-    with pytest.raises(ValueError, match="expected a step, an object with its kind, got str"):
+    with pytest.raises(ValueError, match="expected a step, an object with a .kind., got str"):
         base.read(case.step.kind)
 
 

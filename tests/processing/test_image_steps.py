@@ -217,17 +217,17 @@ def test_prompts_that_cannot_be_are_refused_by_name():
         (
             asked.encode,
             " ",
-            "prompt: expected an instruction, as 'pick up the red cube' (this policy has none",
+            "prompt: expected an instruction, such as 'pick up the red cube' (this policy has no",
         ),
         (
             partial(asked.encode_asked, "subtask"),
             "",
-            "prompt: expected an instruction, of which a subtask is said, got an empty string",
+            "prompt: expected an instruction from which a subtask is generated, got an empty string",
         ),
         (
             partial(told.encode_asked, "question"),
             "",
-            "question: expected a question, as 'what is in the gripper?', got an empty str",
+            "question: expected a question, such as 'what is in the gripper?', got an empty str",
         ),
         (asked.encode, "up up up up", "prompt: expected 1 to 3 tokens, got 4"),
         (asked.encode, "\ud800", "prompt: expected text that UTF-8 can carry, got lone surrogates"),
@@ -239,12 +239,12 @@ def test_prompts_that_cannot_be_are_refused_by_name():
         (
             partial(silent.encode_asked, "subtask"),
             "up",
-            "subtask: expected nothing, as this bundle has no prompt",
+            "subtask: expected nothing, because this bundle has no prompt",
         ),
         (
             partial(silent.encode_asked, "question"),
             "up",
-            "question: expected nothing, as this bundle has no prompt",
+            "question: expected nothing, because this bundle has no prompt",
         ),
     ):
         with pytest.raises(ObservationError) as error:
@@ -275,9 +275,9 @@ def test_tokens_of_a_client_are_checked_and_padded():
             prompter.check_tokens(tokens)
         assert str(error.value).startswith(message)
     held = (HeldTokens("views", 3, 2),)
-    assert prompter.check_tokens([3, 0, 3], held=held).tolist() == [3, 0, 3]
+    assert prompter.check_tokens([3, 0, 3], required=held).tolist() == [3, 0, 3]
     with pytest.raises(ObservationError, match=r"^tokens: expected 2 views \(3\), got 1$"):
-        prompter.check_tokens([3, 0], held=held)
+        prompter.check_tokens([3, 0], required=held)
     recipe = PromptRecipe(
         3,
         5,

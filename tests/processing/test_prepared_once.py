@@ -188,7 +188,11 @@ def test_an_advantage_and_its_scale_are_taken_or_refused_by_name():
     shown = "bin0, bin1, bin2, bin3, bin4, bin5, bin6, bin7"
     for recipe, fields, message in (
         (known, {"advantage": 1}, "advantage: expected text, got int"),
-        (without, {"advantage": ""}, "advantage: expected none for this policy, whose prompt has no place"),
+        (
+            without,
+            {"advantage": ""},
+            "advantage: expected none for this policy, because its prompt contains no advantage",
+        ),
         (
             known,
             {"advantage": "bin3", "tokens": tokens},
@@ -207,7 +211,11 @@ def test_an_advantage_and_its_scale_are_taken_or_refused_by_name():
         (known, {"guidance_scale": 10**400}, "guidance_scale: expected a number from 0 to 100, got 1000000"),
         (known, {"guidance_scale": float("nan")}, "guidance_scale: expected a number from 0 to 100, got nan"),
         (without, {"guidance_scale": 1.0}, "guidance_scale: expected none for this policy"),
-        (known, {"guidance_scale": 1.0, "tokens": tokens}, "guidance_scale: expected none beside tokens"),
+        (
+            known,
+            {"guidance_scale": 1.0, "tokens": tokens},
+            "guidance_scale: expected none together with tokens",
+        ),
     ):
         with pytest.raises(ObservationError) as error:
             scale_of(asked(**fields), recipe, advantage_of(asked(**fields), recipe))
@@ -224,15 +232,17 @@ def test_moments_before_are_counted_and_looked_at():
     Processor._check_earlier(reads, asked(earlier=[moment, moment]))
     assert seen == ["earlier[0].", "earlier[1]."]
     for earlier, message in (
-        ([moment] * 3, "earlier: expected at most 2, as this policy reads 3, got 3 moments"),
-        ("before", "earlier: expected a list of moments, got str"),
+        ([moment] * 3, "earlier: expected at most 2, because this policy reads 3, got 3 observation steps"),
+        ("before", "earlier: expected a list of observation steps, got str"),
         ((moment, {}), "earlier[1]: expected a Moment, got dict"),
     ):
         with pytest.raises(ObservationError) as error:
             Processor._check_earlier(reads, asked(earlier=earlier))
         assert str(error.value) == message
     reads.spec.history = 1
-    with pytest.raises(ObservationError, match="^earlier: expected none for this policy, got 1 moments$"):
+    with pytest.raises(
+        ObservationError, match="^earlier: expected none for this policy, got 1 observation steps$"
+    ):
         Processor._check_earlier(reads, asked(earlier=(moment,)))
 
 
@@ -332,7 +342,7 @@ def test_whole_numbers_are_taken_from_the_lowest_to_the_highest():
         ({"solver_steps": 101}, "solver_steps: expected an integer from 1 to 100, got 101"),
         ({"time": np.nan}, "time: expected finite numbers, got nan at index 0"),
         ({"time": [1.0]}, "time: expected shape [], got shape [1]"),
-        ({"adapter": "x"}, "adapter: expected none here, got 'x'"),
+        ({"adapter": "x"}, "adapter: expected none for this policy, got 'x'"),
         ({"delay": 1}, "delay: expected `previous` with it, the actions to continue, got none"),
         ({**CONTINUED, "beta": -1.0}, "beta: expected a number from 0 to 1000, got -1.0"),
     ):
@@ -478,13 +488,20 @@ def test_of_moments_that_were_not_sent_the_oldest_stands_for_them_or_they_are_ma
             assert list(bytes_of) == [10] * (views - 2) + [20] * 2
         assert made.model_state(np.array([7.0])).reshape(3, 2)[-1].tolist() == [7, 0]
     newest_alone = reads({"history": 3, "history_states": False}, state=WIDE, padded_state_dim=2)
+    again = "convert the checkpoint again"
     prepared = newest_alone.prepare(newest)
     assert prepared.inputs.state.tolist() == [2, 0]
     assert len(prepared.inputs.pixels) == 6  # of all steps
     assert newest_alone.model_state(np.array([7.0])).tolist() == [7, 0]
-    with pytest.raises(BundleError, match="^a vector of 3 normalised numbers does not fit 2$"):
+    with pytest.raises(
+        BundleError,
+        match=f"^a vector of 3 normalised numbers does not fit the model's 2; {again}$",
+    ):
         reads({"history": 3}, padded_state_dim=2)
-    with pytest.raises(BundleError, match="^a vector of 1 normalised numbers does not fit 0$"):
+    with pytest.raises(
+        BundleError,
+        match=f"^a vector of 1 normalised numbers does not fit the model's 0; {again}$",
+    ):
         reads(padded_action_dim=0)
 
 
@@ -499,7 +516,8 @@ def test_a_chunk_in_world_units_is_finite_and_the_policys_own():
     assert stays[0, 0] == pytest.approx(PEN.processing.action.stats["mean"][0])
     chunk[2, 0] = np.nan
     assert (
-        refusal(partial(made.finish, chunk, np.zeros(1))) == "the model produced actions that are not finite"
+        refusal(partial(made.finish, chunk, np.zeros(1)))
+        == "the model produced actions that are not finite; check the weights with `sinew doctor`"
     )
     relative = reads(action=WIDE, action_steps=(AddState((0,)),))
     assert relative.finish(np.zeros((24, 1)), np.array([5.0])).tolist() == [[5]] * 24
@@ -511,7 +529,7 @@ def test_a_batch_of_one_is_its_only_member():
     for name in ("pixels", "camera_mask", "tokens", "token_mask", "state"):
         np.testing.assert_array_equal(getattr(alone, name), getattr(inputs, name))
     two = stack([inputs, inputs], PEN.processing.prompt)
-    assert refusal(two.alone) == "a batch: expected one observation, got 2"
+    assert refusal(two.alone) == "a batch: expected one observation, got 2; pass one at a time"
 
 
 def test_prompts_are_mixed_that_end_in_one_bucket():
@@ -547,7 +565,7 @@ def test_what_is_asked_for_is_kept_beside_the_inputs(monkeypatch):
         ({"question": "a", "subtask": True}, "question: expected only one of question and subtask, got both"),
         (
             {"text_only": True},
-            "text_only: expected a subtask or a question with it, got neither",
+            "text_only: expected a subtask or a question together with it, got neither",
         ),
     ):
         assert refusal(partial(PLAIN.check, seen(**fields))) == message

@@ -103,7 +103,7 @@ def test_nothing_but_the_pixels_is_new_memory(height: int, to: int, monkeypatch:
     assert most - pixels.nbytes < 4 * 4 * np.getbufsize() < 4 * 168 * 672
 
 
-NO_STEPS = "this policy resizes nothing: set the camera so, or resize as its training data was made"
+NO_STEPS = "this policy does not resize: set the camera to this size, or resize as for its training data"
 
 
 def test_frames_that_a_recipe_cannot_take_are_refused_by_name():

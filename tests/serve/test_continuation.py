@@ -147,14 +147,14 @@ def test_fields_are_taken_to_their_bounds_and_refused_beyond() -> None:
         (TRAINED, {"delay": 3, "rtc": "guided", "schedule": "ones", "beta": 1.0}),
     ):
         check_continuation(asking(**fields).continuation, spec)
-    many = "at most the 2 rows that this checkpoint was trained to continue"
-    weigh = "no value with rtc trained, which has no weights"
+    many = "at most the 2 actions that this checkpoint was trained to continue"
+    weigh = "no value with rtc trained, which uses no weights"
     for spec, fields, message in (
-        (PLAIN, {"rows": 0}, "previous: expected 1 to 16 rows, got 0"),
-        (PLAIN, {"rows": 17}, "previous: expected 1 to 16 rows, got 17"),
-        (PLAIN, {"delay": -1}, "delay: expected a whole number of rows from 0, got -1"),
-        (PLAIN, {"delay": True}, "delay: expected a whole number of rows from 0, got True"),
-        (PLAIN, {"horizon": 1.0}, "horizon: expected a whole number of rows from 0, got 1.0"),
+        (PLAIN, {"rows": 0}, "previous: expected 1 to 16 actions, got 0"),
+        (PLAIN, {"rows": 17}, "previous: expected 1 to 16 actions, got 17"),
+        (PLAIN, {"delay": -1}, "delay: expected a whole number of actions, 0 or more, got -1"),
+        (PLAIN, {"delay": True}, "delay: expected a whole number of actions, 0 or more, got True"),
+        (PLAIN, {"horizon": 1.0}, "horizon: expected a whole number of actions, 0 or more, got 1.0"),
         (
             PLAIN,
             {"rtc": ("ramp",)},
