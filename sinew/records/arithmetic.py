@@ -1,8 +1,8 @@
 """The settings that affect an answer bit for bit, and the allowed difference between two answers.
 
-The server states the settings, and each record stores them. The same policy gives the same chunk, bit for bit, if all
-of :data:`KEYS` are equal. Otherwise sums are computed in another order with other rounding: :func:`tolerance` bounds
-the difference.
+The server states the settings, and each record stores them. If all of :data:`KEYS` are equal, the same policy gives the
+same chunk, bit for bit. Otherwise sums are computed in another order and rounded differently, and :func:`tolerance`
+bounds the difference.
 """
 
 from __future__ import annotations
@@ -10,34 +10,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Of a server's own metadata: the same in all of them is the same in every bit.
+# These entries of a server's metadata affect the bits of an answer. If all are equal, answers are equal bit for bit.
 KEYS = "version engine device precision providers threads max_batch hardware instructions libraries"
 
-# A sum of K products in another order differs by about sqrt(K) roundings of its size, and D sums one after the other by
-# sqrt(D) times that: errors of either sign add like steps of a random walk. K = 2^12 and D = 2^10 are beyond every
-# family here but for the widest products of the largest (K = 2^14: twice as much), so 2^11 roundings of 2^-24.
-# Half precision and integers are summed in float32 and rounded once for each sum: 2^5 of their own roundings.
-TOLERANCES = {
-    "fp32": 2.0**-13,
-    "fp16": 2.0**-6,
-    "bf16": 2.0**-3,
-    "int8": 2.0**-3,
-}  # tolerance for a model output of size 1
+# Tolerance for a model output of size 1, by the precision.
+# A sum of K products in another order differs by about sqrt(K) roundings of its size. D sums one after another differ
+# by sqrt(D) times that, because errors with random signs add up like a random walk. K = 2^12 and D = 2^10 bound every
+# family here, except for the widest products of the largest family (K = 2^14, which differ twice as much). This gives
+# 2^11 roundings of 2^-24. Half precision and integers are summed in float32 and rounded once per sum, which gives 2^5
+# of their own roundings.
+TOLERANCES = {"fp32": 2.0**-13, "fp16": 2.0**-6, "bf16": 2.0**-3, "int8": 2.0**-3}
 LOWER = {"int8-rows": "int8", "fp8": "int8"}
 
 
 def kept(server: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a server's metadata that affect its bits. Raises ValueError for an invalid precision."""
+    """Return the settings in a server's metadata that affect an answer bit for bit. Raises ValueError for an invalid
+    precision."""
     precision = server.get("precision", {})
     if not isinstance(precision, Mapping) or not all(isinstance(kind, str) for kind in precision.values()):
-        raise ValueError(f"precision: expected the word of each component, got {precision!r:.80}")
+        raise ValueError(f"precision: expected a text for each component, got {precision!r:.80}")
     return {"max_batch": 1, **{key: server[key] for key in KEYS.split() if key in server}}
 
 
 def unlike(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one text for each difference between two results of :func:`kept`. A missing entry counts as a
-    difference.
-    """
+    """Return one text for each difference between two results of :func:`kept`. A missing entry is a difference too."""
     return [
         f"{key}: {_text(then.get(key))} then, {_text(now.get(key))} now"
         for key in KEYS.split()
@@ -51,23 +47,23 @@ def unlike(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def tolerance(*each: Mapping[str, Any]) -> tuple[float, str]:
     """Return the allowed difference between chunks of two servers, in units of the model's output, and the precision.
 
-    The lowest precision of both counts. If none is known, it is fp32, the strictest.
+    The lower precision of both servers decides. If no precision is known, it is fp32, the strictest.
     """
     words = {
         word
-        for kept_ in each
-        for kind in kept_.get("precision", {}).values()
+        for settings in each
+        for kind in settings.get("precision", {}).values()
         for word in kind.partition(" ")[0].split("+")
     }
-    found = [LOWER.get(word, word) for word in words]
-    known = [word if word in TOLERANCES else "int8" for word in found]
-    lowest = max(known, key=lambda word: TOLERANCES[word], default="fp32")
+    kinds = [LOWER.get(word, word) for word in words]
+    types = [word if word in TOLERANCES else "int8" for word in kinds]
+    lowest = max(types, key=lambda word: TOLERANCES[word], default="fp32")
     return TOLERANCES[lowest], lowest
 
 
 def _text(value: Any) -> str:
     if value is None:
-        return "not said"
+        return "not stated"
     if isinstance(value, Mapping):
         return " ".join(f"{name} {each}" for name, each in value.items()) or "none"
     if isinstance(value, (list, tuple)):

@@ -17,16 +17,25 @@ import numpy as np
 from sinew.core import ActionChunk, Observation, PolicySpec, SinewError
 from sinew.core.rate_limited_log import RateLimitedLog
 
-BACKLOG = 32  # records that may wait; beyond, they are dropped and counted
-BACKLOG_BYTES = 256 << 20  # most bytes of frames in waiting records
-CLOSE_S = 5.0  # how long closing waits for what takes them
-RETRY_S = 10.0  # after a failure of what takes them, until it is tried again
+BACKLOG = 32  # the queue has at most this many records; further records are dropped and counted
+BACKLOG_BYTES = 256 << 20  # the frames of waiting records may have at most this many bytes
+CLOSE_S = 5.0  # closing waits at most this long for the remaining records
+RETRY_S = 10.0  # writing is tried again this long after a failure
 
 
 class Entry(NamedTuple):
-    """One request and its answer. when: seconds since the epoch. server: what it said of itself then. by: who drove the
-    robot, of a control step (option ``--frames`` of ``sinew run``). policy: which one of a server's was asked; "": the
-    first."""
+    """One request and its answer.
+
+    Attributes:
+        when: Seconds since the epoch.
+        wire: Protocol of the request.
+        session: Session of the client.
+        observation: The request.
+        outcome: The answer.
+        server: The server's metadata at that time.
+        by: Who drove the robot in this control step (``sinew run --frames``).
+        policy: Name of the requested policy; "" for the server's first policy.
+    """
 
     when: float
     wire: str
@@ -39,9 +48,11 @@ class Entry(NamedTuple):
 
 
 class BackgroundWriter(ABC):
-    """A bounded queue of records and the thread that writes them. What is too slow costs records, never latency.
+    """A bounded queue of records, and a thread that writes them. A slow target loses records, but never delays answers.
 
-    name: of the thread. goal: what takes the records, for messages ("the disk").
+    Args:
+        name: Name of the thread.
+        goal: The target of the records, for messages ("the disk").
     """
 
     def __init__(self, name: str, goal: str):
@@ -66,7 +77,7 @@ class BackgroundWriter(ABC):
         by: str = "",
         policy: str = "",
     ) -> None:
-        """Keep one request and its answer, as :class:`Entry` has them. Never blocks."""
+        """Queue one request and its answer. Never blocks. The arguments are those of :class:`Entry`."""
         try:
             if self._waiting_bytes > BACKLOG_BYTES:
                 raise Full
@@ -75,18 +86,19 @@ class BackgroundWriter(ABC):
             self._waiting_bytes += _size(observation)
         except Full:
             self._dropped += 1
-            self._quiet.warning("%s is slower than the requests: records are being dropped", self._goal)
+            self._quiet.warning("%s is too slow for the requests, so records are being dropped", self._goal)
 
-    def describe(self, spec: PolicySpec) -> None:  # noqa: B027 - most need none
-        """Take names and rates of the policy, before its first request."""
+    def describe(self, spec: PolicySpec) -> None:  # noqa: B027 - most subclasses need none
+        """Receive names and rates of the policy, before its first request."""
 
     @property
     def full(self) -> bool:
-        """Return whether nothing more is taken, for good."""
+        """Return True if no more records are accepted."""
         return False
 
     def stats(self) -> dict[str, int | bool]:
-        """Return records written, dropped for lack of time, failed; is the limit reached; does the thread live."""
+        """Return the numbers of written, dropped and failed records, and whether the limit is reached and the thread is
+        alive."""
         return {
             "written": self._written,
             "dropped": self._dropped,
@@ -96,9 +108,9 @@ class BackgroundWriter(ABC):
         }
 
     def close(self) -> None:
-        """Write what is there, as far as it is taken in a few seconds."""
+        """Write the waiting records, as many as possible in a few seconds, and end the thread."""
         self._closing.set()
-        with contextlib.suppress(Full):  # the loop looks at the flag as well
+        with contextlib.suppress(Full):  # with a full queue, the thread sees the event instead
             self._queue.put_nowait(None)
         self._thread.join(CLOSE_S)
         if self._dropped or self._failed:
@@ -106,10 +118,10 @@ class BackgroundWriter(ABC):
 
     @abstractmethod
     def _write(self, entry: Entry) -> None:
-        """Write one record, on the thread. Raises OSError where nothing can be written for a while."""
+        """Write one record, on the thread. Raises OSError if writing is impossible for a while."""
 
-    def _end(self) -> None:  # noqa: B027 - most need none
-        """Finish what was written; on the thread, after the last record."""
+    def _end(self) -> None:  # noqa: B027 - most subclasses need none
+        """Finish the written records, on the thread, after the last record."""
 
     def _loop(self) -> None:
         try:
@@ -136,15 +148,16 @@ class BackgroundWriter(ABC):
             try:
                 self._write(entry)
                 self._written += 1
-            except OSError as error:  # the disk is full, or gone
+            # The disk is full or was removed.
+            except OSError as error:
                 self._failed += 1
                 self._retry_at = time.monotonic() + RETRY_S
-                self._quiet.warning("a record could not be written: %s", error)
-            except Exception as error:  # noqa: BLE001 - what a client sent must not end recording
+                self._quiet.warning("a record could not be written, trying again in %g s: %s", RETRY_S, error)
+            except Exception as error:  # noqa: BLE001 - a client's bad data must not end recording
                 self._failed += 1
-                self._quiet.error("a record could not be made", error)
+                self._quiet.error("a record could not be created", error)
             if self.full:
-                self._logger.warning("recording has ended: the limit is reached")
+                self._logger.warning("recording has ended, because the size limit is reached")
             del entry
 
 

@@ -1,4 +1,4 @@
-"""Records that are sent to a server again: whether it answers each as it did then."""
+"""Send records to a server again, and check whether the answers are the same."""
 
 from __future__ import annotations
 
@@ -18,18 +18,26 @@ from sinew.records.recorder import Record
 
 SCHEMA = "sinew.replay/2"
 RESULTS = ("equal", "within", "beyond", "error", "new", "unkept")
-UNSAID = "the records do not say how they were computed (an older sinew wrote them)"
+UNSAID = "the records do not state how they were computed (an older version of Sinew wrote them)"
 
 
 def replay_records(server: Client, records: Iterable[Record], deadline_ms: float | None) -> dict[str, Any]:
     """Send every record, oldest first, and compare each answer with the recorded one.
 
-    The seed that drew the noise is in the record. Where all that decides the bits is the same now as then
-    (:data:`sinew.records.arithmetic.KEYS`), so must be the actions; else each may differ by
-    :func:`sinew.records.arithmetic.tolerance` times its own scale in the policy's statistics. The policy that was asked
-    then is asked now, or the address's own. An error is a result. A context is not kept, so none is asked (``unkept``).
+    The seed of the noise is in the record. If all settings that affect the bits are equal
+    (:data:`sinew.records.arithmetic.KEYS`), the actions must be equal bit for bit. Otherwise each action may differ by
+    :func:`sinew.records.arithmetic.tolerance` times its own scale in the policy's statistics. An error is a result too.
+    A context is not stored in a record, so it is not requested (``unkept``).
+
+    Args:
+        server: A client of the server. If its address names no policy, the recorded policy is requested.
+        records: The records.
+        deadline_ms: Deadline of each request in milliseconds; None for none.
+
+    Returns:
+        The result as a JSON-ready dict.
     """
-    named, said = server.policy, dict[str, tuple[dict[str, Any], dict[str, Any]]]()
+    named, settings = server.policy, dict[str, tuple[dict[str, Any], dict[str, Any]]]()
     rows: list[dict[str, Any]] = []
     unlike: dict[str, int] = {}
     allowed: dict[str, Any] = {"of": 0.0, "precision": ""}
@@ -39,10 +47,10 @@ def replay_records(server: Client, records: Iterable[Record], deadline_ms: float
             rows.append(row | {"then": "context", "result": "unkept"})
             continue
         server.policy = name = named or record.policy
-        if name not in said:
+        if name not in settings:
             metadata = server.metadata()
-            said[name] = arithmetic.kept(metadata["server"]), metadata["policy"]["action"]
-        now, action = said[name]
+            settings[name] = arithmetic.kept(metadata["server"]), metadata["policy"]["action"]
+        now, action = settings[name]
         differences = arithmetic.unlike(record.server, now) if record.server else [UNSAID]
         size, precision = arithmetic.tolerance(record.server, now) if differences else (0.0, "")
         if size > allowed["of"]:
@@ -69,17 +77,26 @@ def replay_records(server: Client, records: Iterable[Record], deadline_ms: float
 def _replay(
     server: Client, record: Record, deadline_ms: float | None, action: dict[str, Any], size: float
 ) -> dict[str, Any]:
-    """Return a row. result: equal; within: the tolerance; beyond: it; error: the server answers with one; new: there
-    was an error then, and none now.
+    """Send one record, and compare the answer.
 
-    action: of the policy's metadata. size: the tolerance, in units of the model's output.
+    Args:
+        server: A client of the server.
+        record: The record.
+        deadline_ms: Deadline of the request in milliseconds.
+        action: The description of the actions in the policy's metadata.
+        size: The tolerance, in units of the model's output.
+
+    Returns:
+        A row of the result. ``result`` is "equal"; "within" or "beyond" the tolerance; "error" if the server answers
+        with an error; or "new" if the record has an error and the server now answers without one.
     """
     then = record.error or ("text" if record.actions is None else "actions")
     row: dict[str, Any] = {"file": record.path.name, "wire": record.wire, "then": then}
-    seen = record.observation  # without its session: nothing else waits that a replayed request could replace
-    asked = replace(seen, session="", seed=None if seen.noise is not None else seen.seed)
+    # Send no session. Otherwise a replayed request could replace a waiting request of the same session.
+    seen = record.observation
+    request = replace(seen, session="", seed=None if seen.noise is not None else seen.seed)
     try:
-        chunk = server.infer({**given(asked), "deadline_ms": deadline_ms})
+        chunk = server.infer({**given(request), "deadline_ms": deadline_ms})
     except ServerError as error:
         return row | {"result": "error", "now": str(error)}
     row |= {"round_trip_ms": round(chunk.round_trip_ms, 3)}
@@ -98,14 +115,21 @@ def _replay(
 
 
 def _difference(got: np.ndarray, recorded: np.ndarray, action: dict[str, Any], size: float) -> dict[str, Any]:
-    """Return the largest difference of two chunks [H, D], relative to the scale of each action, and whether it is
-    within ``size``.
+    """Return the largest difference of two chunks [H, D], relative to the scale of each action.
 
-    An action without a stated scale uses its largest recorded number.
+    Args:
+        got: The chunk of the server.
+        recorded: The recorded chunk.
+        action: The description of the actions in the policy's metadata. An action without a stated scale uses its
+            largest recorded number.
+        size: The tolerance.
+
+    Returns:
+        The entries of a row: the difference, its place, and "within" or "beyond".
     """
     stated = action.get("scale") or [None] * recorded.shape[1]
     largest = np.abs(recorded).max(axis=0)  # [D]
-    scale = np.array([known or own or 1.0 for known, own in zip(stated, largest, strict=True)], np.float64)
+    scale = np.array([own or peak or 1.0 for own, peak in zip(stated, largest, strict=True)], np.float64)
     difference = np.abs(got.astype(np.float64) - recorded)
     shares = difference / scale
     step, joint = (int(index) for index in np.unravel_index(shares.argmax(), shares.shape))

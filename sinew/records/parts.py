@@ -1,4 +1,4 @@
-"""Parts of a record that other programs take as they are: looked at first, as records come from elsewhere, too."""
+"""Parts of a record for other programs. Each part is checked first, because a record may come from elsewhere."""
 
 from __future__ import annotations
 
@@ -9,49 +9,65 @@ import numpy as np
 from sinew.core import SinewError
 from sinew.records.recorder import Record
 
-LATEST = 1e12  # largest time in seconds, for any clock
+LATEST = 1e12  # times of any clock must be smaller, in seconds
 
 
 def seconds(record: Record, what: str, value: Any) -> float:
-    """Return a time of a record. Raises :class:`SinewError` for an invalid value."""
+    """Return a time in a record, in seconds. ``what`` is its name for messages.
+
+    Raises:
+        SinewError: The value is not a number of seconds.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LATEST:
         raise SinewError(f"{record.path}: {what}: expected seconds, got {str(value)[:80]}")
     return float(value)
 
 
 def rows(record: Record) -> np.ndarray | None:
-    """Return the actions, numbers [H, D], or None where the answer was an error. Raises :class:`SinewError`."""
+    """Return the actions, numbers [H, D]; None if the answer was an error.
+
+    Raises:
+        SinewError: The record contains no such numbers.
+    """
     if record.actions is None:
         return None
-    found = np.asarray(record.actions)
-    if found.ndim != 2 or not found.size or found.dtype.kind not in "fiu":
+    actions = np.asarray(record.actions)
+    if actions.ndim != 2 or not actions.size or actions.dtype.kind not in "fiu":
         raise SinewError(
-            f"{record.path}: actions: expected numbers [H, D], got {found.dtype} {list(found.shape)}"
+            f"{record.path}: actions: expected numbers [H, D], got {actions.dtype} {list(actions.shape)}"
         )
-    return found
+    return actions
 
 
 def numbers(record: Record) -> np.ndarray:
-    """Return the state, numbers [D]. Raises :class:`SinewError`."""
-    found = np.asarray(record.observation.state)
-    if found.ndim != 1 or found.dtype.kind not in "fiub":
-        raise SinewError(f"{record.path}: state: expected numbers [D], got {found.dtype} {list(found.shape)}")
-    return found
+    """Return the state, numbers [D].
+
+    Raises:
+        SinewError: The record contains no such numbers.
+    """
+    state = np.asarray(record.observation.state)
+    if state.ndim != 1 or state.dtype.kind not in "fiub":
+        raise SinewError(f"{record.path}: state: expected numbers [D], got {state.dtype} {list(state.shape)}")
+    return state
 
 
 def pixels(record: Record, name: str) -> np.ndarray:
-    """Return a frame as uint8 [height, width, 3]; floats are in [0, 1]. Raises :class:`SinewError`."""
-    found = np.asarray(record.observation.images[name])
-    if found.ndim != 3 or found.shape[2] != 3 or not found.size or found.dtype.kind not in "uf":
+    """Return a frame as uint8 [height, width, 3]. Floats in [0, 1] are converted.
+
+    Raises:
+        SinewError: The array is not a frame.
+    """
+    frame = np.asarray(record.observation.images[name])
+    if frame.ndim != 3 or frame.shape[2] != 3 or not frame.size or frame.dtype.kind not in "uf":
         raise SinewError(
-            f"{record.path}: images.{name}: expected uint8 [height, width, 3], or floats in [0, 1], got {found.dtype}"
-            f" {list(found.shape)}"
+            f"{record.path}: images.{name}: expected uint8 [height, width, 3], or floats in [0, 1], got {frame.dtype}"
+            f" {list(frame.shape)}"
         )
-    if found.dtype == np.uint8:
-        return found
-    if found.dtype.kind != "f" or not (found.min() >= 0 and found.max() <= 1):
+    if frame.dtype == np.uint8:
+        return frame
+    if frame.dtype.kind != "f" or not (frame.min() >= 0 and frame.max() <= 1):
         raise SinewError(
-            f"{record.path}: images.{name}: expected uint8, or floats in [0, 1], got {found.dtype} from {found.min():g}"
-            f" to {found.max():g}"
+            f"{record.path}: images.{name}: expected uint8, or floats in [0, 1], got {frame.dtype} from {frame.min():g}"
+            f" to {frame.max():g}"
         )
-    return (found * 255).round().astype(np.uint8)
+    return (frame * 255).round().astype(np.uint8)

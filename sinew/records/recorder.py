@@ -1,12 +1,19 @@
-"""Requests and replies on disk, one ``.npz`` file each, so that a problem in the field can be replayed at a desk.
+"""Record requests and replies on disk, one ``.npz`` file each, to replay a problem of a robot later.
 
-A file holds ``images/<camera>``, ``state`` and, where they came, ``noise``, ``tokens``, ``previous`` and the moments
-before as ``earlier/<0, 1 ...>/images/<camera>`` and ``earlier/<0, 1 ...>/state``, oldest first; ``actions`` or nothing;
-and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, which words were asked for and the ``text``
-that was said, the ``policy`` that was named, the error if there was one, whether the answer was a ``context``, which is
-not kept, who drove the robot (``by``, of the option ``--frames`` of ``sinew run``, where a record is a control step and
-its action the command, and ``names`` of the numbers of both), and ``server``, what decided the last bits of the answer
-(:mod:`sinew.records.arithmetic`), which older files lack. numpy reads it without pickle.
+A file contains these arrays. numpy reads it without pickle.
+
+* ``images/<camera>`` and ``state``
+* ``noise``, ``tokens`` and ``previous``, if the client sent them
+* ``earlier/<0, 1 ...>/images/<camera>`` and ``earlier/<0, 1 ...>/state``: earlier observation steps, oldest first
+* ``actions``, if the reply has actions
+* ``meta``: a JSON text with all other fields
+
+``meta`` contains the prompt, seed, wire, session, times, requested texts, the ``text`` of the reply, the requested
+``policy``, the error, and whether the reply was a ``context``, which is not stored. ``meta.server`` has the settings
+that affect the reply bit for bit (:mod:`sinew.records.arithmetic`). Older files lack ``meta.server``.
+
+In a file of ``sinew run --frames``, a record is a control step and its action is the command.
+``meta.by`` then states who drove the robot, and ``meta.names`` has the names of the state's and the action's numbers.
 """
 
 from __future__ import annotations
@@ -41,22 +48,33 @@ from sinew.core import (
 from sinew.records import arithmetic
 from sinew.records.background_writer import BackgroundWriter, Entry
 
-MAX_NAME = 256  # characters of a camera's name in a file
-MAX_META = 1 << 20  # characters of JSON; a prompt of 65,536 takes at most 786,432
-MAX_NUMBERS = 1 << 20  # most numbers of actions, noise, tokens or previous
+MAX_NAME = 256  # a camera's name in a file may have at most this many characters
+MAX_META = 1 << 20  # the JSON may have at most this many characters; a prompt of 65,536 needs at most 786,432
+MAX_NUMBERS = 1 << 20  # actions, noise, tokens and previous may each have at most this many numbers
 _ARRAYS = ("noise", "tokens", "previous")
-_ASKED = ("prompt", "solver_steps", "session", "time", "adapter", *CONDITIONS)
-_PLAIN = (*_ASKED, *(name for name in CONTINUATION if name not in _ARRAYS))
-_EARLIER = re.compile(r"^earlier/\d{1,2}/")  # before the name of an array of an earlier moment
+_REQUEST = ("prompt", "solver_steps", "session", "time", "adapter", *CONDITIONS)
+_PLAIN = (*_REQUEST, *(name for name in CONTINUATION if name not in _ARRAYS))
+_EARLIER = re.compile(r"^earlier/\d{1,2}/")  # prefix of the arrays of an earlier observation step
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """observation: with the seed that drew the noise, so that it gives the same actions again.
-    actions: None where the reply was the error in ``error`` ([code] message), or words alone, or a context. server:
-    what decided its bits; empty in files of before 2026-11-23. by: who drove, of a control step of the
-    option ``--frames`` of ``sinew run``, whose numbers have ``names``. policy: which one of its server's was asked; "":
-    the first. text: the words of the reply. context: it was one, which is not kept: it may be megabytes."""
+    """One recorded request and its reply.
+
+    Attributes:
+        path: The file.
+        wire: Protocol of the request.
+        observation: The request, with the seed of its noise, so that it gives the same actions again.
+        actions: The actions of the reply; None if the reply was an error, a text or a context.
+        error: Error of the reply, "[code] message"; "" if there was none.
+        meta: All fields of the file's ``meta``.
+        server: Settings that affect the reply bit for bit; empty in files from before 2026-11-23.
+        by: Who drove the robot, in a control step (``sinew run --frames``).
+        policy: Name of the requested policy; "" for the server's first policy.
+        names: Names of the state's and the action's numbers, in a control step.
+        text: Text of the reply.
+        context: True if the reply was a context. It may have megabytes, so it is not stored.
+    """
 
     path: Path
     wire: str
@@ -76,7 +94,7 @@ class _Meta(msgspec.Struct):
     """The types of the fields of ``meta``.
 
     Attributes:
-        recorded: Seconds since the epoch. MCAP stores them in nanoseconds, which bounds them.
+        recorded: Seconds since the epoch. The upper bound follows from MCAP, which stores nanoseconds.
     """
 
     recorded: Annotated[float, msgspec.Meta(ge=0, le=9e9)]
@@ -109,10 +127,14 @@ class _Meta(msgspec.Struct):
 
 
 class Recorder(BackgroundWriter):
-    """Writes from a thread of its own; a slow disk costs records, never latency.
+    """Writes records on its own thread. A slow disk loses records, but never delays answers.
 
-    limit_bytes: of all files together; recording ends there with a warning. A full disk ends nothing: it is tried
-    again. Two recorders may share a folder. names: of the numbers of ``state`` and ``action``, kept in each record.
+    Two recorders may write to the same folder. If the disk is full, writing is tried again later.
+
+    Args:
+        directory: The folder.
+        limit_bytes: Largest size of all files together. At this size, recording ends with a warning.
+        names: Names of the numbers of ``state`` and ``action``, which are stored in each record.
     """
 
     def __init__(
@@ -124,16 +146,16 @@ class Recorder(BackgroundWriter):
         with SinewError.at(f"--record {directory}", OSError):
             directory.mkdir(parents=True, exist_ok=True)
             numbers = [int(path.stem) for path in directory.glob("*.npz") if path.stem.isdigit()]
-        scratch.sweep(directory, re.compile(r"\d+\.part"))  # left by a recorder that was killed
+        scratch.sweep(directory, re.compile(r"\d+\.part"))  # remove the partial files of killed recorders
         self.directory = directory
-        self._left, self._names = limit_bytes, {part: list(each) for part, each in names.items() if each}
+        self._remaining, self._names = limit_bytes, {part: list(each) for part, each in names.items() if each}
         self._number = max(numbers, default=0)
         super().__init__("sinew-record", "the disk")
 
     @property
     def full(self) -> bool:
-        """Return whether the limit is reached."""
-        return self._left <= 0
+        """Return True if the size limit is reached."""
+        return self._remaining <= 0
 
     def _write(self, entry: Entry) -> None:
         when, wire, session, observation, outcome, server, by, policy = entry
@@ -148,7 +170,7 @@ class Recorder(BackgroundWriter):
                 arrays[name] = np.asarray(getattr(observation, name))
         meta = {"recorded": when, "wire": wire, **{name: getattr(observation, name) for name in _PLAIN}}
         meta["session"] = session or observation.session
-        meta |= {name: said for name, said in (("by", by), ("policy", policy)) if said}
+        meta |= {name: value for name, value in (("by", by), ("policy", policy)) if value}
         if self._names:
             meta["names"] = self._names
         if observation.asks:
@@ -165,35 +187,35 @@ class Recorder(BackgroundWriter):
             meta |= {"seed": outcome.seed, "total_ms": outcome.timing.total_ms}
             if observation.asks:
                 meta["text"] = outcome.text
-        for name, array in arrays.items():  # what could not be read again is not written
+        # Check with the reader's own rules, so that no file is written that cannot be read again.
+        for name, array in arrays.items():
             check_array(name, np.asarray(array))
         arrays["meta"] = np.array(json.dumps(meta))
         if strange := [name for name, each in arrays.items() if np.asarray(each).dtype.hasobject]:
-            raise ValueError(f"{strange[0]}: expected numbers or text")
+            raise ValueError(f"{strange[0]}: expected numbers or text, got Python objects")
         total = sum(np.asarray(array).nbytes for array in arrays.values())
         if len(arrays) > MAX_ARRAYS or total > MAX_UNPACKED or arrays["meta"].nbytes > 4 * MAX_META:
             raise SinewError(
                 f"record: expected at most {MAX_ARRAYS} arrays of {MAX_UNPACKED} bytes, got {total}"
             )
-        part, path, held = self._claim()
+        part, path, lock = self._claim()
         try:
             with part.open("wb") as file:
-                np.savez(file, **arrays)  # plain dtypes only: nothing is pickled
+                np.savez(file, **arrays)  # all dtypes are plain, so numpy uses no pickle
                 size = file.tell()
-            part.rename(path)  # a kill leaves no half file under the real name
-            self._left -= size
+            part.rename(path)  # a killed process leaves no incomplete file with the final name
+            self._remaining -= size
         except BaseException:
             part.unlink(missing_ok=True)
             raise
         finally:
-            if held is not None:
-                os.close(held)
+            if lock is not None:
+                os.close(lock)
 
     def _claim(self) -> tuple[Path, Path, int | None]:
-        """Create the next numbered file, and return it with its final name and its lock
-        (:func:`sinew.core.scratch.hold`).
+        """Create the next numbered file. Return it with its final name and its lock (:func:`sinew.core.scratch.hold`).
 
-        The number is free, also among other recorders. The lock marks the file as being written.
+        No other recorder uses the same number. The lock shows that the file is being written.
         """
         while True:
             self._number += 1
@@ -203,38 +225,37 @@ class Recorder(BackgroundWriter):
                 part.open("xb").close()
             except FileExistsError:
                 continue
-            held = scratch.hold(part)
-            if scratch.there(part, held) and not path.exists():
-                return part, path, held
+            lock = scratch.hold(part)
+            if scratch.there(part, lock) and not path.exists():
+                return part, path, lock
             part.unlink(missing_ok=True)
-            if held is not None:
-                os.close(held)
+            if lock is not None:
+                os.close(lock)
 
 
 def read_records(directory: Path) -> Iterator[Record]:
     """Return the records of a folder, oldest first. Raises :class:`SinewError` for a file that is not a record."""
-    return (
-        read_record(path) for path in record_files(directory)
-    )  # the folder is listed now, not at the first record
+    # record_files runs now and not at the first record, so that an error of the folder is raised at once.
+    return (read_record(path) for path in record_files(directory))
 
 
 def record_files(directory: Path) -> list[Path]:
-    """Return the records of a folder, oldest first. Raises :class:`SinewError` where there are none."""
+    """Return the records of a folder, oldest first. Raises :class:`SinewError` if the folder has no records."""
     if not directory.exists():
-        raise SinewError(f"{directory}: no such file or folder")
+        raise SinewError(f"{directory}: no such file or folder; pass the folder that --record wrote")
     if paths := sorted(directory.glob("*.npz")):
         return paths
     raise SinewError(
-        f"{directory}: no records (*.npz) there; `sinew serve --record` and `sinew run --frames` write them"
+        f"{directory}: no records (*.npz) in this folder; `sinew serve --record` and `sinew run --frames` write records"
     )
 
 
 @contextlib.contextmanager
 def open_record(path: Path) -> Iterator[Npz]:
-    """Open the arrays of a record, each read on request.
+    """Open the arrays of a record. Each array is read when it is requested.
 
     Raises:
-        SinewError: the file is not a record. Errors of the readers inside the block become this one too.
+        SinewError: The file is not a record. Errors of readers inside the block are converted to this error too.
     """
     try:
         with (
@@ -243,7 +264,9 @@ def open_record(path: Path) -> Iterator[Npz]:
         ):
             yield npz
     except ValueError as error:
-        raise SinewError(f"{path}: not a record ({error!s:.300})") from None
+        raise SinewError(
+            f"{path}: not a record ({error!s:.300}); pass files of `sinew serve --record`"
+        ) from None
 
 
 def read_record(path: Path) -> Record:
@@ -266,29 +289,29 @@ def read_record(path: Path) -> Record:
         previous=arrays.get("previous"),
         **{name: meta[name] for name in ("seed", *_PLAIN, *WORDS) if name in meta},
     )
-    said = meta.get("server", {})
+    settings = meta.get("server", {})
     try:
-        server = arithmetic.kept(said) if said else {}
+        server = arithmetic.kept(settings) if settings else {}
     except ValueError as error:
         raise SinewError(f"{path}: not a record (server.{error})") from None
-    told = {name: meta[name] for name in ("by", "policy", "names", "text", "context") if name in meta}
+    more = {name: meta[name] for name in ("by", "policy", "names", "text", "context") if name in meta}
     actions, failed = arrays.get("actions"), meta.get("error", "")
-    return Record(path, meta["wire"], observation, actions, failed, meta, server, **told)
+    return Record(path, meta["wire"], observation, actions, failed, meta, server, **more)
 
 
 def moments_in(names: Iterable[str]) -> int:
     """Return the number of observation steps in a record, from the names of its arrays."""
-    return 1 + len({found[0] for name in names if (found := _EARLIER.match(name))})
+    return 1 + len({match[0] for name in names if (match := _EARLIER.match(name))})
 
 
 def _moments(arrays: dict[str, np.ndarray]) -> list[Moment]:
-    """Return the moments of a record, oldest first. Raises :class:`SinewError` where one is missing."""
-    prefixes = sorted({found[0] for name in arrays if (found := _EARLIER.match(name))}, key=len)
+    """Return the observation steps of a record, oldest first. Raises :class:`SinewError` if a step is missing."""
+    prefixes = sorted({match[0] for name in arrays if (match := _EARLIER.match(name))}, key=len)
     if len(prefixes) >= MAX_HISTORY or any(
         f"earlier/{index}/" not in prefixes for index in range(len(prefixes))
     ):
         raise SinewError(
-            f"earlier: expected at most {MAX_HISTORY - 1} moments, counted from 0, got {prefixes[:4]}"
+            f"earlier: expected at most {MAX_HISTORY - 1} observation steps, counted from 0, got {prefixes[:4]}"
         )
     moments = []
     for prefix in (*(f"earlier/{index}/" for index in range(len(prefixes))), ""):
@@ -301,7 +324,7 @@ def _moments(arrays: dict[str, np.ndarray]) -> list[Moment]:
 
 
 def read_meta(npz: Npz) -> dict[str, Any]:
-    """Return the text part of a record, with fields of the types in ``_Meta``. Raises ValueError."""
+    """Return the JSON part of a record. Its fields have the types of ``_Meta``. Raises ValueError."""
     array = npz.read("meta")
     if array.dtype.kind != "U" or array.shape or array.nbytes > 4 * MAX_META:
         text = f"one text of at most {MAX_META} characters"
@@ -312,13 +335,18 @@ def read_meta(npz: Npz) -> dict[str, Any]:
         for name, value in (("recorded", checked.recorded), ("total_ms", checked.total_ms)):
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name}: expected a finite number, got {value}")
-    except (ValueError, OverflowError) as error:  # msgspec's are ValueErrors
+    # msgspec's errors are ValueErrors.
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"meta: {error!s:.300}") from None
     return meta
 
 
 def check_array(name: str, array: np.ndarray) -> None:
-    """Refuse an array of a record that no policy and no request can have. Raises :class:`SinewError`."""
+    """Reject an array of a record that is impossible for any policy and request.
+
+    Raises:
+        SinewError: The array has an impossible shape, type or value.
+    """
     shape, name = array.shape, _EARLIER.sub("", name)
     if name.startswith("images/"):
         sized = len(shape) == 3 and shape[2] == 3 and all(1 <= side <= MAX_SIZE for side in shape[:2])

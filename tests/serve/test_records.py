@@ -195,7 +195,7 @@ def test_serve_records_and_client_replays(smolvla_bundle, tmp_path):
         assert code == 0, text
         counts = {name: result[name] for name in ("records", "equal", "within", "beyond", "error", "new")}
         assert counts == {"records": 5, "equal": 4, "within": 0, "beyond": 0, "error": 1, "new": 0}
-        assert "every bit is demanded" in text
+        assert "every bit must be equal" in text
         assert "4 equal to the bit, 0 within the tolerance, 0 beyond;" in text
         assert "secret" not in result["command"]
         with Client(address, timeout=START_S, api_key="secret") as client:
@@ -211,10 +211,10 @@ def test_serve_records_and_client_replays(smolvla_bundle, tmp_path):
                 0.01 * tolerance,
                 {},
                 "beyond",
-                "every bit is demanded",
+                "every bit must be equal",
             ),  # the same arithmetic gives the same bits
             (0.01 * tolerance, other, "within", "threads: 64 then, 1 now (1 of 5)"),
-            (0.01 * tolerance, None, "within", "the records do not say how they were computed"),
+            (0.01 * tolerance, None, "within", "the records do not state how they were computed"),
             (
                 4.0 * tolerance,
                 other,

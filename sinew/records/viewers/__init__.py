@@ -1,1 +1,1 @@
-"""Recordings for the viewers of other projects: MCAP, which Foxglove and PlotJuggler open, and Rerun."""
+"""Write recordings for viewers of other projects: MCAP, which Foxglove and PlotJuggler open, and Rerun."""

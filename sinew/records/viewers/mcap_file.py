@@ -1,7 +1,8 @@
-"""Records of `sinew serve --record` as one MCAP file, which Foxglove and PlotJuggler open.
+"""Write records of `sinew serve --record` as one MCAP file, which Foxglove and PlotJuggler open.
 
-Messages are JSON with JSON schemas, so no viewer needs anything of ours. Times are those of the server's clock when the
-answer was recorded; an observation's own clock (``time``) is in ``/request``, because it may be any robot's.
+Messages are JSON with JSON schemas, so that any viewer can read them. Their times are those of the server's clock when
+the answer was recorded. The observation's own time (``time``) is in ``/request``, because each robot may have its own
+clock.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from sinew.core.extras import MissingPackageError
 from sinew.core.scratch import FULL
 from sinew.records.recorder import Record
 
-MAX_TOPICS = 1000  # a recording has one for each camera, and three; the format ends at 65,535
+MAX_TOPICS = 1000  # a recording has one topic per camera and three more; the MCAP format allows 65,535
 NUMBER, TEXT = {"type": "number"}, {"type": "string"}
 VECTOR = {
     "type": "object",
     "properties": {"names": {"type": "array", "items": TEXT}, "values": {"type": "array", "items": NUMBER}},
 }
-# Foxglove's own schema, by its name, is what makes a viewer show a picture.
+# A viewer shows a picture if its schema has the name and the fields of Foxglove's own schema.
 IMAGE = {
     "type": "object",
     "properties": {
@@ -54,13 +55,26 @@ def write_mcap(
     state: VectorSpec | None = None,
     action: VectorSpec | None = None,
 ) -> dict[str, int]:
-    """Write records to an MCAP file and return the number of messages of each topic.
+    """Write records to an MCAP file.
 
-    ``/camera/NAME`` are pictures (PNG), ``/state`` and ``/action`` vectors by joint, ``/request`` the rest:
-    instruction, session, adapter, seed, milliseconds, error. With ``hz`` every row of a chunk is a message at the time
-    when it would be executed; else the first row alone. state, action: names of joints, from the policy's bundle.
-    Raises :class:`MissingPackageError` without mcap, and :class:`SinewError` for a file that is there already, or for
-    records of more cameras than a viewer can show. Numbers that are not finite are left out, as JSON has none of them.
+    The topics are ``/camera/NAME`` (pictures as PNG), ``/state`` and ``/action`` (vectors with joint names), and
+    ``/request`` (instruction, session, adapter, seed, milliseconds, error). Numbers that are not finite are omitted,
+    because JSON cannot represent them.
+
+    Args:
+        records: The records.
+        out: The new file.
+        hz: Control rate. Every action of a chunk is then a message at the time of its execution. None writes only the
+            first action of each chunk.
+        state: Names of the state's joints, from the policy's bundle.
+        action: Names of the action's joints, from the policy's bundle.
+
+    Returns:
+        Topic -> number of messages.
+
+    Raises:
+        MissingPackageError: mcap is not installed.
+        SinewError: The file exists already, or the records have too many cameras.
     """
     try:
         from mcap.writer import Writer
@@ -70,7 +84,7 @@ def write_mcap(
     try:
         file = out.open("xb")
     except OSError as error:
-        raise SinewError(f"{out}: {error.strerror}") from None
+        raise SinewError(f"{out}: {error.strerror}; choose a new file") from None
     try:
         with file:
             writer = Writer(file)
@@ -83,7 +97,7 @@ def write_mcap(
                 if topic not in channels:
                     if len(channels) >= MAX_TOPICS:
                         raise SinewError(
-                            f"records: expected at most {MAX_TOPICS} topics, got more, up to {topic}"
+                            f"records: expected at most {MAX_TOPICS} topics, got more at {topic}; export fewer records"
                         )
                     number = writer.register_schema(schema, "jsonschema", json.dumps(shape).encode())
                     channels[topic] = writer.register_channel(topic, "json", number)
@@ -161,7 +175,7 @@ def _picture(camera: str, frame: np.ndarray, when: int) -> dict[str, Any]:
 
 
 def _vector(values: np.ndarray, spec: VectorSpec | None) -> dict[str, Any]:
-    """A vector with its joints' names; numbers that are not finite become None, as JSON has none of them."""
+    """Return a vector with the names of its joints. Numbers that are not finite become None, as JSON requires."""
     flat = [float(value) if np.isfinite(value) else None for value in values.reshape(-1)]
     names = (
         list(spec.names)

@@ -1,4 +1,4 @@
-"""Write what policies saw and did as entities of Rerun, into a file or to a viewer that is running."""
+"""Write inputs and outputs of policies as entities of Rerun, into a file or to a running viewer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import numpy as np
 from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
 
-JPEG_QUALITY = 85  # quality of pictures; without JPEG, Rerun stores raw pixels, megabytes each
-REACH_S = 1.0  # to a viewer. It is looked for first: Rerun would keep everything in memory until one is there
-SEND_S = 5.0  # until a viewer has taken what was logged
+JPEG_QUALITY = 85  # without JPEG, Rerun stores raw pixels, with megabytes for each picture
+# A viewer must answer within this time. Check it first, because Rerun stores all data in memory until a viewer
+# connects.
+REACH_S = 1.0
+SEND_S = 5.0  # a viewer must accept logged data within this time
 SCHEMES = ("rerun", "rerun+http", "rerun+https")
 
 
@@ -37,7 +39,8 @@ def target_of(text: str) -> Path | str:
     try:
         parts = urlsplit(text)
         good = parts.scheme in SCHEMES and parts.hostname and parts.port and parts.path == "/proxy"
-    except ValueError:  # an invalid port
+    # urlsplit raises ValueError for an invalid port.
+    except ValueError:
         good = False
     if not good:
         raise SinewError(_expected(text))
@@ -62,17 +65,23 @@ def _expected(text: str) -> str:
 class RerunLog:
     """A Rerun recording. One thread writes it.
 
-    target: of :func:`target_of`. simulated: times are seconds since the recording's beginning, on the timeline
-    ``time``, instead of seconds since the epoch, on ``wall``. ``counts``: entries by entity.
+    Args:
+        target: The result of :func:`target_of`.
+        simulated: True for times in seconds since the start of the recording, on the timeline ``time``. False for
+            seconds since the epoch, on the timeline ``wall``.
 
-    Raises :class:`MissingPackageError` without rerun-sdk, :class:`SinewError` where the file cannot be made or no
-    viewer answers.
+    Attributes:
+        counts: Entity -> number of entries.
+
+    Raises:
+        MissingPackageError: rerun-sdk is not installed.
+        SinewError: The file cannot be created, or no viewer answers.
     """
 
     def __init__(self, target: Path | str, *, simulated: bool = False):
         self._rerun = _package()
         self._stream: Any = None
-        self._id = uuid.uuid4()  # a viewer that was restarted shows one recording, not two
+        self._id = uuid.uuid4()  # one id for the whole run, so that a restarted viewer shows one recording
         self._simulated = simulated
         self.target = target
         self.counts: dict[str, int] = {}
@@ -82,20 +91,18 @@ class RerunLog:
             self._open()
         except OSError as error:
             raise SinewError(
-                f"rerun: {error}; start a viewer there with `rerun`, or give a file NAME.rrd"
+                f"rerun: {error}; start a viewer there with `rerun`, or pass a file NAME.rrd"
                 if self.live
                 else f"{target}: {error.strerror or error}"
             ) from error
 
     @property
     def live(self) -> bool:
-        """Return whether a viewer is being sent to."""
+        """Return True if the target is a running viewer."""
         return not isinstance(self.target, Path)
 
-    # ------------------------------------------------------------------------- entries
-
     def at(self, seconds: float, **numbers: int) -> None:
-        """Set the time of what is logged next, and further timelines by name. Raises OSError without a viewer."""
+        """Set the time of the next entries, and further timelines by name. Raises OSError without a viewer."""
         self._open()
         if self._simulated:
             self._stream.set_time("time", duration=seconds)
@@ -111,7 +118,7 @@ class RerunLog:
             self._log([*root, "camera", name], picture)
 
     def values(self, root: Sequence[str], kind: str, names: Sequence[str], values: Any) -> None:
-        """Log a vector as one number per name, ``KIND/NAME``; numbered where the names do not fit it."""
+        """Log a vector as one number per name, ``KIND/NAME``. If the number of names differs, indices are used."""
         vector = np.asarray(values, np.float64).reshape(-1)
         for name, value in zip(_names(names, len(vector)), vector, strict=True):
             self._log([*root, kind, name], self._rerun.Scalars(float(value)))
@@ -143,13 +150,18 @@ class RerunLog:
 
     def text(self, root: Sequence[str], entity: str, text: str, level: str = "INFO") -> None:
         """Log a line of text."""
-        plain = text.encode(
-            errors="backslashreplace"
-        ).decode()  # halves of a character, of JSON from elsewhere
+        # Text from JSON may contain surrogates, which cannot be encoded.
+        plain = text.encode(errors="backslashreplace").decode()
         self._log([*root, entity], self._rerun.TextLog(plain, level=level))
 
     def arrange(self, root: Sequence[str], cameras: Iterable[str], plots: Iterable[str]) -> None:
-        """Ask the viewer for pictures at the left and a plot of each kind at the right, until a person rearranges."""
+        """Arrange the viewer: pictures on the left, one plot for each kind on the right. A person may rearrange it.
+
+        Args:
+            root: Prefix of the entities.
+            cameras: Names of the cameras.
+            plots: Kinds of entities to plot.
+        """
         import rerun.blueprint as layout
 
         path = self._rerun.new_entity_path
@@ -161,26 +173,25 @@ class RerunLog:
             )
         )
 
-    # ------------------------------------------------------------------------- the stream
-
     def send(self) -> None:
-        """Wait until a viewer has taken what was logged. Raises OSError where it does not; files are written anyway."""
+        """Wait until a viewer has accepted all entries. Raises OSError if it does not. A file needs no waiting."""
         if not self.live or self._stream is None:
             return
         try:
             self._stream.flush(timeout_sec=SEND_S)
-        except Exception as error:  # Rerun raises what its bindings raise
+        # Rerun's bindings may raise any error.
+        except Exception as error:
             self._stream = None
-            raise OSError(f"the viewer at {self.target} takes nothing ({error})") from error
+            raise OSError(f"the viewer at {self.target} accepts no data ({error})") from error
 
     def close(self) -> None:
-        """Write what is there and end the recording."""
+        """Write all entries, and end the recording."""
         if self._stream is not None:
             self._stream.disconnect()
         self._stream = None
 
     def abandon(self) -> None:
-        """Let the process end although a viewer that has stopped reading holds up the recording's end."""
+        """Let the process end even if a viewer has stopped reading and blocks the end of the recording."""
         self._rerun.unregister_shutdown()
 
     def discard(self) -> None:
@@ -190,7 +201,7 @@ class RerunLog:
             self.target.unlink(missing_ok=True)
 
     def _open(self) -> None:
-        """Begin the stream, or begin it again at a viewer that had gone. Raises OSError."""
+        """Start the stream, or start it again after a viewer was lost. Raises OSError."""
         if self._stream is not None:
             return
         if not isinstance(self.target, Path):
@@ -205,7 +216,7 @@ class RerunLog:
         if not stream.is_enabled():
             raise SinewError("rerun: the environment variable RERUN turns recording off; unset it")
         if isinstance(self.target, Path):
-            self.target.open("xb").close()  # Rerun's own words for a folder that is not there are no help
+            self.target.open("xb").close()  # fails with a clear error if the folder is missing, unlike Rerun
             stream.save(self.target)
         else:
             stream.connect_grpc(self.target)
@@ -221,7 +232,7 @@ class RerunLog:
 
 
 def _pixels(frame: np.ndarray) -> np.ndarray:
-    """Return uint8 [h, w, 3]; floats are in [0, 1]."""
+    """Return a frame as uint8 [h, w, 3]. Floats in [0, 1] are converted."""
     return frame if frame.dtype == np.uint8 else (frame * 255).round().clip(0, 255).astype(np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""A server's requests and answers for Rerun's viewer: from records, or while they happen (``sinew serve --rerun``)."""
+"""Show a server's requests and answers in Rerun: from records, or while they happen (``sinew serve --rerun``)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ from sinew.records.background_writer import BackgroundWriter, Entry
 from sinew.records.recorder import Record
 from sinew.records.viewers.rerun_log import RerunLog
 
-MAX_SESSIONS = 16  # sessions with their own entities; further ones share one
-MAX_SESSION = 128  # characters, as of the server
+MAX_SESSIONS = 16  # this many sessions have their own entities; all further sessions share one
+MAX_SESSION = 128  # characters of a session's name that are used; the server has the same limit
 OTHERS = "others"
 
 
 class Answers:
-    """Requests and answers on a Rerun log.
+    """Writes requests and answers to a Rerun log.
 
-    ``camera/NAME`` are pictures, ``state/JOINT`` and ``action/JOINT`` numbers over time, ``latency_ms``, ``prompt``
-    and ``error`` texts. Timelines: ``wall``, seconds of the server's clock, and ``answer``, the number of the
-    request. With ``hz``, the actions of a chunk are at the times of their execution, up to the next answer of their
-    session. Without it, only the first action is shown. The first session has these entities, any other has them
-    under ``session/NAME``.
+    The entities are ``camera/NAME`` (pictures), ``state/JOINT`` and ``action/JOINT`` (numbers over time),
+    ``latency_ms``, and the texts ``prompt`` and ``error``. The timelines are ``wall``, seconds of the server's clock,
+    and ``answer``, the number of the request. The first session has these entities. Any other session has them under
+    ``session/NAME``.
+
+    Args:
+        log: The log.
+        hz: Control rate. The actions of a chunk are then at the times of their execution, up to the next answer of
+            their session. None shows only the first action of each chunk.
+        state: Names of the state's joints.
+        action: Names of the action's joints.
     """
 
     def __init__(
@@ -45,7 +51,8 @@ class Answers:
         self._action = () if action is None else tuple(action.names)
         self._number = 0
         self._roots: dict[str, tuple[str, ...]] = {}
-        self._running: dict[tuple[str, ...], tuple[float, np.ndarray]] = {}  # the last chunk, and its time
+        # Prefix of a session's entities -> time and actions of its last chunk.
+        self._running: dict[tuple[str, ...], tuple[float, np.ndarray]] = {}
 
     def add(
         self,
@@ -56,7 +63,16 @@ class Answers:
         error: str = "",
         total_ms: float | None = None,
     ) -> None:
-        """Log one request and its answer. when: seconds since the epoch. Raises OSError without a viewer."""
+        """Log one request and its answer. Raises OSError without a viewer.
+
+        Args:
+            when: Seconds since the epoch.
+            session: Session of the client.
+            observation: The request.
+            actions: Actions of the answer; None if there are none.
+            error: Error of the answer; "" if there is none.
+            total_ms: Latency in milliseconds; None if unknown.
+        """
         log, root = self._log, self._root(session)
         log.at(when, answer=self._number)
         if not self._number:
@@ -75,17 +91,17 @@ class Answers:
             self._running[root] = when, actions
 
     def end(self) -> None:
-        """Log what is left of the last chunks."""
+        """Log the remaining actions of the last chunks."""
         for root in list(self._running):
             self._finish(root, np.inf)
 
     def _finish(self, root: tuple[str, ...], now: float) -> None:
-        """Log the rows of a session's last chunk that were due before ``now``."""
+        """Log the actions of a session's last chunk that were due before ``now``."""
         begun, actions = self._running.pop(root, (now, np.zeros((0, 0))))
         if self._hz is None:
             return
         times = begun + np.arange(len(actions)) / self._hz
-        due = (times < now) & (times > begun)  # its first row is there
+        due = (times < now) & (times > begun)  # the first action was already logged with its chunk
         self._log.rows(root, "action", self._action, times[due], actions[due])
 
     def _root(self, session: str) -> tuple[str, ...]:
@@ -153,10 +169,16 @@ def _camera(record: Record, name: str) -> str:
 
 
 class RerunRecorder(BackgroundWriter):
-    """Writes to a file or a viewer from a thread of its own; a slow viewer costs records, never latency.
+    """Writes to a file or a viewer on its own thread. A slow viewer loses records, but never delays answers.
 
-    target: of :func:`target_of`. A viewer that goes away is looked for every ten seconds. Raises as :class:`RerunLog`
-    does.
+    If a viewer is closed, the recorder tries to connect again every ten seconds.
+
+    Args:
+        target: The result of :func:`target_of`.
+
+    Raises:
+        MissingPackageError: rerun-sdk is not installed.
+        SinewError: The file cannot be created, or no viewer answers.
     """
 
     def __init__(self, target: Path | str):
@@ -165,11 +187,11 @@ class RerunRecorder(BackgroundWriter):
         super().__init__("sinew-rerun", "the viewer" if self.log.live else "the disk")
 
     def describe(self, spec: PolicySpec) -> None:
-        """Tell names of joints and the control rate, before the first request."""
+        """Receive names of joints and the control rate, before the first request."""
         self._answers = Answers(self.log, hz=spec.control_hz, state=spec.state, action=spec.action)
 
     def close(self) -> None:
-        """Send what is there, as far as it is taken in a few seconds."""
+        """Send the waiting entries, as many as possible in a few seconds, and end the thread."""
         super().close()
         if self._thread.is_alive():
             self.log.abandon()
@@ -184,6 +206,6 @@ class RerunRecorder(BackgroundWriter):
         self.log.send()
 
     def _end(self) -> None:
-        with contextlib.suppress(OSError):  # a viewer that has gone
+        with contextlib.suppress(OSError):  # the viewer may have been closed
             self._answers.end()
         self.log.close()
