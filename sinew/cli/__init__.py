@@ -1,4 +1,4 @@
-"""The command line: ``sinew VERB``. Each command has its own file, which is imported when the command is used.
+"""The command line ``sinew COMMAND``. Each command has its own file, which is imported when the command is used.
 
 A command is a plain function with a typed signature. Its result is the exit code (None is 0). It raises
 :class:`sinew.core.SinewError` for all errors that a user can fix.
@@ -25,12 +25,12 @@ from sinew.core import SinewError, hints, progress, providers
 from sinew.core.extras import MissingPackageError
 
 
-def build_app(config: Path | None = None, asked: Sequence[str] = ()) -> App:
+def build_app(config: Path | None = None, words: Sequence[str] = ()) -> App:
     """Build the program.
 
     Args:
         config: File with flags of commands.
-        asked: The words of a command line. The help of its command is the complete docstring. All other commands have
+        words: The words of a command line. The help of its command is the complete docstring. All other commands have
             only their summary, so that their modules are not imported.
     """
     app = App(
@@ -62,22 +62,22 @@ def build_app(config: Path | None = None, asked: Sequence[str] = ()) -> App:
     for order, (title, section) in enumerate(SECTIONS.items()):
         group = Group(title, sort_key=order)
         for place, (name, verb) in enumerate(section.items()):
-            _add(app, (name,), verb, asked, group=group, sort_key=place)
+            _add(app, (name,), verb, words, group=group, sort_key=place)
     return app
 
 
 def _default(value: Any) -> str | None:
-    """Return a default in the form of the help; None for defaults that are absent or off."""
+    """Return a default as the help shows it; None for defaults that are empty or off."""
     return None if value in ((), [], "", None) or value is False else str(value)
 
 
-def _add(app: App, words: tuple[str, ...], verb: Verb, asked: Sequence[str], **options: Any) -> None:
+def _add(app: App, words: tuple[str, ...], verb: Verb, line: Sequence[str], **options: Any) -> None:
     options |= {"name": words[-1], "version_flags": []}
     if verb.absent:
         how = providers.how_to_install(verb.package)
         app.command(_absent, help=f"{verb.summary} Not installed: {how}", **options)
         return
-    if verb.commands or tuple(asked[: len(words)]) != words:
+    if verb.commands or tuple(line[: len(words)]) != words:
         options["help"] = verb.summary
     if not verb.commands:
         app.command(function_of(words, verb), help_epilogue=f"Example: `sinew {verb.example}`", **options)
@@ -85,7 +85,7 @@ def _add(app: App, words: tuple[str, ...], verb: Verb, asked: Sequence[str], **o
     inner = App(**options)
     app.command(inner)
     for place, (word, each) in enumerate(verb.commands.items()):
-        _add(inner, (*words, word), each, asked, sort_key=place)
+        _add(inner, (*words, word), each, line, sort_key=place)
 
 
 def _absent() -> None:
@@ -93,7 +93,7 @@ def _absent() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and return the exit code. ``argv`` has the words after the program's name."""
+    """Run one command, and return the exit code. ``argv`` contains the words after the program's name."""
     tokens = list(sys.argv[1:] if argv is None else argv)
     debug = _take_flag(tokens, "--debug") or os.environ.get("SINEW_DEBUG", "") not in ("", "0")
     terminal.take_json(tokens)
@@ -103,7 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if tokens and tokens[0] == "help":
         tokens = [*tokens[1:], "--help"]
     if "--port" in tokens and tokens[0] == "serve":
-        _print_error(errors, "--port: each wire has a port of its own, --wire NAME:PORT, as --wire http:8001")
+        _print_error(
+            errors,
+            "--port: each protocol has its own port; pass --wire NAME:PORT instead, for example --wire http:8001",
+        )
         return EXIT_USAGE
     if (there := absent(tokens)) is not None:
         words, verb = there
@@ -125,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of the pipe has ended (`sinew inspect … | head`). Python flushes stdout once more at exit.
+        # The program that reads the pipe has ended (`sinew inspect … | head`). Python flushes stdout once more at exit,
+        # so give it a file that accepts all output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except Exception as error:
@@ -136,15 +140,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         progress.listen(before[0])
         progress.tell(before[1])
-        terminal.take_json([])  # the next command must not inherit this setting
+        terminal.take_json([])  # a later command of this process must not inherit --json
 
 
 def _words(error: Exception) -> str:
-    """Return an error as one line for the user. An unexpected error is named as a fault of this program."""
+    """Return an error as one line for the user. An unexpected error is marked as a fault of this program."""
     if isinstance(error, SinewError):
         return str(error)
     if isinstance(error, ImportError) and isinstance(error.__cause__, ModuleNotFoundError):
-        error = error.__cause__  # error of a command's file, which the parser imports
+        error = error.__cause__  # the parser imports a command's file, and wraps the error of that import
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("sinew."):
         return str(MissingPackageError("this command", error.name))
     if isinstance(error, OSError):
@@ -152,8 +156,8 @@ def _words(error: Exception) -> str:
         return f"{name}{error.strerror or error}"
     first = next(iter(str(error).strip().splitlines()), "")
     if isinstance(error, MemoryError) or re.search("failed to map segment|can't allocate memory", first):
-        return f"expected more memory than this process may take (ulimit -v, a cgroup): {first}"
-    return f"{type(error).__name__}: {first} (a fault of this program; `--debug` shows where)"
+        return f"this process needs more memory than it is allowed (ulimit -v, a cgroup): {first}; raise the limit"
+    return f"{type(error).__name__}: {first} (a fault of this program; --debug shows where, please report it)"
 
 
 def _print_error(console: Console, message: str) -> None:

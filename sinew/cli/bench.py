@@ -1,4 +1,4 @@
-"""``sinew bench``: the times of a bundle's stages on this machine, or of a server's answers.
+"""``sinew bench``: time the stages of a bundle on this machine, or the answers of a server.
 
 For a bundle, load, warm-up and steady state are timed separately. ``bench_server.py`` times a server.
 """
@@ -25,7 +25,7 @@ from sinew.core.hints import short_reason
 from sinew.core.statistics import p99_of, ratio_of_medians, stage_statistics
 from sinew.engine.backend import AUTO, BACKENDS
 
-MAX_BASELINE = 1 << 26  # bytes
+MAX_BASELINE = 1 << 26  # largest --baseline file, in bytes
 STATISTICS = ("mean", "p50", "p95", "p99", "max")
 
 
@@ -80,12 +80,16 @@ def bench(
     before = None if baseline is None else read_baseline(baseline)
     pauses = parse_pauses(idle)
     if addresses_of(target):
-        given = changed(load) or next((flag for flag, value in here.items() if value is not None), None)
-        if given is not None:
-            raise SinewError(f"{given}: expected a policy that is run here, got the server {target}")
+        extra = changed(load) or next((flag for flag, value in here.items() if value is not None), None)
+        if extra is not None:
+            raise SinewError(
+                f"{extra}: expected a policy that runs on this machine, got the server {target}; omit this flag"
+            )
         return ask(target, runs or 50, size, prompt, solver_steps, deadline_ms, server, pauses)
-    if (given := changed(server)) is not None:
-        raise SinewError(f"{given}: expected the address of a server, tcp://HOST:PORT, got {target}")
+    if (extra := changed(server)) is not None:
+        raise SinewError(
+            f"{extra}: expected the address of a server, tcp://HOST:PORT, got {target}; omit this flag"
+        )
     runs = runs or 20
     counts = parse_steps(fit_steps) if fit_steps else ()
     options = load.keywords() | {"threads": threads}
@@ -94,10 +98,12 @@ def bench(
             "--fit-steps": fit_steps, "--deadline-ms": deadline_ms, "--baseline": baseline, "--idle": idle
         }.items():  # fmt: skip
             if other is not None:
-                raise SinewError(f"{flag}: cannot be combined with --ladder, got {other}")
+                raise SinewError(
+                    f"{flag}: cannot be combined with --ladder, got {other}; omit one of the two"
+                )
         if options.pop("engine") != AUTO:
             raise SinewError(
-                f"--engine: cannot be combined with --ladder, which measures all engines, got {load.engine}"
+                f"--engine: cannot be combined with --ladder, which measures all engines, got {load.engine}; omit it"
             )
         observe = partial(make_observation, size=size, prompt=prompt, solver_steps=solver_steps)
         return print_ladder(Path(target), runs, options, observe)
@@ -135,14 +141,20 @@ def read_baseline(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError):
         pass
     raise SinewError(
-        f"--baseline {path}: expected a report of `sinew bench BUNDLE --json {path}`, but the file has another format"
+        f"--baseline {path}: expected a report of `sinew bench BUNDLE --json {path}`, but the file has another format;"
+        " write it again with that command"
     )
 
 
 def compare(before: dict[str, Any], result: dict[str, Any], slower: float) -> bool:
-    """Compare the median with the baseline's, print the ratio, and add it to the result.
+    """Compare the median with the baseline's median, print the ratio, and add it to the result.
 
     Engine and precision may differ from the baseline.
+
+    Args:
+        before: The report of the baseline.
+        result: The report of this run.
+        slower: Percent by which the median may exceed the baseline's.
 
     Returns:
         True if the run is slower than allowed.
@@ -152,7 +164,10 @@ def compare(before: dict[str, Any], result: dict[str, Any], slower: float) -> bo
     """
     for (name, was), (_, now) in zip(_work(before).items(), _work(result).items(), strict=True):
         if was != now:
-            raise SinewError(f"--baseline: expected the same {name}, {now}, got {was}")
+            raise SinewError(
+                f"--baseline: expected the same {name}, {now}, got {was}; measure the baseline again with this"
+                " command"
+            )
     samples = (each["samples_ms"]["total"] for each in (before, result))
     ratio, low, high = ratio_of_medians(*samples)
     failed = low > 1 + slower / 100
@@ -184,7 +199,7 @@ def print_ladder(bundle: Path, runs: int, options: dict[str, Any], observe: Obse
             rungs.append(rung)
     reference = next((rung for rung in rungs if BACKENDS[rung.engine].reference and not rung.reason), None)
     records = [rung.record(reference) for rung in rungs]
-    title = f"milliseconds over {runs} runs, each engine in a process of its own"
+    title = f"milliseconds over {runs} runs, each engine in its own process"
     columns = (">p50", ">max", ">of eager", ">CPU s", ">ready s", ">peak", ">error")
     table = terminal.table(title, "engine", "computes", *columns)
     for row in (row for row in records if "reason" not in row):
@@ -248,8 +263,8 @@ def print_report(result: dict[str, Any]) -> None:
         fit = result["fit"]
         lines.append(
             f"inference(T) = {fit['prefix_ms']:.2f} ms + T * {fit['step_ms']:.3f} ms over T ="
-            f" {', '.join(map(str, fit['steps']))}, at most {fit['residual_ms']:.2f} ms beside it;"
-            f" {fit['prefix_share']:.0%} are no step"
+            f" {', '.join(map(str, fit['steps']))}, with at most {fit['residual_ms']:.2f} ms of error;"
+            f" {fit['prefix_share']:.0%} of the time is outside of the steps"
         )
     if "deadline" in result:
         deadline = result["deadline"]
@@ -297,12 +312,16 @@ def parse_steps(text: str) -> tuple[int, ...]:
     """Parse numbers of solver steps, such as ``"1,2,5"``. A fit needs at least two different numbers."""
     parts = text.split(",")
     if not all(part.strip().isdigit() and 1 <= int(part) <= 1000 for part in parts) or len(set(parts)) < 2:
-        raise ObservationError("--fit-steps", "two numbers or more of 1 to 1000, as 1,2,5,10", repr(text))
+        raise ObservationError("--fit-steps", "two or more numbers from 1 to 1000, as 1,2,5,10", repr(text))
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
 def _image_size_of(text: str | None) -> tuple[int, int] | None:
-    """Parse height and width, such as ``480x640``; None if the flag is absent. Raises :class:`ObservationError`."""
+    """Parse height and width, such as ``480x640``; None if the flag is absent.
+
+    Raises:
+        ObservationError: The text has another form.
+    """
     if text is None:
         return None
     height, _, width = text.lower().partition("x")

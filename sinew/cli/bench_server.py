@@ -1,4 +1,4 @@
-"""``sinew bench ADDRESS``: the times of a server's answers, stage by stage, measured at a client."""
+"""``sinew bench ADDRESS``: time the answers of a server, stage by stage, at a client."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 @Parameter(name="*", group="Server")
 @dataclass(frozen=True)
 class AskingFlags:
-    """How a server is asked.
+    """Options for the requests to a server.
 
     Attributes:
         warmup: Number of requests to send before the timed ones.
@@ -64,9 +64,20 @@ def ask(
     asking: AskingFlags,
     pauses: Sequence[float] = (),
 ) -> int:
-    """Send ``requests`` observations that fit the server's policy, and print a latency table.
+    """Send observations that fit the server's policy, and print a latency table.
 
-    ``pauses`` has the lengths of pauses in seconds. After each pause, the first answer is timed.
+    Args:
+        address: The server's address.
+        requests: Number of timed requests.
+        size: Height and width of every frame; None for the sizes that the policy states.
+        prompt: The instruction.
+        solver_steps: Number of solver steps; None for the policy's own number.
+        deadline_ms: Deadline of each request; None for no deadline.
+        asking: Further options of the requests.
+        pauses: Lengths of pauses in seconds. The first answer after each pause is timed.
+
+    Returns:
+        The exit code.
     """
     key = api_key_of(asking.api_key_file)
     jpeg_quality = asking.jpeg_quality

@@ -1,4 +1,4 @@
-"""``sinew --completion``: scripts that complete commands, flags and choices in a shell."""
+"""``sinew --completion``: print a script that completes commands, flags and choices in a shell."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Literal
 
 from sinew.cli.verbs import commands
 
-# Flags of every command. The program removes them before it parses the command's own flags.
+# Flags that every command accepts, and their help. The program removes them before it parses the command's own flags.
 EVERYWHERE = {
     "json": "the result as JSON",
     "debug": "the traceback of an error",
     "config": "a file with flags",
 }
 HELP = "Display this message and exit."
-# If zsh loads the file for a completion, the file is the function. If zsh reads the file at its start, the file must
-# register the function.
+# The script is used in two ways. If zsh loads it as an autoload function, the script is the function. If the user's
+# .zshrc reads it, the script must register the function.
 ZSH = """
 if [ "$funcstack[1]" = "_sinew" ]; then
   _cyclopts_sinew "$@"
@@ -24,12 +24,12 @@ else
   compdef _cyclopts_sinew sinew
 fi
 """
-# A value without choices may be a file. In bash, an option of `complete` adds files. In zsh, an action adds files.
-# Without this action, zsh would also not complete flags before an argument.
+# A value without choices may be a file name. In bash, an option of `complete` adds file names. In zsh, an action adds
+# them. Without this action, zsh would also not complete flags before an argument.
 BASH = ("complete -F", "complete -o default -F")
 TEXT = r"(?:\\.|'\\''|[^':\\])*"
 BARE = re.compile(rf"^( +'(?:\d+|\*|\*?--[\w-]+\[{TEXT}\]):{TEXT})('(?: \\)?)$", re.MULTILINE)
-# After the program and after a group comes a command, not a file.
+# After `sinew` and after a group, the next word is a command and not a file.
 FISH = 'complete -c sinew -f -n "contains -- (commandline -poc)[-1] sinew {groups}"\n'
 
 

@@ -1,4 +1,4 @@
-"""``sinew convert``: converts an upstream checkpoint, or a bundle in an older format, to one bundle file."""
+"""``sinew convert``: convert a checkpoint, or a bundle in an older format, to one bundle file."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def convert(
     from sinew.bundle.rename import parse_renames, rename_cameras, renamed
 
     if out.exists() and not force:
-        raise ConvertError(f"{out} exists; --force overwrites it")
+        raise ConvertError(f"{out} exists; pass --force to overwrite it, or choose another name")
     names = tuple(name.strip() for name in cameras.split(",") if name.strip())
     start = time.perf_counter()
     options = ConvertOptions(

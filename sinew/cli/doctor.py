@@ -1,6 +1,7 @@
-"""``sinew doctor``: checks whether this installation can run a policy, and how well.
+"""``sinew doctor``: check whether this installation can run a policy, and how well.
 
-Every check prints why it passed, or what to do. The exit status is 1 if a check failed. Warnings are not failures.
+Every check prints why it passed, or the next step for the user. The exit status is 1 if a check failed. Warnings are
+not failures.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sinew.engine.backend import AUTO, BACKENDS
 if TYPE_CHECKING:
     from sinew.checks import Check
 
-SECONDS = 3.0  # for which --observe watches a robot
+SECONDS = 3.0  # --observe watches a robot this long by default
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]"}
 
 
@@ -78,10 +79,12 @@ def doctor(
                 "--observe, --learn: expected a policy, as in `sinew doctor POLICY --observe ROBOT`"
             )
         if verify or (observe is not None and learn is not None):
-            raise SinewError("--observe, --learn: expected one of them, without --verify")
+            raise SinewError(
+                "--observe, --learn: expected one of them, without --verify; omit the other flags"
+            )
         if runs != RUNS and (learn is not None or delays or not effects):
             raise SinewError(
-                "flags of engines: expected none with --learn, --delays and --no-effects, which load no policy"
+                "flags of engines: expected none with --learn, --delays and --no-effects, because these load no policy"
             )
         if observe is not None:
             from sinew.cli.run_robot import RobotFlags
@@ -101,12 +104,14 @@ def doctor(
 
                 return measure_delays(bundle, on, seconds)
             if limits is not None or motion is not None:
-                raise SinewError("--limits, --motion: expected --delays with them; without it, nothing moves")
+                raise SinewError(
+                    "--limits, --motion: expected --delays with them, because the robot does not move without --delays"
+                )
             return wiring.observe(bundle, on, seconds or SECONDS, runs if effects else None)
         if delays:
-            raise SinewError("--delays: expected --observe ROBOT with it")
+            raise SinewError("--delays: pass --observe ROBOT too")
         if out is None:
-            raise SinewError("--learn: expected --out, the bundle to write")
+            raise SinewError("--learn: pass --out FILE too, the bundle to write")
         assert learn is not None
         return wiring.learn(bundle, learn, out)
     if delays or limits is not None or motion is not None:
@@ -123,10 +128,13 @@ def doctor(
         try:
             bundle = resolve(bundle)
         except SinewError as error:
-            results.append(checks.Check("bundle", "fail", str(error), "give what the message expects"))
+            results.append(
+                checks.Check("bundle", "fail", str(error), "correct the path or name that the message shows")
+            )
             bundle = None
     engine: str = runs.engine
-    if engine == AUTO and bundle is not None and bundle.is_dir():  # graphs alone
+    # A folder is an export with graphs only, so the checks use the engine that runs graphs.
+    if engine == AUTO and bundle is not None and bundle.is_dir():
         engine = next(name for name, backend in BACKENDS.items() if backend.runs_graphs)
     results[:0] = checks.installation(engine)
     if bundle is not None and verify:

@@ -1,4 +1,4 @@
-"""``sinew doctor POLICY --observe ROBOT --delays``: how late a robot's cameras and actuators are."""
+"""``sinew doctor POLICY --observe ROBOT --delays``: measure the delays of a robot's cameras and actuators."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from sinew.checks.delays import Delays
     from sinew.cli.run_robot import RobotFlags
 
-SECONDS = 20.0  # six parts of three seconds, less what begins and ends slowly
-LOOK_S = 1.0  # for which the state is checked before the robot moves
-CLOCK_S = 0.01  # error of a robot's own times from which on they are worth a correction
+SECONDS = (
+    20.0  # default duration: six parts of three seconds, and two seconds in which the motion starts and ends
+)
+LOOK_S = 1.0  # the robot's state is checked for this long before the robot moves
+CLOCK_S = 0.01  # a smaller error of the robot's own times needs no correction
 
 
 def delays(policy: Path, on: RobotFlags, seconds: float | None) -> int:
-    """Move a robot a little, measure its delays and print them. Exit status 1 if none could be measured.
+    """Move a robot a little, measure its delays and print them. The exit status is 1 if no delay could be measured.
 
     Args:
         policy: The policy's bundle. Its limits and its statistics bound the motion.
@@ -38,7 +40,9 @@ def delays(policy: Path, on: RobotFlags, seconds: float | None) -> int:
     from sinew.policy import open_bundle
 
     if Path(on.robot).is_dir():
-        raise SinewError("--delays: expected a robot, got a folder of records, which cannot be moved")
+        raise SinewError(
+            "--delays: expected a robot, got a folder of records, which cannot be moved; pass a robot"
+        )
     manifest = open_bundle(policy).manifest
     description = manifest.spec.to_dict()
     opener = on.opener()
@@ -57,17 +61,17 @@ def delays(policy: Path, on: RobotFlags, seconds: float | None) -> int:
             terminal.say(f"the robot moves by at most: {sizes}")
             with progress.task(f"moving {on.robot} a little"):
                 drive(planned.run, robot, description, None)
-    found = measure(planned.trace)
-    terminal.console().print(delays_table(found))
+    measured = measure(planned.trace)
+    terminal.console().print(delays_table(measured))
     console = terminal.console(markup=False)
-    for line in advice(found):
+    for line in advice(measured):
         console.print(line)
-    terminal.emit({"ok": not np.isnan(found.actuation), "observed": on.robot, **found.to_dict()})
-    return 1 if np.isnan(found.actuation) else 0
+    terminal.emit({"ok": not np.isnan(measured.actuation), "observed": on.robot, **measured.to_dict()})
+    return 1 if np.isnan(measured.actuation) else 0
 
 
 def _check_state(robot: Any, manifest: Manifest) -> None:
-    """Look at a robot for a second before it is moved.
+    """Observe a robot for a second before it is moved, and check its state.
 
     Raises:
         SinewError: Its state looks wrong, for example because it is in radians and the policy's is in degrees. A
@@ -79,30 +83,30 @@ def _check_state(robot: Any, manifest: Manifest) -> None:
     if wrong := [each for each in findings if each.amiss and each.subject.startswith(("state", "robot"))]:
         raise SinewError(
             f"--delays: expected a state as in the training data, got: {wrong[0].subject}: {wrong[0].seen}; the robot"
-            " is not moved. `sinew doctor POLICY --observe ROBOT` shows all findings"
+            " was not moved. Run `sinew doctor POLICY --observe ROBOT` to see all findings"
         )
 
 
-def delays_table(found: Delays) -> Table:
+def delays_table(measured: Delays) -> Table:
     """Return the delays as a table for people."""
-    rows = [("command to state", name, each.text()) for name, each in found.joints.items()]
-    for name, camera in found.cameras.items():
+    rows = [("command to state", name, each.text()) for name, each in measured.joints.items()]
+    for name, camera in measured.cameras.items():
         rows.append(("exposure to memory", name, camera.transfer.text()))
         if camera.clock is not None:
             rows.append(("exposure to the stated time", name, camera.clock.text()))
     return terminal.table("delays, with 95 % intervals", "from, to", "of", "delay", rows=rows)
 
 
-def advice(found: Delays) -> list[str]:
-    """Return lines that tell what to do with the delays."""
+def advice(measured: Delays) -> list[str]:
+    """Return lines with the next steps for the user, computed from the delays."""
     lines = []
-    ages = [each.age for each in found.cameras.values() if each.transfer.measured]
-    if ages and not any(each.clock for each in found.cameras.values()):
+    ages = [each.age for each in measured.cameras.values() if each.transfer.measured]
+    if ages and not any(each.clock for each in measured.cameras.values()):
         lines.append(
-            f"frames are {1e3 * max(ages):.0f} ms old when they are observed, and the robot does not state it;"
-            f" sinew run --set camera_delay={max(ages):.3f} counts their age (see docs/wiring.md before you use it)"
+            f"frames are {1e3 * max(ages):.0f} ms old when they are observed, and the robot does not state it; to count"
+            f" their age, pass --set camera_delay={max(ages):.3f} to sinew run (see docs/wiring.md before you use it)"
         )
-    for name, camera in found.cameras.items():
+    for name, camera in measured.cameras.items():
         clock = camera.clock
         if clock is not None and abs(clock.seconds) > CLOCK_S and clock.low * clock.high > 0:
             late = clock.seconds
@@ -111,10 +115,10 @@ def advice(found: Delays) -> list[str]:
                 f" {'after' if late > 0 else 'before'} the exposure; correct `time` in its observe()"
             )
     flags = []
-    if not np.isnan(found.transfer):
-        flags.append(f"--camera-ms {1e3 * found.transfer:.0f}")
-    if not np.isnan(found.actuation):
-        flags.append(f"--actuation-ms {max(0.0, 1e3 * found.actuation):.0f}")
+    if not np.isnan(measured.transfer):
+        flags.append(f"--camera-ms {1e3 * measured.transfer:.0f}")
+    if not np.isnan(measured.actuation):
+        flags.append(f"--actuation-ms {max(0.0, 1e3 * measured.actuation):.0f}")
     if flags:
         lines.append(f"for sinew perf scenario and sinew perf stream: {' '.join(flags)}")
     return lines

@@ -1,4 +1,4 @@
-"""``sinew doctor POLICY --observe ROBOT`` and ``--learn RECORDS``: compares a robot's wiring with the training data."""
+"""``sinew doctor POLICY --observe ROBOT`` and ``--learn RECORDS``: compare a robot's wiring with the training data."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from sinew.cli.run_robot import RobotFlags
     from sinew.core import Observation
 
-OBSERVATIONS = 3  # number of records from which the effects of the inputs are measured
-PROMPT = "pick up the object"  # if neither the robot nor the policy has an instruction
+OBSERVATIONS = 3  # the effects of the inputs are measured on this many records
+PROMPT = "pick up the object"  # used if neither the robot nor the policy has an instruction
 MARKS = {
     "wrong": "[bold red]wrong[/]",
     "looks wrong": "[red]looks wrong[/]",
@@ -50,8 +50,8 @@ def observe(policy: Path, on: RobotFlags, seconds: float, runs: Runs | None) -> 
     if records(robot):
         if on.robot_options is not None or on.rename or on.rename_joint or on.kinematics is not None:
             raise SinewError(
-                "--robot-options, --rename, rename_joint, kinematics: expected none with records, which are as they"
-                " are"
+                "--robot-options, --rename, rename_joint, kinematics: expected a robot, got a folder of records;"
+                " omit these options"
             )
         with progress.task(f"reading {robot}"):
             looks, findings = looking.recorded(Path(robot), manifest)
@@ -59,16 +59,16 @@ def observe(policy: Path, on: RobotFlags, seconds: float, runs: Runs | None) -> 
         what = f"{looks} records of {robot}"
     else:
         looks, findings, seen = _live(on, manifest, seconds)
-        what = f"{robot}: {looks} looks in {seconds:g} s; it was not commanded"
+        what = f"{robot}: {looks} observations in {seconds:g} s; it was not commanded"
     wrong = sum(each.amiss for each in findings)
-    untold = sum(each.level == "cannot tell" for each in findings)
+    undecided = sum(each.level == "cannot tell" for each in findings)
     console = terminal.console(markup=False)
     if findings:
         rows = ((MARKS[each.level], each.subject, each.told, each.advice) for each in findings)
         terminal.console().print(terminal.findings(rows))
-    compared = manifest.seen.source if manifest.seen else "the statistics of its normalisation alone"
+    compared = manifest.seen.source if manifest.seen else "an unknown record; compared with its statistics"
     console.print(f"{what}; {manifest.spec.name} was trained with: {compared}")
-    console.print(f"{wrong} wrong, {untold} that nothing here can tell")
+    console.print(f"{wrong} wrong, {undecided} that cannot be decided")
     checks = [asdict(each.check()) | asdict(each) for each in findings]
     result = {"ok": not wrong, "observed": robot, "looks": looks, "checks": checks}
     if runs is not None:
@@ -79,7 +79,13 @@ def observe(policy: Path, on: RobotFlags, seconds: float, runs: Runs | None) -> 
 
 
 def _effects(policy: Path, seen: Sequence[Observation], runs: Runs) -> Effects | None:
-    """Measure and print the effects of the policy's inputs. Return None if the policy accepts no observation."""
+    """Measure and print the effects of the policy's inputs. Return None if the policy accepts no observation.
+
+    Args:
+        policy: The policy's bundle.
+        seen: The observations.
+        runs: Options to load the policy.
+    """
     import sinew
     from sinew.checks.effects import measure
 
@@ -93,7 +99,7 @@ def _effects(policy: Path, seen: Sequence[Observation], runs: Runs) -> Effects |
             except ObservationError as error:
                 reason = str(error)
         if not usable:
-            why = reason if seen else "the robot showed nothing"
+            why = reason if seen else "the robot sent no observation"
             console.print(f"effects of the inputs: not measured, because {why}")
             return None
         with progress.task("measuring the effects of the inputs"):
@@ -103,9 +109,9 @@ def _effects(policy: Path, seen: Sequence[Observation], runs: Runs) -> Effects |
     return effects
 
 
-def effects_table(found: Effects) -> Table:
+def effects_table(effects: Effects) -> Table:
     """Return a table with the effects of the inputs."""
-    rows = [(each.input, each.change, f"{100 * each.share:.3g} %", each.verdict) for each in found.effects]
+    rows = [(each.input, each.change, f"{100 * each.share:.3g} %", each.verdict) for each in effects.effects]
     return terminal.table(
         "actions change by, in % of their spread", "input", "change", "actions", "verdict", rows=rows
     )
@@ -125,15 +131,18 @@ def _live(on: RobotFlags, manifest: Manifest, seconds: float) -> tuple[int, list
         progress.task(f"looking at {on.robot}"),
     ):
         seen: list[Observation] = []
-        looks, found = looking.live(machine, manifest, seconds, kept=seen)
+        looks, results = looking.live(machine, manifest, seconds, kept=seen)
         prompt = facts_of(machine).task() or manifest.spec.default_prompt or PROMPT
-        return looks, found, [each if each.prompt else replace(each, prompt=prompt) for each in seen]
+        return looks, results, [each if each.prompt else replace(each, prompt=prompt) for each in seen]
 
 
 def learn(policy: Path, folder: Path, out: Path) -> int:
-    """Write a copy of the policy's bundle that also has the appearance of the robot's cameras and joints.
+    """Write a copy of the policy's bundle with a record of the robot's cameras and joints.
 
-    The records must be from the correctly wired robot.
+    Args:
+        policy: The policy's bundle.
+        folder: Records of `sinew serve --record` from the correctly wired robot.
+        out: The bundle to write.
     """
     from sinew.bundle.writer import rewrite
     from sinew.checks.wiring.observe import learnt
@@ -143,7 +152,7 @@ def learn(policy: Path, folder: Path, out: Path) -> int:
     source = resolve(policy)
     if source.is_dir() or out.resolve() == source.resolve():
         raise SinewError(
-            f"--out {out}: expected another file than the bundle that is read, and a bundle, no folder"
+            f"--out {out}: expected a new bundle file, and a bundle as the source, got the same file or a folder"
         )
     bundle = open_bundle(source)
     with progress.task(f"reading {folder}"):

@@ -51,16 +51,16 @@ def export(
     from sinew.policy import open_bundle
 
     if (onnx is None) == (vlacpp is None):
-        raise SinewError("expected either --onnx FOLDER or --vlacpp FILE")
+        raise SinewError("expected either --onnx FOLDER or --vlacpp FILE; pass one of them")
     if whole and onnx is None:
         raise SinewError("--whole needs --onnx FOLDER")
     if prompt and not whole:
-        raise SinewError("--prompt needs --whole")
+        raise SinewError("--prompt requires --whole; pass both flags")
     if qdq and onnx is None:
-        raise SinewError("--qdq needs --onnx FOLDER")
-    for name, given in (("records", records), ("observations", observations)):
-        if given is not None and not qdq:
-            raise SinewError(f"--{name} needs --qdq")
+        raise SinewError("--qdq requires --onnx FOLDER; pass both flags")
+    for name, value in (("records", records), ("observations", observations)):
+        if value is not None and not qdq:
+            raise SinewError(f"--{name} requires --qdq COMPONENT=int8,...; pass both flags")
     opened, console = open_bundle(bundle), terminal.console(markup=False)
     if onnx is not None:
         from sinew.checks.validate.exported import prove_whole, write_reference
@@ -71,13 +71,15 @@ def export(
         if qdq:
             from sinew.lowbit.quantization import paired, paired_recipe
 
-            chosen = paired_recipe(opened, qdq)  # raises for an invalid recipe, before the export begins
+            quantisation = paired_recipe(
+                opened, qdq
+            )  # raises for an invalid recipe, before the export begins
 
         def also(bundle: Bundle, folder: Path) -> None:
             nonlocal error
             write_reference(bundle, folder)
             if qdq:
-                pairs.extend(paired(bundle, folder, chosen, observations or 32, records))
+                pairs.extend(paired(bundle, folder, quantisation, observations or 32, records))
             if whole:
                 described.extend(write_whole(bundle.manifest, folder, prompt))
                 error = prove_whole(bundle, folder, *open_whole(folder), prompt)

@@ -1,4 +1,4 @@
-"""``sinew fleet``: serves policies on replicas of a Ray cluster, with the protocols of one process (docs/ray.md)."""
+"""``sinew fleet``: serve policies on replicas of a Ray cluster, with the protocols of `sinew serve` (docs/ray.md)."""
 
 from __future__ import annotations
 
@@ -74,13 +74,16 @@ def _answer(process: Process, replicas: Fleet, api_key: Keys, deadline_ms: float
     text = ready_text(
         replicas.first.spec, replicas.first.describe(), tuple(process.wires), more, bool(api_key)
     )
-    with process.signals(), hints.read_by("client"):  # again, because Ray has replaced the signal handlers
+    with (
+        process.signals(),
+        hints.read_by("client"),
+    ):  # set the signal handlers again, because Ray has replaced them
         process.run(service, lambda: say(text))
     return internal(service)
 
 
 def internal(service: Service) -> list[str]:
-    """Return a sentence with the number of requests that failed by internal errors; [] without such requests."""
+    """Return a sentence with the number of requests that failed by internal errors; [] if there are none."""
     service.metrics.count()
     count = service.metrics.outcomes["internal"]
     return [f"{count} requests failed by internal errors; the log has the details"] if count else []

@@ -26,22 +26,24 @@ def pull(name: str, /, *, out: Path | None = None) -> int:
 
     parsed = _parse(name)
     if out is not None and out.exists():
-        raise SinewError(f"--out {out}: expected a file that is not there yet")
+        raise SinewError(f"--out {out}: the file exists; choose another name")
     bundle = resolve(str(parsed))
     if not bundle.is_file():
-        raise SinewError(f"{parsed}: expected a bundle or a checkpoint, got a folder of `sinew export`")
+        raise SinewError(
+            f"{parsed}: expected a bundle or a checkpoint, got a folder of `sinew export`; pass it to `sinew serve`"
+        )
     opened = Bundle(bundle)
     with progress.task(f"comparing {bundle} with its hashes"):
-        changed = opened.verify()
-    if changed:
+        damaged = opened.verify()
+    if damaged:
         raise SinewError(
-            f"{parsed}: {len(changed)} tensors differ from what was written, {changed[0]} first; remove"
-            f" {bundle.resolve()} to fetch it again"
+            f"{parsed}: {len(damaged)} tensors are damaged, {damaged[0]} first; remove {bundle.resolve()} and run the"
+            " command again"
         )
     if out is not None:
         bundle = hub.copy(bundle, out)
     manifest = opened.manifest
-    compared = "every tensor is as it was written" if opened.hashes else "it has no hashes to compare with"
+    compared = "every tensor is unchanged" if opened.hashes else "it has no hashes to compare with"
     terminal.console(markup=False).print(
         f"{bundle}: {manifest.name} ({manifest.architecture}), {bundle.stat().st_size / 1e6:.1f} MB; {compared}"
     )
@@ -57,7 +59,7 @@ def push(
     /,
     *,
     report: Annotated[tuple[Path, ...], Parameter(negative="")] = (),
-    license: str = "",  # noqa: A002 - the hub's word
+    license: str = "",  # noqa: A002 - the hub uses this word
     base_model: str = "",
     dataset: str = "",
     private: Flag = False,
@@ -86,10 +88,12 @@ def push(
 
     parsed = _parse(name)
     if parsed.file is not None:
-        raise SinewError(f"{name}: expected a repository, got a file in a repository")
+        raise SinewError(f"{name}: expected a repository, got a file in a repository; pass ORG/NAME")
     path = resolve(bundle)
     if not path.is_file():
-        raise SinewError(f"{bundle}: expected a bundle with weights, got a folder of `sinew export`")
+        raise SinewError(
+            f"{bundle}: expected a bundle with weights, got a folder of `sinew export`; pass the bundle"
+        )
     opened = Bundle(path)
     with progress.task(f"reading {path}"):
         digest = sha256(path, path.stat().st_size)
@@ -98,7 +102,7 @@ def push(
     text = cards.card(opened, digest, records, parsed.repository, facts)
     if card is not None:
         if card.exists() and card.samefile(path):
-            raise SinewError(f"--card {card}: expected another file than the bundle")
+            raise SinewError(f"--card {card}: this is the bundle; choose another file for the card")
         card.write_text(text, encoding="utf-8")
     console = terminal.console(markup=False)
     url = None

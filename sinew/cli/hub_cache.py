@@ -1,4 +1,4 @@
-"""``sinew hub cache``: lists, shows and removes the checkpoints that commands have converted on first use."""
+"""``sinew hub cache``: list, show and remove the checkpoints that commands have converted on first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sinew.cli.options import Flag
 from sinew.convert.sources import cache
 from sinew.core import SinewError
 
-KEY = 12  # printed digits of a key; commands accept any unambiguous beginning of a key
+KEY = 12  # this many digits of a key are printed; commands accept any unambiguous beginning of a key
 
 
 def list_entries() -> int:
@@ -25,12 +25,12 @@ def list_entries() -> int:
     if entries:
         table = terminal.plain("key", "policy", "architecture", ">size", "converted", "source")
         for entry in good:
-            said, size = entry.record, f"{entry.nbytes / 1e6:.1f} MB"
-            table.add_row(entry.key[:KEY], said.name, said.architecture, size, said.made, said.source)
+            record, size = entry.record, f"{entry.nbytes / 1e6:.1f} MB"
+            table.add_row(entry.key[:KEY], record.name, record.architecture, size, record.made, record.source)
         for path in bad:
             table.add_row("damaged", path)
         console.print(table)
-    console.print(f"{len(entries)} in {cache.folder()}")
+    console.print(f"{len(entries)} converted checkpoints in {cache.folder()}")
     terminal.emit({"folder": str(cache.folder()), "entries": [_row(entry) for entry in good], "damaged": bad})
     return 0
 
@@ -56,7 +56,7 @@ def show(entry: str, /, *, verify: Flag = False) -> int:
             for file in [*record.files, *record.outside]
         ),
         *(("note", note) for note in record.notes),
-        ("state", damage or stale or f"as it was written ({compared} compared)"),
+        ("state", damage or stale or f"unchanged ({compared} compared)"),
     ):
         console.print(f"{name:8} {text}")
     terminal.emit({**_row(cached), "record": msgspec.to_builtins(record), "damage": damage, "stale": stale})
@@ -74,15 +74,15 @@ def remove(
         everything: Remove all entries, including damaged ones and the remains of interrupted conversions.
     """
     if bool(names) == everything:
-        raise SinewError("expected the entries to remove, or --all")
-    chosen = [cache.find(name).home for name in names]
+        raise SinewError("pass the entries to remove, or --all; `sinew hub cache list` shows them")
+    homes = [cache.find(name).home for name in names]
     if everything and cache.folder().is_dir():
-        chosen = [path for path in cache.folder().iterdir() if path.is_dir()]
+        homes = [path for path in cache.folder().iterdir() if path.is_dir()]
     console = terminal.console(markup=False)
-    for home in dict.fromkeys(chosen):
+    for home in dict.fromkeys(homes):
         shutil.rmtree(home)
         console.print(f"removed {home}")
-    terminal.emit({"removed": [str(home) for home in dict.fromkeys(chosen)]})
+    terminal.emit({"removed": [str(home) for home in dict.fromkeys(homes)]})
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``sinew infer``: computes one action chunk for one observation from files and flags, and prints it."""
+"""``sinew infer``: compute one action chunk for one observation from files and flags, and print it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sinew.policy import Policy
     from sinew.serve.replay import Replay
 
-ROWS = 10  # number of a chunk's actions that are printed
+ROWS = 10  # this many actions of a chunk are printed
 
 
 def infer(
@@ -77,7 +77,7 @@ def infer(
         advantage=advantage,
         guidance_scale=guidance_scale,
     )
-    # Checked here, so that errors appear before torch is imported and gigabytes are read.
+    # Check the observation first, so that an error appears before torch is imported and gigabytes are read.
     Processor(manifest, **cameras.allowed).check(observation)
     with progress.task(f"loading {bundle}"):
         policy = Policy(opened, **runs.keywords(), **options)
@@ -86,7 +86,7 @@ def infer(
     record = chunk_to_dict(chunk) | {"policy": policy.describe()}
     print_chunk(chunk, policy)
     if not prompt and spec.default_prompt:
-        terminal.console(markup=False).print(f"prompt {spec.default_prompt!r}, the bundle's own")
+        terminal.console(markup=False).print(f"prompt {spec.default_prompt!r}, the bundle's default")
     terminal.emit(record)
     return 0
 
@@ -116,13 +116,13 @@ def print_chunk(chunk: ActionChunk, policy: Policy) -> None:
     if len(shown) < len(chunk.actions):
         table.caption = f"the first {len(shown)} of {len(chunk.actions)}; --json has all"
     console = terminal.console()
-    # A robot with many joints needs more columns than a terminal. The lines then wrap, but no digit is cut off.
+    # A robot with many joints needs more columns than a terminal has. Let the lines wrap instead of cutting off digits.
     if len(chunk.actions):
         console.print(table, width=max(console.width, 12 * len(names)), soft_wrap=True)
     timing = chunk.timing
     words = f" text {timing.text_ms:.1f}," if timing.text_ms else ""
     if words:
-        console.print(f"said: {json.dumps(chunk.text, ensure_ascii=False)}", soft_wrap=True, markup=False)
+        console.print(f"text: {json.dumps(chunk.text, ensure_ascii=False)}", soft_wrap=True, markup=False)
     for warning in chunk.warnings:
         console.print(f"[yellow]warning:[/] {escape(warning)}")
     console.print(running(policy), markup=False)
@@ -134,7 +134,7 @@ def print_chunk(chunk: ActionChunk, policy: Policy) -> None:
 
 
 def running(policy: Policy | Replay) -> str:
-    """Return a line with the engine, the precision and the device of a policy, and the reasons for them."""
+    """Return a line with a policy's engine, precision and device, and the reason for each choice."""
     about = policy.describe()
     assigned = f", {about['assigned']}" if about.get("assigned") else ""
     return (

@@ -1,4 +1,4 @@
-"""``sinew inspect``: prints the content of a bundle's header."""
+"""``sinew inspect``: print the content of a bundle's header."""
 
 from __future__ import annotations
 
@@ -57,7 +57,12 @@ def inspect(
 
 
 def show(bundle: Bundle, all_tensors: bool) -> None:
-    """Print the facts about a bundle, its configuration and its tensors."""
+    """Print the facts about a bundle, its configuration and its tensors.
+
+    Args:
+        bundle: The bundle.
+        all_tensors: List every tensor instead of the totals for each component.
+    """
     from sinew.cli.inspect_tables import config_table, tensor_table
 
     console = terminal.console()

@@ -13,7 +13,7 @@ from sinew.cli import terminal
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
 
-LONG = 200  # largest number of characters of a value that is printed completely
+LONG = 200  # a longer text in the configuration is replaced by its size
 
 
 def config_table(config: dict[str, Any]) -> Table:
@@ -80,12 +80,12 @@ def show_plan(record: dict[str, Any]) -> None:
     console.print(table)
     left_out = ", ".join(record["left_out_on_cpu"])
     console.print(
-        f"Under PyTorch on a CPU, the engine leaves out {left_out or 'none of these'} (docs/plan.md)."
+        f"Under PyTorch on a CPU, the engine does not apply {left_out or 'none of these'} (docs/plan.md)."
     )
 
 
 def show_cost(record: dict[str, Any]) -> None:
-    """Print the table of :func:`cost_record`."""
+    """Print the parameters, bytes and FLOPs of each stage."""
     console = terminal.console(markup=False)
     table = terminal.plain("stage", "parameters", "MB", "runs", "GFLOP a chunk")
     for name, stage in record["stages"].items():
@@ -94,6 +94,6 @@ def show_cost(record: dict[str, Any]) -> None:
     table.add_row("total", "", "", "", f"{record['flops'] / 1e9:.3f}")
     console.print(table)
     console.print(
-        f"of {record['views']} views, {record['prompt_tokens']} tokens of prompt and {record['solver_steps']} solver"
+        f"for {record['views']} views, {record['prompt_tokens']} prompt tokens and {record['solver_steps']} solver"
         " steps on the eager engine, as `sinew perf` counts them"
     )

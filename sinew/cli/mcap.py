@@ -17,7 +17,7 @@ from sinew.core import progress
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Named:
-    """Tells what a recording does not say of itself.
+    """Facts that a recording does not contain.
 
     Attributes:
         bundle: Policy that gives the joints their names, and the control rate.

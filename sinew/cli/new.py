@@ -1,4 +1,4 @@
-"""``sinew new``: writes a package of the user's own, which works before the user changes a line."""
+"""``sinew new``: write a package for the user to extend, which works before the user changes a line."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ from sinew.engine.backend import BACKENDS
 from sinew.serve.wires import WIRES
 
 TEMPLATES = Path(__file__).parent / "templates"
-SUFFIX = "-tpl"  # suffix of a template's programs, so that they are not modules of this package
+SUFFIX = "-tpl"  # a template's Python files have this suffix, so that they are not modules of this package
 FORM = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
-MOST = 50  # largest number of characters in a name, which becomes part of class names
-
-
-# Kind -> group of its entry point, and the object that the entry point names.
+MOST = 50  # a name may have at most this many characters, because it becomes part of class names
+# Kind -> the group of its entry point, and the object to which the entry point refers.
 KINDS = {
     "family": ("sinew.families", "our_name"),
     "engine": ("sinew.engines", "our_name:BACKEND"),
@@ -50,10 +48,10 @@ def new(
     folder = Path(name.replace("_", "-")) if out is None else out
     write(kind, name, folder)
     console, place = terminal.console(markup=False), folder if folder.is_absolute() else f"./{folder}"
-    console.print(f"{folder}/: the {kind} {name}, which works as it is:")
+    console.print(f"{folder}/: the {kind} {name}. It already works. To install and test it, run:")
     console.print(f"  pip install -e {shlex.quote(f'{place}[test]')}", soft_wrap=True)
     console.print(f"  python -m pytest {shlex.quote(str(place))}", soft_wrap=True)
-    console.print("What is written there says what to exchange for yours.")
+    console.print("Comments in the files mark the code to replace with your own.")
     terminal.emit({"kind": kind, "name": name, "folder": str(folder)})
     return 0
 
@@ -65,20 +63,24 @@ def check(kind: str, name: str) -> None:
         hint = f"; did you mean {near!r}?" if near != name and FORM.fullmatch(near) else ""
         form = f"at most {MOST} small letters and digits, words joined by '_'"
         raise SinewError(f"name: expected {form}, got {name!r}{hint}")
-    taken_names: dict[str, Iterable[str]] = {
+    owners: dict[str, Iterable[str]] = {
         each: (each,) for each in {"engine": BACKENDS, "wire": WIRES, "robot": EMBEDDED}.get(kind, ())
     }
     if kind == "family":
-        taken_names = {each.name: (each.name, *each.models, *each.published()) for each in families()}
-    for owner, words in taken_names.items():
+        owners = {each.name: (each.name, *each.models, *each.published()) for each in families()}
+    for owner, words in owners.items():
         if plain(name) in map(plain, words):
-            raise SinewError(f"name: expected one that no {kind} has, got {name!r}, which {owner} has")
+            raise SinewError(
+                f"name: expected a name that no other {kind} has, got {name!r}, which {owner} has; choose another name"
+            )
     if keyword.iskeyword(name) or (TEMPLATES / kind / name).exists() or find_spec(name) is not None:
-        raise SinewError(f"name: expected one that Python has no package or word of, got {name!r}")
+        raise SinewError(
+            f"name: expected no Python keyword and no installed package, got {name!r}; choose another name"
+        )
 
 
 def named(text: str, name: str) -> str:
-    """Replace the placeholder names in a template's text by a name."""
+    """Replace the placeholder names in a template's text with ``name`` in the same spelling."""
     names = {
         "our_name": name,
         "our-name": name.replace("_", "-"),
@@ -106,9 +108,8 @@ def write(kind: str, name: str, folder: Path) -> None:
             texts[place] = source.read_text("utf-8")  # own file: in an installed package
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as partial:
-        project_folder = (
-            Path(partial) / "made"
-        )  # a subfolder, because the temporary folder has restricted permissions
+        # Write into a subfolder, because the temporary folder itself has restricted permissions.
+        project_folder = Path(partial) / "made"
         for place, text in texts.items():
             target = project_folder / named(place, name)
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Flags that several commands share: options of engines, and names in observations."""
+"""Flags that several commands share: options of engines, names of cameras, and types of numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     Engine = str
 else:
-    Engine = Literal[(AUTO, *reversed(tuple(BACKENDS)))]  # also engines of other distributions
+    Engine = Literal[(AUTO, *reversed(tuple(BACKENDS)))]  # includes engines of other distributions
 Providers = Annotated[tuple[str, ...], Parameter(name="--provider", negative="")]
 Flag = Annotated[bool, Parameter(negative="")]
 Texts = Annotated[tuple[str, ...], Parameter(negative="")]
@@ -36,7 +36,7 @@ Setting = Annotated[_T, _NO_FLAG]
 @Parameter(name="*", group="Engine")
 @dataclass(frozen=True)
 class Runs:
-    """What runs a bundle.
+    """The options for running a bundle.
 
     Attributes:
         engine: Execution engine: auto, eager, plan, cpu, onnx or cuda. auto takes the fastest one that is
@@ -87,7 +87,7 @@ class SettingFlags:
 @Parameter(name="*", group="Cameras")
 @dataclass(frozen=True)
 class Cameras:
-    """How the cameras of observations are named, and what observations may lack.
+    """The names of the cameras in observations, and the inputs that observations may omit.
 
     Attributes:
         rename: Camera names of your robot, as NEW=CAMERA, for example front=camera1. Repeatable.
@@ -129,16 +129,20 @@ RUNS, ROBOT_ENGINE, SETTING_FLAGS, CAMERAS = Runs(), RobotEngine(), SettingFlags
 
 
 def motion_of(text: str | None) -> dict[str, Any] | None:
-    """Parse the value of --motion: the name of a kind without numbers, or a JSON object."""
+    """Parse the value of --motion: the name of a kind ("absolute" or "as is"), or a JSON object."""
     return {"kind": text} if text in ("absolute", "as is") else json_object("--motion", text)
 
 
 def json_object(name: str, text: str | None) -> dict[str, Any] | None:
-    """Parse the JSON object of an option; None if it is absent. Raises :class:`SinewError`."""
+    """Parse the JSON object of an option; None if the option is absent.
+
+    Raises:
+        SinewError: The text is not a JSON object.
+    """
     if text is None:
         return None
     with SinewError.at(f"{name}: expected a JSON object", ValueError):
         value = parse_json(text)
     if not isinstance(value, dict):
-        raise SinewError(f"{name}: expected a JSON object, got {text}")
+        raise SinewError(f'{name}: expected a JSON object such as {{"key": "value"}}, got {text}')
     return value

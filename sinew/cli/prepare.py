@@ -1,4 +1,4 @@
-"""``sinew prepare``: times every engine of a bundle, and builds and verifies faster engines before they are used."""
+"""``sinew prepare``: build and verify faster engines for a bundle, and time all of its engines."""
 
 from __future__ import annotations
 

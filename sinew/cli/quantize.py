@@ -1,4 +1,4 @@
-"""``sinew quantize``: writes a bundle with low-bit weights or FP8 components, and measures the error."""
+"""``sinew quantize``: write a bundle with low-bit weights or FP8 components, and measure the error."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def quantize(
     from sinew.lowbit.quantization import quantize as quantized
 
     if search != bool(budget or target_ms):
-        raise SinewError("expected --search together with --budget or --target-ms")
+        raise SinewError(
+            "--search: pass --budget or --target-ms (or both) with it, and --search with each of these"
+        )
     console = terminal.console(markup=False)
     outcome = quantized(
         bundle, out, recipe=recipe, observations=observations, calibration=calibration, records=records, engine=engine,
@@ -77,7 +79,7 @@ def quantize(
         console.print(f"         {module}: relative L2 of the rounded weights {error:.2e}")
     console.print(
         f"file     {outcome.nbytes[0] / 1e6:.1f} MB, {outcome.nbytes[0] / outcome.nbytes[1]:.2f} of {outcome.source}"
-        + ": nearly all of it are convolutions, or what the reference keeps in float32"
+        + ": nearly all of it is convolutions, or weights that the reference keeps in float32"
         * (outcome.nbytes[0] > 0.9 * outcome.nbytes[1])
     )
     console.print(

@@ -1,4 +1,4 @@
-"""``sinew recording replay``: repeats recorded requests or decisions, and compares the results."""
+"""``sinew recording replay``: repeat recorded requests or decisions, and compare the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sinew.core import SinewError
 from sinew.records.comparison import replay_records
 from sinew.records.recorder import read_records
 
-SHOWN = 20  # largest number of rows in the table
+SHOWN = 20  # the table has at most this many rows
 
 
 def replay(
@@ -49,7 +49,9 @@ def replay(
             "address": address, "--timeout": timeout, "--deadline-ms": deadline_ms, "--api-key-file": api_key_file,
         }  # fmt: skip
         if (flag := next((name for name, value in options.items() if value is not None), None)) is not None:
-            raise SinewError(f"{flag}: expected none, as the journal {recording} needs no server")
+            raise SinewError(
+                f"{flag}: expected none, because the decision log {recording} needs no server; omit this flag"
+            )
         result = replay_journal(recording)
         terminal.emit(result)
         return 0 if result["differ"] == 0 else 1
@@ -65,15 +67,19 @@ def replay(
 
 
 def replay_journal(path: Path) -> dict[str, Any]:
-    """Repeat the decisions of a ``sinew run --record`` file, without a server."""
+    """Repeat the decisions of a decision log (``sinew run --record``), without a server. Return the result."""
     repeated = repeat(path)
     console = terminal.console()
     for line in repeated.differences[:20]:
         console.print(line)
     differ = len(repeated.differences)
-    torn = "; the last line breaks off (killed, or a full disk)" if repeated.torn else ""
+    torn = (
+        "; the last line is incomplete (the process was killed, or the disk was full)"
+        if repeated.torn
+        else ""
+    )
     rounded = (
-        f", {repeated.rounded} differ in their last digits alone, as another machine wrote the journal"
+        f", {repeated.rounded} differ only in their last digits, because another machine wrote the decision log"
         if repeated.rounded
         else ""
     )
@@ -103,25 +109,24 @@ def print_replay(result: dict[str, Any]) -> None:
     notable = [row for row in result["rows"] if row["result"] in ("beyond", "new", "error")]
     for row in notable[:SHOWN]:
         now = row.get("now") or (f"differs by {_where(row)}" if "difference" in row else "actions")
-        table.add_row(
-            row["file"], row["wire"], Text(row["then"]), Text(now)
-        )  # Text, because an error contains its code in brackets, which are markup
+        # Text instead of str, because an error contains its code in brackets, which rich would read as markup.
+        table.add_row(row["file"], row["wire"], Text(row["then"]), Text(now))
     console = terminal.console()
     if table.row_count:
         console.print(table)
     lines = [f"and {len(notable) - SHOWN} more: --json has all"] if len(notable) > SHOWN else []
     if result["unlike"]:
         tolerance, count = result["tolerance"], result["records"]
-        lines.append(
-            f"not computed as then: {'; '.join(f'{text} ({n} of {count})' for text, n in result['unlike'].items())}"
-        )
+        changes = "; ".join(f"{text} ({n} of {count})" for text, n in result["unlike"].items())
+        lines.append(f"the conditions of the recording have changed: {changes}")
         lines.append(
             f"so the tolerance is {tolerance['of']:.2g} of each action's scale, for sums in another order in"
             f" {tolerance['precision']} (docs/recordings.md)"
         )
     else:
         lines.append(
-            "computed as then (engine, threads, precision, machine, versions): every bit is demanded"
+            "computed under the recorded conditions (engine, threads, precision, machine, versions): every bit must be"
+            " equal"
         )
     worst = result["largest"]
     largest = f" (largest {_where(worst)} of {worst['file']})" if worst else ""
@@ -129,7 +134,7 @@ def print_replay(result: dict[str, Any]) -> None:
         f"{result['records']} records: {result['equal']} equal to the bit, {result['within']} within the tolerance,"
         f" {result['beyond']} beyond{largest}; {result['error']} answered with an error,"
         f" {result['new']} that had failed gave actions"
-        + (f"; {result['unkept']} not asked: records keep no contexts" if result["unkept"] else "")
+        + (f"; {result['unkept']} not sent: records contain no contexts" if result["unkept"] else "")
     )
     console.print("\n".join(lines), markup=False)
 

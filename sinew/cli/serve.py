@@ -1,4 +1,4 @@
-"""``sinew serve``: serves a bundle with one or more protocols, until a signal."""
+"""``sinew serve``: serve a bundle with one or more protocols, until a signal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 @Parameter(name="*", group="Limits")
 @dataclass(frozen=True, slots=True)
 class Bounds(ServingLimits):
-    """What clients may make the server hold and do.
+    """Limits for the work and the memory that clients can cause.
 
     Args:
         queue: Maximum number of waiting requests. One client may have two of them. The server rejects
@@ -165,19 +165,19 @@ def serve(
         options = runs.keywords() | cameras.keywords() | {"prepared": prepare, "reuse": reuse}
         adapters, more = hints.pairs("--adapter", "NAME=FILE", adapter), named_policies(policy)
         if replay is not None:
-            for flag, given in (
+            for flag, value in (
                 ("--adapter", adapters),
                 ("--policy", more),
                 ("--context", context),
                 ("--reuse", reuse),
             ):
-                if given:
-                    raise SinewError(f"{flag}: a recording is replayed alone")
+                if value:
+                    raise SinewError(f"{flag}: cannot be combined with --replay; omit one of the two")
             make: Callable[[], Policy | Replay] = _replayer(
                 replay, bundle, cameras, runs, replay_latency == "recorded"
             )
         elif bundle is None:
-            raise SinewError("expected a bundle, or --replay RECORDS")
+            raise SinewError("expected a bundle or --replay RECORDS; pass one of them")
         else:
             make = loader(bundle, options, threads, adapters)
             for source in more.values():
@@ -194,7 +194,7 @@ def serve(
         )
         if bounds.memory_gib is not None and not counts_activations():
             logger.warning(
-                "--memory-gib: only weights are counted; the package sinew-perf and torch count activations"
+                "--memory-gib: only weights are counted; install sinew-perf and torch to count activations too"
             )
         if replay is None and bundle is not None:
             change = partial(
@@ -218,11 +218,11 @@ def serve(
             with process.signals():
                 finished = launch.run(
                     process,
-                    lambda found: partial(
+                    lambda policy: partial(
                         say,
                         ready_text(
-                            found.spec,
-                            found.describe(),
+                            policy.spec,
+                            policy.describe(),
                             tuple(process.wires),
                             more,
                             bool(api_key),
@@ -233,9 +233,9 @@ def serve(
         finally:
             process.close()
         if not finished:
-            # A stage of a large model may take seconds and cannot be interrupted. There is nothing to save, and a
-            # thread that computes in torch would crash while the interpreter shuts down.
-            logger.info("leaving while a stage is still running")
+            # Exit at once. A stage of a large model may take seconds and cannot be interrupted, nothing must be saved,
+            # and a thread that computes in torch would crash while the interpreter shuts down.
+            logger.info("exiting while an inference stage is still running")
             logging.shutdown()
             sys.stdout.flush()
             os._exit(0 if process.hopeless is None else HOPELESS)
@@ -245,9 +245,8 @@ def serve(
 def _faster(
     bundle: Path, options: dict[str, Any], threads: int | None, budget: int | None
 ) -> Preparation | None:
-    from sinew.serve.prepare import (
-        preparation,
-    )  # imports the service, which must not be imported before the ports are open
+    # This import loads the service, which must not happen before the ports are open.
+    from sinew.serve.prepare import preparation
 
     return preparation(bundle, options, threads, budget)
 
@@ -255,18 +254,26 @@ def _faster(
 def _replayer(
     records: Path, bundle: Path | None, cameras: Cameras, runs: Runs, latency: bool
 ) -> Callable[[], Replay]:
-    """Read the recording, without importing torch. Return a function that returns it."""
+    """Read the recording, without importing torch. Return a function that returns the recording.
+
+    Args:
+        records: The folder of the recording.
+        bundle: A bundle that provides names, units and checks; None for none.
+        cameras: Names of the cameras.
+        runs: Options of engines, which a replay rejects.
+        latency: True to answer with the recorded latency.
+    """
     from sinew.bundle.rename import rename_cameras
     from sinew.policy import open_bundle
     from sinew.serve.replay import Replay
 
     if runs != RUNS:
         raise SinewError(
-            "--replay: engine, provider, device and dtype compute, and a replay computes nothing"
+            "--replay: omit --engine, --provider, --device and --dtype, because a replay computes nothing"
         )
     if bundle is None and cameras.rename:
         raise SinewError(
-            "--rename: needs the bundle together with --replay, because a recording does not name its cameras"
+            "--rename: pass the bundle together with --replay, because a recording does not name its cameras"
         )
     manifest = None
     if bundle is not None:
@@ -282,18 +289,17 @@ def named_policies(texts: Sequence[str]) -> dict[str, str]:
     for name in sources:
         check_name(name)
         if name == DEFAULT:
-            raise SinewError(f"--policy: {name} is another policy's name")
+            raise SinewError(f"--policy: {name} is the name of the first policy; choose another name")
     return sources
 
 
 def say(text: str) -> None:
-    """Print to standard output. If its reader has ended, the server continues."""
+    """Print to standard output. If the reading program has ended, the server continues."""
     try:
-        # One write, because with PYTHONUNBUFFERED, print would write the text and the line end separately.
+        # Write text and line end at once. With PYTHONUNBUFFERED, print would write them separately.
         sys.stdout.write(f"{terminal.shown(text)}\n")
         sys.stdout.flush()
     except OSError as error:
-        logger.warning("the output of this server is not read any more: %s", error)
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # because Python flushes once more at its end
+        logger.warning("standard output is closed, and further lines are discarded: %s", error)
+        # Python flushes standard output once more at its end, so give it a file that accepts all output.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

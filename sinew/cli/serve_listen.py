@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 @Parameter(name="*", group="Network")
 @dataclass(frozen=True)
 class Listening:
-    """Where a server listens, and to whom.
+    """The addresses on which a server listens, and the clients that it accepts.
 
     Args:
         wire: Client protocol, as NAME or NAME:PORT. Repeatable. Protocols: native (5555), openpi (8000), evo1
@@ -63,10 +63,10 @@ class Listening:
     ) -> tuple[dict[str, int | str], Listen, Keys]:
         """Return the ports by protocol, the settings of the listeners, and the required key.
 
-        It also raises the process's limit of descriptors. It runs before the policy is loaded.
+        The method runs before the policy is loaded. It also raises the process's limit of file descriptors.
 
         Args:
-            dashboard: Whether to show the dashboard.
+            dashboard: "on", "off" or "auto", which shows the dashboard only on loopback or with a key.
             **bounds: Further settings of :class:`Listen`.
 
         Raises:
@@ -83,7 +83,7 @@ class Listening:
         listen.tls()
         file = self.api_key_file
         key: Keys = key_from_environment() if file is None else ReloadedFile([file], partial(keys_in, file))
-        # Without this rule, anybody who reaches the port from another machine could see the robot's cameras.
+        # Without this rule, anybody who can connect from another machine could see the robot's camera frames.
         shown = dashboard == "on" or (dashboard == "auto" and (listen.is_loopback or bool(key)))
         return ports, replace(listen, dashboard=shown), key
 
@@ -94,7 +94,7 @@ LISTENING = Listening()
 @Parameter(name="*", group="LeRobot's remote inference")
 @dataclass(frozen=True)
 class Remote:
-    """What the protocol lerobot-remote needs. LeRobot's robots compare it with their own settings.
+    """Settings of the protocol lerobot-remote. LeRobot's robots compare them with their own settings.
 
     Args:
         deployment: Name under which LeRobot's robots find the policy (--inference.deployment). Default: the
@@ -133,7 +133,10 @@ REMOTE = Remote()
 def warn_of_exposure(host: str, wires: Sequence[Listener], key: bool, tls: bool) -> None:
     wires = [wire for wire in wires if not wire.address.startswith("ipc://")]
     if wires and not key:
-        logger.warning("%s is reachable from other machines, and requests are not authenticated", host)
+        logger.warning(
+            "%s is reachable from other machines, and requests are not authenticated; set a key with --api-key-file",
+            host,
+        )
     plain = [wire.name for wire in wires if not tls or wire.address.startswith("tcp://")]
     if plain:
         choices = "a tunnel" if tls else "--tls-cert and --tls-key, or a tunnel"
@@ -144,8 +147,8 @@ def warn_of_exposure(host: str, wires: Sequence[Listener], key: bool, tls: bool)
         )
     if key and "native" in plain:
         logger.warning(
-            "native: clients on other machines reject this port, because they would send the key unencrypted,"
-            " unless %s=1 is in their environment",
+            "native: clients on other machines reject this port, because they would send the key unencrypted;"
+            " to allow it, set %s=1 in their environment",
             ALLOW_VARIABLE,
         )
 

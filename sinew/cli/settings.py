@@ -46,7 +46,7 @@ def take_config(tokens: list[str]) -> Path | None:
             name = token.removeprefix("--config=")
         elif token == "--config":  # noqa: S105
             if (name := next(words, None)) is None:
-                raise SinewError("--config: expected a .toml file, got nothing")
+                raise SinewError("--config: expected a .toml file, got nothing; pass --config FILE.toml")
         else:
             remaining.append(token)
     tokens[:end] = remaining
@@ -54,7 +54,11 @@ def take_config(tokens: list[str]) -> Path | None:
 
 
 def sources(file: Path | None, verbs: Iterable[str]) -> tuple[Callable[..., None], ...]:
-    """Return the sources of options that have no flag on the command line, in order of priority.
+    """Return the sources of options besides the command line, in order of priority.
+
+    Args:
+        file: The settings file; None if there is none.
+        verbs: The names of all commands.
 
     Raises:
         SinewError: The file cannot be read, or a section is not a command.
@@ -161,19 +165,20 @@ def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCol
     prefix = _prefix(commands)
     variables = {prefix + name.upper().replace("-", "_"): name for name in flags(arguments)}
     for variable, value in os.environ.items():
-        # Kubernetes sets variables for each Service in every pod. A Service may be called ``sinew-serve``.
+        # Kubernetes sets variables for each Service in every pod. If a Service is called `sinew-serve`, its variables
+        # look like flags.
         by_kubernetes = SERVICE.search(variable) or (variable.endswith("_PORT") and "://" in value)
         if variable not in variables and by_kubernetes:
             continue
         if variable.startswith(prefix) and variable not in variables:
             raise SinewError(
-                f"{variable}: no flag of `sinew {' '.join(commands)}` is called so{did_you_mean(variable, variables)}"
+                f"{variable}: `sinew {' '.join(commands)}` has no such flag{did_you_mean(variable, variables)}"
             )
         for group, members in groups_of(commands):
             inside = tuple(_prefix((*group, each)) for each in members)
             if variable.startswith(_prefix(group)) and not variable.startswith(inside):
                 names = ", ".join(f"{each}..." for each in inside)
-                raise SinewError(f"{variable}: expected a flag of one of its commands, {names}")
+                raise SinewError(f"{variable}: expected a flag of a command in this group, {names}")
     with _telling(arguments, "the environment"):
         Env(PREFIX)(app, commands, arguments)
 
@@ -191,16 +196,24 @@ class SettingsFile:
 
     @classmethod
     def read(cls, path: Path, verbs: Iterable[str]) -> SettingsFile:
-        """Read a TOML file. Raises :class:`SinewError`."""
+        """Read a TOML file.
+
+        Raises:
+            SinewError: The file cannot be read, or is not valid TOML.
+        """
         try:
             tables = read_toml(path)
         except (OSError, ValueError) as error:
             words = error.strerror if isinstance(error, OSError) else error
-            raise SinewError(f"--config {path}: expected a TOML file, got {words}") from None
+            raise SinewError(
+                f"--config {path}: expected a TOML file, got {words}; correct the file"
+            ) from None
         verbs = tuple(verbs)
         for name, table in tables.items():
             if name not in verbs:
-                raise SinewError(f"{path}: {name}: expected a table of a command{did_you_mean(name, verbs)}")
+                raise SinewError(
+                    f"{path}: {name}: expected a table with the name of a command{did_you_mean(name, verbs)}"
+                )
             if not isinstance(table, dict):
                 raise SinewError(f"{path}: {name}: expected a table [{name}], got {shown(table)}")
         return cls(path, tables)
@@ -212,31 +225,33 @@ class SettingsFile:
             for key, value in table.items():
                 if key not in members or not isinstance(value, dict):
                     where = f"{self.path}: [{'.'.join(group)}] {key}"
-                    raise SinewError(f"{where}: expected a table of a command{did_you_mean(key, members)}")
+                    raise SinewError(
+                        f"{where}: expected a table with the name of a command{did_you_mean(key, members)}"
+                    )
         table = table.get(commands[-1], {}) if commands else {}
         if not table:
             return
-        allowed, taken = flags(arguments), {}
+        allowed, values = flags(arguments), {}
         for key, value in table.items():
             where = f"{self.path}: [{'.'.join(commands)}] {key}"
             name = key.replace("_", "-")
-            if name in taken:
-                raise SinewError(f"{where}: expected one spelling, got it with - and with _")
+            if name in values:
+                raise SinewError(f"{where}: this flag occurs twice, with - and with _; remove one of the two")
             if name not in allowed:
                 raise SinewError(
-                    f"{where}: no flag of `sinew {' '.join(commands)}` is called so{did_you_mean(name, allowed)}"
+                    f"{where}: `sinew {' '.join(commands)}` has no such flag{did_you_mean(name, allowed)}"
                 )
             if not _plain(value):
                 raise SinewError(f"{where}: expected a text, a number, true or false, or a list of them")
-            taken[name] = value
+            values[name] = value
         for word in reversed(commands):
-            taken = {word: taken}
+            values = {word: values}
         with _telling(arguments, str(self.path)):
-            Dict(taken, source=str(self.path))(app, commands, arguments)
+            Dict(values, source=str(self.path))(app, commands, arguments)
 
 
 def flags(arguments: ArgumentCollection) -> dict[str, Any]:
-    """Return the options of a command, by their names without the first dashes. ``--set`` is not an option."""
+    """Return name without dashes -> argument, for all options of a command. ``--set`` is not an option."""
     names = [argument.name for argument in arguments]
     return {
         argument.name.removeprefix("--"): argument
@@ -249,7 +264,7 @@ def flags(arguments: ArgumentCollection) -> dict[str, Any]:
 def _plain(value: Any) -> bool:
     if isinstance(value, list):
         return all(not isinstance(each, list) and _plain(each) for each in value)
-    return isinstance(value, str | int | float)  # bool is an int
+    return isinstance(value, str | int | float)  # includes bool, which is a subclass of int
 
 
 @contextmanager

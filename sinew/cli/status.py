@@ -11,14 +11,13 @@ from sinew.cli import terminal
 
 EXIT_ERROR, EXIT_USAGE, EXIT_FAULTS, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 3, 130, 141
 
-UNANSWERED = (
-    2  # unanswered requests in a row at the end of a run that count as a failure; one may just be late
-)
+# This many requests in a row without an answer at the end of a run are a failure. A single one may only be late.
+UNANSWERED = 2
 PAUSED = "paused"
 
 
 def text_of(faults: Mapping[str, Any]) -> str:
-    """Return the errors of a report in one line; "" without errors. ``faults`` is a result of ``Faults.to_dict``."""
+    """Return the errors of a report in one line; "" if there are none. ``faults`` is a result of ``Faults.to_dict``."""
     kinds = ", ".join(f"{count} x {kind}" for kind, count in faults.get("kinds", {}).items())
     return f"{faults['total']} errors ({kinds}); the first: {faults['first']}" if faults.get("total") else ""
 
@@ -26,7 +25,7 @@ def text_of(faults: Mapping[str, Any]) -> str:
 def problems(
     faults: Mapping[str, Any], executed: int, held: Mapping[str, int], stopped: bool, unanswered: int = 0
 ) -> list[str]:
-    """Return the problems of a robot's run, one sentence each; [] without problems.
+    """Return the problems of a robot's run, one sentence each; [] if there are none.
 
     A late, lost or superseded answer is not a problem if the robot moved again afterwards.
 
@@ -47,8 +46,8 @@ def problems(
     return sentences
 
 
-def ended(found: list[str]) -> int:
+def ended(errors: list[str]) -> int:
     """Print the errors of a run that has ended, and return its exit code."""
-    for text in found:
+    for text in errors:
         terminal.console(stderr=True).print(f"[bold red]failed:[/] {escape(text)}")
-    return EXIT_FAULTS if found else 0
+    return EXIT_FAULTS if errors else 0

@@ -1,4 +1,4 @@
-"""The output of all commands: one kind of console, one place for JSON, and one way to show progress."""
+"""The output of all commands: consoles for text, one place for JSON, and the progress of long tasks."""
 
 from __future__ import annotations
 
@@ -32,21 +32,25 @@ from rich.text import Text
 
 from sinew.core import SinewError
 
-WIDTH = 120  # columns without a terminal and without COLUMNS, because 80 columns are too few for the tables
-WORD = (
-    14  # smallest width of a column in characters; a narrower table is printed with one line for each column
-)
+WIDTH = 120  # columns of the output without a terminal and without COLUMNS; 80 are too few for the tables
+# If a column would be narrower than this many characters, the table is printed with one line for each cell.
+WORD = 14
 PATIENCE_S = 2.0  # a task that takes more seconds is announced
-MAX_SILENCE_S = 10.0  # longest time between two lines about a task that makes progress, seconds
+MAX_SILENCE_S = 10.0  # a task that makes progress prints a line at least this often, in seconds
 
 # Matches characters that control a terminal, change the direction of writing, or cannot be encoded. Tabs and line ends
-# are allowed.
+# are allowed, so they are not in the pattern.
 _STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass
 class Output:
-    """The setting of ``--json``: JSON on standard output instead of the text, or in a file in addition to it."""
+    """The setting of ``--json``.
+
+    Attributes:
+        json: True to print JSON on standard output instead of the text.
+        file: File for the JSON, in addition to the text; None for no file.
+    """
 
     json: bool = False
     file: Path | None = None
@@ -56,14 +60,15 @@ output = Output()
 
 
 def shown(text: str) -> str:
-    """Return an untrusted text in a form that is safe to print: control characters are escaped, as in ``\\x1b``."""
+    """Escape the control characters of an untrusted text, as in ``\\x1b``, so that it is safe to print."""
     return _STEERS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class _Console(Console):
     """Prints every text like :func:`shown`. Control codes of rich itself are not escaped."""
 
-    def render_str(self, text: str, **options: Any) -> Text:  # called before a table measures its cells
+    # rich calls this method before a table measures its cells, so the escaped text fits into its cell.
+    def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(shown(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -84,9 +89,11 @@ class _Formatter(logging.Formatter):
 
 
 def log(level: int, form: str) -> None:
-    """Write the log to standard error in the form of :func:`shown`, unless logging is already set up.
+    """Write the log to standard error with escaped control characters, unless logging is already set up.
 
-    ``form`` is the format of a line.
+    Args:
+        level: The lowest level that is written.
+        form: Format of a line.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter(form))
@@ -96,8 +103,12 @@ def log(level: int, form: str) -> None:
 def console(stderr: bool = False, **options: Any) -> Console:
     """Create a console that prints text unchanged, without emoji for ``:words:``.
 
-    Without a terminal, it has at least :data:`WIDTH` columns. The console of standard output is quiet if ``--json``
-    requests only JSON.
+    Without a terminal, the console has at least :data:`WIDTH` columns. The console of standard output prints nothing if
+    ``--json`` requests only JSON.
+
+    Args:
+        stderr: True for standard error, False for standard output.
+        **options: Further options of rich's Console.
     """
     new = _Console(
         stderr=stderr, emoji=False, quiet=output.json and not stderr, **{"highlight": False, **options}
@@ -108,7 +119,7 @@ def console(stderr: bool = False, **options: Any) -> Console:
 
 
 def typed() -> str:
-    """Return this program's command line, for its records."""
+    """Return this program's command line as text, for records."""
     return shlex.join(["sinew", *sys.argv[1:]])
 
 
@@ -160,7 +171,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def plain(*columns: str, rows: Iterable[Sequence[str]] = ()) -> Table:
-    """Create a :func:`table` without lines."""
+    """Create a :func:`table` without border lines."""
     return table(None, *columns, rows=rows, box=None, pad_edge=False)
 
 
@@ -215,7 +226,7 @@ def _is_file(token: str) -> bool:
 def emit(record: dict[str, Any]) -> None:
     """Write a result as JSON if ``--json`` requests it.
 
-    The result's text was printed with :func:`console`, which is quiet if only JSON is requested.
+    The text of the result was already printed with :func:`console`, which prints nothing if only JSON is requested.
     """
     if output.file is not None:
         with SinewError.at(f"--json {output.file}", OSError):
@@ -225,14 +236,13 @@ def emit(record: dict[str, Any]) -> None:
 
 
 def drawn(picture: Callable[[], RenderableType], rate: float) -> Live:
-    """Return a context manager that draws a picture ``rate`` times a second.
+    """Return a context manager that draws a picture regularly, on its own thread, so that no loop waits for it.
 
-    It draws on its own thread, so that no loop waits for it.
+    Args:
+        picture: Returns the picture.
+        rate: Pictures per second.
     """
     return Live(get_renderable=picture, refresh_per_second=rate, transient=True)
-
-
-# ----------------------------------------------------------------------------- progress
 
 
 def say(text: str) -> None:
@@ -280,7 +290,7 @@ def show_task(text: str, total: int | None) -> Iterator[Callable[[str], None]]:
             yield lambda more: current.__setitem__(0, more or text)
         finally:
             ended.set()
-            reporter.join()  # so that a line in progress ends before other output
+            reporter.join()  # wait until its line is complete, before the caller prints more
         return
     if _bars is None:
         with bars(*_columns(total)), show_task(text, total) as advance:

@@ -1,4 +1,4 @@
-"""``sinew top``: shows the state of a server in a terminal, from the feed of its dashboard."""
+"""``sinew top``: show the state of a server in a terminal, from the data of its dashboard."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sinew.core import SinewError
 from sinew.core.statistics import summarize
 from sinew.serve.dashboard.follow import ServerSeen, events, parse_address
 
-AGAIN_S = 1.0  # seconds between two attempts to reach the server
+AGAIN_S = 1.0  # seconds between two attempts to connect to the server
 FRAMES_HZ = 8
 
 
@@ -48,7 +48,7 @@ def top(
     console = terminal.console()
     once = seconds is None and answers is None and (terminal.output.json or not console.is_terminal)
     live = Live(
-        get_renderable=lambda: view(seen),  # drawn at the refresh rate, and not for each event
+        get_renderable=lambda: view(seen),  # the view is computed at the refresh rate, and not for each event
         console=console,
         refresh_per_second=FRAMES_HZ,
         screen=console.is_terminal,
@@ -65,21 +65,27 @@ def top(
                             break
                 except (OSError, http.client.HTTPException) as error:
                     over = end is not None and time.monotonic() >= end
+                    # The connection was closed because the time of --seconds is over.
                     if over and (seen.about or seen.problem != "connecting"):
-                        break  # the time of --seconds is over, which is not a problem of the server
+                        break
                     why = getattr(error, "strerror", None) or str(error) or type(error).__name__
                     why += _other_scheme(error, tls)
                     if once:
                         seen.lost(why)
                         break
-                    if not console.is_terminal and why != seen.problem:  # on a terminal, the view shows it
-                        terminal.say(f"{address}: {why}; asked again until it answers")
+                    # On a terminal, the view shows the problem.
+                    if not console.is_terminal and why != seen.problem:
+                        terminal.say(f"{address}: {why}; trying again every second until it answers")
                     seen.lost(why)
                     time.sleep(AGAIN_S if end is None else max(0.0, min(AGAIN_S, end - time.monotonic())))
-        except KeyboardInterrupt:  # the user ends the command with Ctrl-C
+        # The user ends the command with Ctrl-C.
+        except KeyboardInterrupt:
             pass
     if not seen.about:
-        raise SinewError(f"{address}: {seen.problem or 'nothing was heard'}")
+        raise SinewError(
+            f"{address}: {seen.problem or 'the server sent nothing'}; check the address, and that the server runs with"
+            " a dashboard"
+        )
     console.print(view(seen))
     latency = summarize(list(seen.milliseconds)) if seen.milliseconds else None
     terminal.emit(seen.to_dict() | {"latency_ms": latency})
@@ -87,7 +93,7 @@ def top(
 
 
 def _other_scheme(error: Exception, tls: bool) -> str:
-    """Return a hint if the port seems to need the other scheme, http:// or https://; else ""."""
+    """Return a hint to use the other scheme, http:// or https://, if the error suggests it; else ""."""
     if isinstance(error, ssl.SSLError) if tls else isinstance(error, http.client.RemoteDisconnected):
         return f" ({'http' if tls else 'https'}:// if the port is {'not ' if tls else ''}encrypted)"
     return ""

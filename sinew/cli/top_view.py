@@ -20,8 +20,9 @@ from sinew.serve.dashboard.follow import ServerSeen
 
 STAGES = ("queue", "preprocess", "vision", "prefix", "text", "head", "postprocess")
 COLOURS = ("magenta", "blue", "green", "yellow", "bright_cyan", "red", "cyan")
-HASH = 12  # printed digits of a hash
-BAR, JOINTS, SESSIONS = 60, 16, 8  # columns of a bar; rows of tables
+HASH = 12  # this many digits of a hash are shown
+BAR = 60  # width of a bar in characters
+JOINTS, SESSIONS = 16, 8  # the tables have at most this many rows
 
 
 def view(seen: ServerSeen) -> RenderableType:
@@ -84,7 +85,7 @@ def identity_text(identity: Any) -> str:
 def _latency(seen: ServerSeen) -> RenderableType:
     values = list(seen.milliseconds)
     if not values:
-        return Text("no answer yet since this began to look", "dim")
+        return Text("no answer since this command started", "dim")
     latency = summarize(values)
     line = Text.assemble(
         ("latency  ", "bold"),
@@ -142,7 +143,7 @@ def _sessions(seen: ServerSeen) -> Table:
 
 
 def _robots(rows: Sequence[dict[str, Any]]) -> Table:
-    """Return a table with one line for each robot, from its own report."""
+    """Return a table with one line for each robot, filled from the robots' own reports."""
     numbers = (">rows per s", ">age p50", ">p95 ms", ">held", ">clipped", ">won")
     table = terminal.plain("robot", "state", *numbers, "most held for")
     for row in rows[:SESSIONS]:
@@ -162,7 +163,7 @@ def _robots(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _chunk(answer: dict[str, Any], about: dict[str, Any]) -> Table:
-    """Return a table with one line for each joint: its name, its actions as bars, the first and the last value."""
+    """Return a table with one line for each joint: its name, its actions as bars, and the first and last value."""
     rows = answer["actions"]
     action = about.get("policy", {}).get("action", {})
     names, units = action.get("names") or (), action.get("units") or ()
@@ -185,9 +186,11 @@ def number(value: float | None) -> str:
 
 
 def spark(values: Sequence[float | None], low: float | None = None) -> str:
-    """Return numbers as a line of bars, scaled from the lowest to the highest number.
+    """Draw numbers as a line of bars.
 
-    ``low`` is a lower start of the scale. None is printed as a gap.
+    Args:
+        values: The numbers. None becomes a gap.
+        low: Start of the scale; None starts at the smallest number.
     """
     finite = [value for value in values if value is not None and math.isfinite(value)]
     if not finite:

@@ -1,4 +1,4 @@
-"""Print errors of the command line in the form of all other errors: the expected and the actual value."""
+"""Print errors in the command line in the same form as all other errors: the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sinew.cli.settings import SET, option_name
 from sinew.cli.verbs import WITHIN
 from sinew.core import did_you_mean
 
-# Flags that a command had in the past -> what a user types instead.
+# A flag that was moved to another command -> what a user types now.
 MOVED_FLAGS = {("sinew run", "--trials"): "sinew trials --scenes"}
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -37,11 +37,11 @@ def whole(_app: object, _commands: tuple[str, ...], arguments: ArgumentCollectio
 
 
 def shown(error: CycloptsError) -> Text:
-    return Text.assemble(("error:", "bold red"), " ", said(error))
+    return Text.assemble(("error:", "bold red"), " ", message_of(error))
 
 
-def said(error: CycloptsError) -> str:
-    """Return the error message with the expected and the actual value. Rare errors keep the parser's message."""
+def message_of(error: CycloptsError) -> str:
+    """Return the message of an error, with the expected and the actual value. Rare errors have the parser's message."""
     token_in_error = getattr(error, "token", None)
     verb = " ".join(("sinew", *(error.command_chain or ())))
     if isinstance(error, UnknownOptionError):
@@ -49,7 +49,7 @@ def said(error: CycloptsError) -> str:
         flag = (error.token.keyword or error.token.value).partition("=")[0]
         if moved := MOVED_FLAGS.get((verb, flag)):
             return f"unknown flag {flag}: it is now `{moved}`"
-        hint = did_you_mean(flag, names).removeprefix(";").replace("'", "") or f" `{verb} --help` lists them"
+        hint = did_you_mean(flag, names).removeprefix(";").replace("'", "") or f" see `{verb} --help`"
         for each in error.argument_collection:
             if not each.show:  # a setting has no flag
                 hint = hint.replace(f" {each.name}?", f" --set {option_name(each)}=VALUE?")
@@ -57,16 +57,17 @@ def said(error: CycloptsError) -> str:
     if isinstance(error, UnknownCommandError) and error.unused_tokens and error.app:
         return _no_verb(error.unused_tokens[0], list(error.app), bool(error.command_chain))
     if type(error) is UnusedCliTokensError:
-        return f"expected no further words, got {' '.join(error.unused_tokens or ())}"
+        return f"expected no further words, got {' '.join(error.unused_tokens or ())}; see `{verb} --help`"
     if isinstance(error, RepeatArgumentError):
-        return f"{error.token.keyword}: expected once, got it again"
+        return f"{error.token.keyword}: expected once, got it again; pass it once"
     if (argument := error.argument) is None:
         return str(error)
     name = (
         getattr(error, "keyword", None) or getattr(token_in_error, "keyword", None) or option_name(argument)
     )
     source = "" if token_in_error is None else token_in_error.source
-    if source not in ("", "cli", "env", SET):  # the value is from a settings file
+    # Any other source is a settings file, so name it.
+    if source not in ("", "cli", "env", SET):
         name = f"{source}: {name}"
     if type(error) is MissingArgumentError and not argument.show:
         return f"{name} was moved: use --set {option_name(argument)}=VALUE"
@@ -84,19 +85,27 @@ def said(error: CycloptsError) -> str:
     return str(error)
 
 
-def _no_verb(word: str, known: list[str], within: bool) -> str:
-    """Return the error for a word that is not a command, without importing any command."""
+def _no_verb(word: str, names: list[str], within: bool) -> str:
+    """Return the message about a word that is not a command, without importing any command.
+
+    Args:
+        word: The word.
+        names: Names of commands and flags that are possible instead.
+        within: True if the word follows the name of a group.
+    """
     if word.startswith("-"):
-        hint = did_you_mean(word, ("--json", "--debug", "--config", *known)).removeprefix("; ")
-        return f"unknown flag {word}: {hint or 'those of a verb stand behind it, `sinew VERB --help`'}"
-    verbs = [each for each in known if not each.startswith("-")]
+        hint = did_you_mean(word, ("--json", "--debug", "--config", *names)).removeprefix("; ")
+        return (
+            f"unknown flag {word}: {hint or 'put flags of a command after its name, see `sinew VERB --help`'}"
+        )
+    verbs = [each for each in names if not each.startswith("-")]
     moved = "" if within or word not in WITHIN else f"it is `sinew {WITHIN[word]}`"
     hint = moved or did_you_mean(word, verbs).removeprefix("; ") or f"expected one of {', '.join(verbs)}"
     return f"unknown verb {word!r}: {hint}"
 
 
 def _meaning(error: MissingArgumentError, argument: Argument) -> str:
-    """Describe a missing value by its type, otherwise by the first clause of its help."""
+    """Describe a missing value by its type. For a general type, use the first clause of its help."""
     kind, word = _kind(argument.hint), argument.field_info.name
     help_text = re.search(rf"^ +{word}: ((?:[^;:.]|\.\b)+)", inspect.getdoc(error.target) or "", re.MULTILINE)
     if kind != "a value" or not help_text:
@@ -106,7 +115,7 @@ def _meaning(error: MissingArgumentError, argument: Argument) -> str:
 
 
 def _kind(hint: Any) -> str:
-    """Return the form of a type's values."""
+    """Return the form of a type's values as text, such as "a whole number"."""
     if get_origin(hint) is not None and (
         kinds := [each for each in get_args(hint) if each is not type(None)]
     ):

@@ -1,4 +1,4 @@
-"""``sinew validate``: compares an engine and a bundle with the reference, and plays the success gate."""
+"""``sinew validate``: compare an engine and a bundle with the reference, and play the success gate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sinew.engine import proofs
 if TYPE_CHECKING:
     from sinew.policy import Policy
 
-USUAL = 8  # default number of observations, because one of eight had an outlier of rounding
+USUAL = 8  # default number of observations; with fewer, an outlier (one in eight) is likely to be missed
 
 
 def validate(
@@ -72,13 +72,14 @@ def validate(
     opened = open_bundle(bundle)
     if not opened.infos:
         raise SinewError(
-            f"{bundle}: expected a bundle with weights, which the reference needs, got exported graphs"
+            f"{bundle}: expected a bundle with weights, which the reference needs, got exported graphs; pass the bundle"
+            " from which they were exported"
         )
     if audit:
-        for flag, judged in (("records", records), ("gate", gate), ("out", out)):
-            if judged is not None:
+        for flag, value in (("records", records), ("gate", gate), ("out", out)):
+            if value is not None:
                 raise SinewError(
-                    f"--{flag}: expected none with --audit, which computes and writes nothing, got {judged}"
+                    f"--{flag}: expected none with --audit, which computes and writes nothing, got {value}; omit it"
                 )
         overrides = {"device": "cpu"} if runs.device == "auto" else {}
         return show_audit(Policy(opened, **runs.keywords() | overrides))
@@ -92,7 +93,7 @@ def validate(
     with progress.task(f"loading {bundle} as the reference"):
         reference = Policy(opened, "cpu", "fp32", "eager", ignore_recipe=True)
     parity = compared(policy, reference, observations, judges.observations, records)
-    why = "none was asked for"
+    why = "the command requested none"
     if success_gate is None and episodes:
         success_gate, why = judges.gate_of(bundle)
     if success_gate is not None and episodes:
@@ -101,9 +102,12 @@ def validate(
         played = None
     record = kept_record(bundle, parity, terminal.typed(), played, f"not played: {why}")
     try:
-        stored = f"kept in {proofs.keep(bundle, policy.engine_name, str(policy.device), record)}"
-    except OSError as error:  # the result of minutes of work is printed nevertheless
-        stored = f"not kept for `--engine auto` (XDG_CACHE_HOME names another place): {error}"
+        stored = f"stored in {proofs.keep(bundle, policy.engine_name, str(policy.device), record)}"
+    # Print the result of minutes of work even if it cannot be stored.
+    except OSError as error:
+        stored = (
+            f"not stored for `--engine auto`: {error}. Set XDG_CACHE_HOME to a folder that can be written"
+        )
     show(record, policy)
     if out is not None:
         write(record, out)
@@ -120,7 +124,7 @@ def show_audit(policy: Policy) -> int:
     console, broken = terminal.console(), [stage for stage in audit if stage.breaks]
     console.print(running(policy), markup=False)
     table = terminal.table(
-        "what a CUDA graph would record", "stage", ">operators", ">MB made anew", "breaks it"
+        "what a CUDA graph would record", "stage", ">operators", ">MB allocated", "breaks it"
     )
     for stage in audit:
         table.add_row(
@@ -149,7 +153,7 @@ def show(record: dict[str, Any], policy: Policy) -> None:
     console.print(f"success gate: {gate.get('text') or gate['skipped']}", markup=False)
     for line in record["weaker"]:
         console.print(line, markup=False)
-    seen = parity["observations"]
-    few = f"; what fewer than {USUAL} show may be no sign of the next one" if seen < USUAL else ""
+    count = parity["observations"]
+    few = f"; fewer than {USUAL} observations may miss an error" if count < USUAL else ""
     verdict = "passes" if record["passed"] else "[bold red]FAILS[/]"
-    console.print(f"{verdict} over {seen} observation{'s' * (seen != 1)}{few}")
+    console.print(f"{verdict} over {count} observation{'s' * (count != 1)}{few}")

@@ -1,4 +1,4 @@
-"""The commands of ``sinew``: the section of the help, the module and an example of each."""
+"""The commands of ``sinew``: for each command its section of the help, its module and an example."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Verb:
 
     @property
     def absent(self) -> bool:
-        """True if the distribution that has the command is not installed."""
+        """Return True if the distribution that has the command is not installed."""
         return bool(self.package and not self.where and not self.commands)
 
 
 FLEET = {"up": Verb("Start the replicas of a configuration, and answer.", "fleet up fleet.yaml", "fleet:up")}
 RECORDING = {
     "replay": Verb(
-        "Repeat a recording, and compare what comes of it.", "recording replay records/ tcp://127.0.0.1:5555"
+        "Repeat a recording, and compare the results.", "recording replay records/ tcp://127.0.0.1:5555"
     ),
     "advise": Verb(
         "Print which settings would have suited a recorded run better.",
@@ -55,14 +55,12 @@ RECORDING = {
 }
 CACHE = {
     "list": Verb("List the checkpoints that were converted.", "hub cache list", "hub_cache:list_entries"),
-    "show": Verb(
-        "Print what is known of one of them.", "hub cache show pick-cube --verify", "hub_cache:show"
-    ),
+    "show": Verb("Print the record of one of them.", "hub cache show pick-cube --verify", "hub_cache:show"),
     "rm": Verb("Remove some of them.", "hub cache rm pick-cube", "hub_cache:remove"),
 }
 HUB = {
     "pull": Verb(
-        "Fetch a policy of the hub, for later.", "hub pull my-lab/pick-cube --out policy.gguf", "hub:pull"
+        "Download a policy from the hub.", "hub pull my-lab/pick-cube --out policy.gguf", "hub:pull"
     ),
     "push": Verb(
         "Upload a bundle to the hub, with a card.", "hub push policy.gguf my-lab/pick-cube", "hub:push"
@@ -80,22 +78,23 @@ OWN: dict[str, dict[str, Verb]] = {
             "Turn an upstream checkpoint into one bundle file.",
             "convert outputs/train/pick-cube policy.gguf --control-hz 30",
         ),
-        "inspect": Verb("Print what a bundle holds.", "inspect policy.gguf --tensors"),
+        "inspect": Verb("Print what a bundle contains.", "inspect policy.gguf --tensors"),
         "infer": Verb(
             "Run a bundle once on image files and a state.",
             "infer policy.gguf --image camera1=front.jpg --state 0,-45,60,10,0,20 --prompt 'pick up the cube'",
         ),
         "validate": Verb(
-            "Prove that an engine computes a bundle as the reference does.",
+            "Verify that an engine computes a bundle as the reference does.",
             "validate policy.gguf --engine onnx --out build/proof",
         ),
         "quantize": Verb(
             "Choose a precision per component and measure what it costs.",
             "quantize policy.gguf --recipe vision=int8,language=int8 --out small.gguf",
         ),
-        "prepare": Verb("Make, prove and measure the faster form of a bundle.", "prepare policy.gguf"),
+        "prepare": Verb("Build, verify and time faster engines for a bundle.", "prepare policy.gguf"),
         "export": Verb(
-            "Write a folder that runs without torch, or vla.cpp's file.", "export policy.gguf --onnx robot/"
+            "Write a folder that runs without torch, or a file for vla.cpp.",
+            "export policy.gguf --onnx robot/",
         ),
     },
     "Run": {
@@ -115,18 +114,18 @@ OWN: dict[str, dict[str, Verb]] = {
         "perf": Verb("Predict latency, rates and memory on any machine.", package="sinew-perf"),
     },
     "Recordings": {
-        "recording": Verb("Repeat recordings; make data sets and viewers' files of them.", commands=RECORDING)
+        "recording": Verb("Repeat recordings, or export them to LeRobot, MCAP or Rerun.", commands=RECORDING)
     },
-    "Hub": {"hub": Verb("Fetch policies from the hub, upload them, and see what was kept.", commands=HUB)},
+    "Hub": {"hub": Verb("Download policies from the hub, upload them, and manage the cache.", commands=HUB)},
     "Expert": {
-        "new": Verb("Begin a package of your own that Sinew finds.", "new family my_arm"),
+        "new": Verb("Write a package of your own that extends Sinew.", "new family my_arm"),
         "fleet": Verb("Serve policies on replicas of a Ray cluster.", commands=FLEET),
     },
 }
 
 
 def _filled(verbs: Mapping[str, Verb], group: tuple[str, ...] = ()) -> dict[str, Verb]:
-    """Return commands with the fields that the tables of other distributions provide."""
+    """Return commands with the fields that other distributions provide in their tables."""
     return {name: _of_package(verb, (*group, name)) for name, verb in verbs.items()}
 
 
@@ -147,7 +146,7 @@ def _of_package(verb: Verb, words: tuple[str, ...]) -> Verb:
     )
 
 
-# Installed package -> its table of commands.
+# Distribution -> its table of commands, for the distributions that are installed.
 TABLES: dict[str, Mapping[str, tuple[str, str, str]]] = dict(providers.provided("sinew.verbs"))
 SECTIONS = {title: _filled(section) for title, section in OWN.items()}
 VERBS = {name: verb for section in SECTIONS.values() for name, verb in section.items()}
@@ -156,7 +155,7 @@ VERBS = {name: verb for section in SECTIONS.values() for name, verb in section.i
 def commands(
     verbs: Mapping[str, Verb] = VERBS, group: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Verb]]:
-    """Yield all commands in a group: their words, such as ("perf", "run"), and the command."""
+    """Yield the words of each command in a group, such as ("perf", "run"), and the command."""
     for name, verb in verbs.items():
         if verb.absent:
             continue
@@ -167,22 +166,25 @@ def commands(
 
 
 def groups_of(words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Verb]]]:
-    """Yield the groups of a command, the outermost first: the words of each group, and its commands."""
+    """Yield the words of each group of a command, the outermost group first, and the group's commands."""
     inside: Mapping[str, Verb] = VERBS
     for place, word in enumerate(words[:-1], start=1):
         inside = inside[word].commands
         yield words[:place], inside
 
 
-# Commands that a user may type without the words before them -> the complete words.
+# A word that a user may type alone by mistake -> the complete words of its command.
 WITHIN = {words[-1]: " ".join(words) for words, _ in commands() if words[0] in ("recording", "hub")}
 WITHIN |= {"cache": "hub cache", "completion": "--completion", "stream": "run --stream"}
 
 
 def absent(words: Sequence[str]) -> tuple[str, Verb] | None:
-    """Return the command of a command line if its distribution is not installed: its words, and the command.
+    """Return the words of a command, and the command, if its distribution is not installed.
 
     The result is None if the command is installed or unknown.
+
+    Args:
+        words: The words of a command line.
     """
     inside: Mapping[str, Verb] = VERBS
     for place, word in enumerate(words, start=1):

@@ -206,12 +206,12 @@ def test_bad_option_is_a_usage_error(here) -> None:
         ("--versoin serve blocks", "unknown flag --versoin: did you mean '--version'?"),
         (
             "--verbose serve blocks",
-            "unknown flag --verbose: those of a verb stand behind it, `sinew VERB --help`",
+            "unknown flag --verbose: put flags of a command after its name, see `sinew VERB --help`",
         ),
-        ("--zzz", "unknown flag --zzz: those of a verb stand behind it, `sinew VERB --help`"),
+        ("--zzz", "unknown flag --zzz: put flags of a command after its name, see `sinew VERB --help`"),
         ("recording datast", "unknown verb 'datast': did you mean 'dataset'?"),
         ("recording zzz", "unknown verb 'zzz': expected one of replay, advise, mcap, rrd, dataset"),
-        ("infer blocks --image a --seed 1 --seed 2", "--seed: expected once, got it again"),
+        ("infer blocks --image a --seed 1 --seed 2", "--seed: expected once, got it again; pass it once"),
     ],
 )
 def test_a_word_that_is_none_says_what_was_expected(
@@ -429,7 +429,7 @@ def test_bench_reports_the_fit(smolvla_bundle, tmp_path) -> None:
 @pytest.mark.parametrize("text", ["3", "1,x", "0,2", "1,1", "1,1001", "1,2;3"])
 def test_bench_refuses_bad_numbers_of_steps(text, capsys) -> None:
     code = main(["bench", "any.gguf", "--fit-steps", text])
-    assert_one_error_line(code, *capsys.readouterr(), "--fit-steps", "two numbers or more", repr(text))
+    assert_one_error_line(code, *capsys.readouterr(), "--fit-steps", "two or more numbers", repr(text))
 
 
 def test_percentiles_are_never_below_an_observed_rank() -> None:
@@ -461,7 +461,7 @@ def test_doctor_passes_here_and_says_why(smolvla_bundle) -> None:
     assert wanted <= checks.keys()
     memory = checks["bundle memory"]["detail"]  # of a policy of a megabyte, which is not nothing
     assert re.match(
-        r"needs [1-9]\d* MiB beside this program \(.*, as `sinew perf fit` counts\); [1-9]", memory
+        r"needs [1-9]\d* MiB in addition to this program \(.*, as `sinew perf fit` counts\); [1-9]", memory
     )
     assert all(check["detail"] for check in document["checks"])
     assert all(check["advice"] for check in document["checks"] if check["status"] != "ok")

@@ -119,7 +119,9 @@ def test_verbs_know_an_installed_family(
     assert actions.shape == (8, 6)
     assert actions.std() > 1  # degrees
     assert main(["new", "family", NAME, "--out", "again"]) == 1
-    assert "expected one that no family has, got 'my_arm', which my_arm has" in capsys.readouterr().err
+    assert (
+        "expected a name that no other family has, got 'my_arm', which my_arm has" in capsys.readouterr().err
+    )
     source = made.parent / "site" / NAME / "convert.py"
     with source.open("a") as file:
         file.write("# mended\n")
@@ -152,14 +154,14 @@ def test_what_is_written_is_clean(kind: str, files: int, tmp_path: Path) -> None
         ("My-Arm", "small letters and digits, words joined by '_', got 'My-Arm'; did you mean 'my_arm'?"),
         ("../arm", "got '../arm'; did you mean 'arm'?"),
         ("a" * 51, "at most 50"),
-        ("class", "expected one that Python has no package or word of, got 'class'"),
+        ("class", "expected no Python keyword and no installed package, got 'class'"),
         ("tests", "got 'tests'"),
-        ("act", "expected one that no family has, got 'act', which act has"),
+        ("act", "expected a name that no other family has, got 'act', which act has"),
         ("gr00tn15", "which gr00t has"),  # an architecture, spelt otherwise
-        ("engine eager", "expected one that no engine has, got 'eager', which eager has"),
-        ("wire http", "expected one that no wire has, got 'http', which http has"),
+        ("engine eager", "expected a name that no other engine has, got 'eager', which eager has"),
+        ("wire http", "expected a name that no other wire has, got 'http', which http has"),
         ("robot tests", "got 'tests'"),
-        ("robot dry", "expected one that no robot has, got 'dry', which dry has"),
+        ("robot dry", "expected a name that no other robot has, got 'dry', which dry has"),
     ],
 )
 def test_names_that_cannot_be(

@@ -119,7 +119,7 @@ def test_poses_that_cannot_be_continued_are_refused_before_the_robot_moves(groot
     assert main([*line, "--handover", "rtc:ramp"]) == 1
     said = capsys.readouterr().err
     assert (
-        "error: --handover rtc: expected actions that can be turned back into the model's, got a step" in said
+        "error: --handover rtc: expected a policy whose action steps can all be inverted, got a step" in said
     )
     assert "holds" not in said
 
@@ -279,7 +279,7 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     assert main(["recording", "replay", str(journal)]) == 0
     assert advice in capsys.readouterr().out
     assert main(["recording", "replay", str(journal), "tcp://127.0.0.1:1"]) == 1
-    assert "address: expected none, as the journal" in capsys.readouterr().err
+    assert "address: expected none, because the decision log" in capsys.readouterr().err
     # Wherever a line ends: the folder's name may be longer than one.
     assert f"96stepsin{frames};sinewrecordingdataset{frames}OUTmakes" in re.sub(r"[│\s]", "", said.err)
     pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
@@ -290,7 +290,7 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     named = [info["features"][key]["names"] for key in ("observation.state", "action")]  # in each frame
     assert named == [["x", "y", "z", "opening"], ["x", "y", "z", "gripper"]]
     assert main(["recording", "dataset", str(journal), str(tmp_path / "none")]) == 1
-    assert f"{journal}: no records (*.npz) there; " in capsys.readouterr().err
+    assert f"{journal}: no records (*.npz) in this folder; " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         ),
         (["serve", PEN, "--port", "9000"], "--wire NAME:PORT"),
         (["inspect", ROOT / "docs"], "expected a bundle, a checkpoint, or a folder of `sinew export`"),
-        (["doctor", "nope.gguf", "--json"], "give what the message expects"),
+        (["doctor", "nope.gguf", "--json"], "correct the path or name that the message shows"),
         (
             ["bench", "tcp://"],
             "expected tcp://HOST:PORT of the native protocol (5555 unless `--wire native:PORT` says otherwise)",
@@ -203,17 +203,17 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         (["bench", PEN, "--warmup", "2"], "--warmup: expected the address of a server, tcp://HOST:PORT, got"),
         (
             ["bench", "tcp://x:1", "--threads", "2"],
-            "--threads: expected a policy that is run here, got the server",
+            "--threads: expected a policy that runs on this machine, got the server",
         ),
         (
             ["bench", "tcp://x:1", "--dtype", "fp32"],
-            "--dtype: expected a policy that is run here, got the server",
+            "--dtype: expected a policy that runs on this machine, got the server",
         ),
         (
             ["run", "tcp://x:1", "--device", "cpu"],
             "--device: expected a policy that is run here, got the server",
         ),
-        (["recording", "replay", ROOT / "docs"], "no records (*.npz) there"),
+        (["recording", "replay", ROOT / "docs"], "no records (*.npz) in this folder"),
         (["recording", "replay", "nope.jsonl"], "nope.jsonl: no such file or folder"),
         (["recording", "mcap", "nope", "run.mcap"], "nope: no such file or folder"),
         (["serve", "--replay", "nope"], "nope: no such file or folder"),
@@ -244,7 +244,7 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         (["run", PEN, "--trials=2"], "error: unknown flag --trials: it is now `sinew trials --scenes`"),
         (["bench", "localhost:5555"], "no such file or folder; did you mean 'tcp://localhost:5555'?"),
         (["convert"], "vla.cpp GGUF file, or a bundle in an older format); see `sinew convert --help`"),
-        (["top", "--zzz"], "error: unknown flag --zzz: `sinew top --help` lists them"),
+        (["top", "--zzz"], "error: unknown flag --zzz: see `sinew top --help`"),
         (["top", "--seconds", "x"], "error: --seconds: expected a number, got 'x'"),
         (["top", "--answers", "0"], "error: --answers: expected a number >= 1, got 0"),
         (
@@ -308,7 +308,7 @@ def test_infer_without_an_instruction_says_that_the_policy_has_none(tmp_path, ca
     Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(picture)
     images = [word for name in ("front", "wrist") for word in ("--image", f"{name}={picture}")]
     assert main(["infer", str(PEN.with_name("blocks.gguf")), *images, "--state", "0,0,0,0"]) == 1
-    assert "as 'pick up the red cube' (this policy has none of its own)" in flat(capsys)
+    assert "such as 'pick up the red cube' (this policy has no default)" in flat(capsys)
 
 
 def test_a_state_with_brackets_is_read() -> None:
@@ -352,7 +352,8 @@ def test_a_fault_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
 
     monkeypatch.setattr("sinew.checks.installation", broken)
     assert main(["doctor"]) == 1
-    assert flat(capsys) == "error: ZeroDivisionError: seven (a fault of this program; `--debug` shows where)"
+    fault = "(a fault of this program; --debug shows where, please report it)"
+    assert flat(capsys) == f"error: ZeroDivisionError: seven {fault}"
     with pytest.raises(ZeroDivisionError):
         main(["doctor", "--debug"])
 

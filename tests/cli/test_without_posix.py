@@ -64,6 +64,6 @@ def test_verbs_that_need_none_of_it(found, words: str) -> None:
 @pytest.mark.parametrize("words", LEFT)
 def test_verbs_that_need_it_name_what_has_it(found, words: str) -> None:
     code, said = found[2][words]
-    wanted = f"error: this command needs {LEFT[words]}: this Python has none, on Windows only that of WSL has"
+    wanted = f"error: this command needs {LEFT[words]}: this Python does not have it; on Windows, use Python in WSL"
     assert code == 1
     assert said.startswith(wanted), said

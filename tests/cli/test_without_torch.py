@@ -90,7 +90,7 @@ def test_a_bundle_is_inspected(runs) -> None:
 def test_doctor_finds_nothing_wrong_with_the_onnx_role(runs) -> None:
     code, out, _ = runs[DOCTOR]
     assert code == 0, out
-    assert out.count("skipped: no torch, and the onnx engine needs none") == 7, out
+    assert out.count("skipped: no torch, which the onnx engine does not need") == 7, out
     assert ", 0 failed, " in out
 
 

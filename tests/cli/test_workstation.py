@@ -32,13 +32,13 @@ def test_a_verdict_is_said_where_the_cache_cannot_be_written(
     assert main(["validate", str(PEN), "--observations", "1", "--episodes", "0"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "passes over 1 observation" in said
-    assert "not kept for `--engine auto` (XDG_CACHE_HOME names another place): " in said
+    assert "not stored for `--engine auto`: " in said
 
 
 def test_too_little_memory_is_not_called_a_fault_of_the_program() -> None:
     status, said = limited("-v 400000", "validate", PEN, "--episodes", "0")
     assert status == 1
-    assert "error: expected more memory than this process may take (ulimit -v, a cgroup): libtorch" in said
+    assert "error: this process needs more memory than it is allowed (ulimit -v, a cgroup): libtorch" in said
 
 
 def test_a_full_disk_is_said_with_the_file(golden: Path, tmp_path: Path) -> None:

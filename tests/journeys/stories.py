@@ -334,7 +334,9 @@ def quick_start(walk: Walk) -> None:
 def adding_a_model(walk: Walk) -> None:
     # tests/cli/test_documented_commands.py compares the page's code with the template, whose package runs here
     walk.walked |= {f"program {number}" for number in range(len(programs(walk.page)))}
-    walk.type("sinew new family my_arm", says=("the family my_arm, which works as it is",))
+    walk.type(
+        "sinew new family my_arm", says=("the family my_arm. It already works. To install and test it, run:",)
+    )
     into = "python -m pip install -q --disable-pip-version-check --target site"  # this environment has no such family
     walk.type(
         "pip install -e './my-arm[test]'", instead=("pip install -e './my-arm[test]'", f"{into} pytest")
