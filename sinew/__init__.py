@@ -18,30 +18,29 @@ if TYPE_CHECKING:
     from sinew.serve.wires.server import Server
     from sinew.serve.wires.server import Server as serve  # noqa: N813 - the package is called as it
 
-# How OpenMP threads wait. Those that spin while they wait for one another take the time that other programs need to
-# finish (research/log has the measurement), so they sleep at once, unless the user has said otherwise. Here, because
-# the OpenMP runtime of torch (GNU's on Linux, LLVM's or Intel's elsewhere) reads the environment once, when it is
-# loaded.
+# OpenMP threads that wait in a loop use CPU time that other programs need (measured in research/log). So let waiting
+# threads sleep, unless the user chose otherwise. Set this before torch is imported, because its OpenMP runtime (GNU's
+# on Linux, LLVM's or Intel's elsewhere) reads the environment once, when it is loaded.
 WAITING = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})
 if "torch" not in sys.modules and not WAITING & os.environ.keys():
     os.environ |= {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 
 __version__ = "0.1.0"
-# Name -> where it is. `import sinew` must stay cheap: command-line help, clients and controllers do not need torch.
+# Public name -> module. `import sinew` must be fast, because command-line help, clients and controllers need no torch.
 _LATER = {
     "Policy": "sinew.policy",
     "Quantized": "sinew.lowbit.quantization",
     "RecordedPolicy": "sinew.serve.recorded",
     "Server": "sinew.serve.wires.server",
     "connect": "sinew_client.target",
-    "convert": "",  # a package, which is called as its function of this name
+    "convert": "",  # a subpackage, which is also callable as the function `convert`
     "load": "sinew.policy",
     "quantize": "sinew.lowbit.quantization",
     "record": "sinew.serve.recorded",
     "run": "sinew.driving",
-    "serve": "",  # as convert
+    "serve": "",  # a subpackage, which is also callable
 }
-# Names of the package sinew-eval, by its entry points `sinew.names`. A star import does not bring them.
+# Names that the package sinew-eval provides by its entry points `sinew.names`. A star import does not import them.
 _OF_EVAL = ("Episode", "Evaluation", "Exploration", "RolloutPolicy", "RolloutSample", "evaluate")
 __all__ = [
     "Policy",

@@ -1,4 +1,4 @@
-"""``python -m sinew VERB`` is ``sinew VERB``."""
+"""Run the command line: ``python -m sinew VERB`` is the same as ``sinew VERB``."""
 
 import sys
 

@@ -32,32 +32,34 @@ class LoadOptions:
     """The options of :func:`sinew.load`.
 
     Attributes:
-        device: "cpu" or "cuda:N". None or "auto" takes a GPU where PyTorch has one.
-        dtype: "fp32", "bf16", "fp16", or "native" for what the bundle stores, component by component. None chooses by
-            device and engine. Weights that are stored in the chosen type stay in the file's memory map. The others are
-            converted once, during the load.
-        engine: "eager", the reference; "plan", the same model after the rewrites of ``sinew.engine.plan``; "cpu", that
-            over low-bit weights as the bundle stores them, with compiled kernels; "onnx", the planned model in ONNX
-            Runtime, exported next to the bundle on first use; "cuda", the planned model with our kernels in one CUDA
-            graph. None or "auto" takes the fastest engine that is installed, fits the device, follows the bundle's
-            recipe and is verified for it. ``policy.choice`` has the reasons.
-        threads: Number of threads that compute. None gives ONNX Runtime one per usable core, and lets ``warm_up``
-            measure whether PyTorch is faster with one thread or with its own choice.
-        providers: ONNX Runtime execution providers, preferred first, by their names or short ones such as "cuda".
-        ignore_recipe: Run a quantised bundle on an engine that does not compute its recipe. Every report says so.
-        rename: The robot's name of a camera -> the bundle's. The camera then has the robot's name.
+        device: "cpu" or "cuda:N". None or "auto" selects a GPU if PyTorch has one.
+        dtype: "fp32", "bf16", "fp16", or "native" for the stored type of each component. None selects the type by
+            device and engine. Weights that are stored in the selected type stay in the file's memory map. All other
+            weights are converted once, during the load.
+        engine: "eager", the reference; "plan", the same model after the rewrites of ``sinew.engine.plan``; "cpu", the
+            planned model over the stored low-bit weights, with compiled kernels; "onnx", the planned model in ONNX
+            Runtime, exported next to the bundle on first use; "cuda", the planned model with Sinew's kernels in one
+            CUDA graph. None or "auto" selects the fastest engine that is installed, fits the device, follows the
+            bundle's recipe and is verified for the bundle. ``policy.choice`` has the reasons.
+        threads: Number of computing threads. None gives ONNX Runtime one thread per usable core. For PyTorch, None lets
+            ``warm_up`` measure whether one thread or PyTorch's default number is faster.
+        providers: ONNX Runtime execution providers, preferred first, by their full names or by short names such as
+            "cuda".
+        ignore_recipe: Run a quantised bundle on an engine that does not compute the recipe of the bundle. Every report
+            states this.
+        rename: The robot's name of a camera -> the bundle's name. The policy then has the robot's name.
         allow_missing_cameras: Accept observations without a frame for some cameras. Each chunk then has a warning.
-        allow_empty_prompt: Accept observations without an instruction if the bundle has none of its own. For policies
-            that were trained without one.
-        adapters: Name -> file of ``sinew convert --no-merge``. Each adapter computes the observations that name it,
-            with its own statistics. Observations that name none get the bundle itself.
-        prepared: Also take an engine that ``sinew prepare`` measured to be faster and that can do less, as ``sinew
-            serve`` does.
-        reuse: Keep what observations repeat byte for byte, image tokens and the context of the prefix. Answers have
-            the same bits, and ``timing`` states what was not computed. It begins with ``warm_up``, or with the first
-            inference, which then takes two more passes of the vision tower.
-        stream: Take an engine that runs a stream (``sinew.stream``) whose whole chunks are continued in this way:
-            "none", "guided", "no-jacobian" or "ramp". None: no stream.
+        allow_empty_prompt: Accept observations without an instruction if the bundle has no default instruction. Use
+            this for policies that were trained without instructions.
+        adapters: Name -> file of ``sinew convert --no-merge``. An observation names the adapter that computes it. The
+            adapter uses its own statistics. An observation that names no adapter runs on the bundle itself.
+        prepared: Also select an engine that ``sinew prepare`` measured to be faster but that supports fewer operations,
+            as ``sinew serve`` does.
+        reuse: Cache the image tokens and the context of the prefix for inputs that later observations repeat byte for
+            byte. The actions are the same bit for bit, and ``timing`` states which stages were skipped. The cache
+            starts in ``warm_up``, or in the first inference, which then runs the vision tower two more times.
+        stream: Select an engine that supports a stream (``sinew.stream``) whose whole chunks are continued by this
+            method: "none", "guided", "no-jacobian" or "ramp". None: no stream.
     """
 
     device: str | None = None
@@ -81,18 +83,18 @@ class PolicyParts:
 
     Attributes:
         bundle: The file.
-        manifest: Its manifest, with the cameras under the robot's names.
-        adapters: The bundles of its adapters, by name.
+        manifest: The manifest of the file, with the cameras under the robot's names.
+        adapters: The bundles of the adapters, by name.
         choice: The engine, device and precision, with reasons.
-        opened: The engine; None after the policy is closed.
+        opened: The engine. None after the policy is closed.
         facts: Facts of the open engine.
         capabilities: The operations that the policy supports.
-        processors: Preprocessing and postprocessing, by adapter. "" is the bundle itself.
+        processors: Preprocessing and postprocessing, by adapter. The key "" is the bundle itself.
         identity: The bundle's ``hash``, ``version``, ``date`` and ``source``.
-        files: The files of weights, which must not change.
+        files: The files of weights, which must not change while the policy is open.
         start: Measurements and caches that the first inference sets up.
         spec: The manifest's specification: cameras, state, actions, solver.
-        lock: Held while the engine computes. A run may begin between two steps of another, on the same thread.
+        lock: Locked while the engine computes. The same thread may start another run between two steps of a run.
     """
 
     bundle: Bundle
@@ -125,24 +127,24 @@ def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
         The parts of a policy that is ready to prepare observations and to run.
 
     Raises:
-        SinewError: An option does not fit the bundle or this machine. Nothing else is taken in its place.
+        SinewError: An option does not fit the bundle or this machine. No other option is selected instead.
     """
-    # Which file this is, before anybody can change it
+    # Compute the identity of the file first, before another process can change the file.
     which = identity(bundle)
 
-    # The inputs and outputs of the policy, under the robot's names
+    # Rename the cameras of the policy to the robot's names.
     manifest = _renamed(bundle.manifest, options.rename)
     for note in statistics.notes(manifest.spec, bundle.manifest.processing):
         log.warning("%s: %s", manifest.name, note)
 
-    # The adapters over its weights
+    # Open the adapters of the weights.
     adapters = open_adapters(bundle, options.adapters or {})
 
-    # Which engine computes it, where and in which precision
+    # Select the engine, the device and the precision.
     choice = choose(
         bundle,
         options.engine,
-        None if options.device is None else str(options.device),  # torch.device's, too
+        None if options.device is None else str(options.device),  # accepts a torch.device too
         options.dtype,
         threads=options.threads,
         providers=options.providers,
@@ -152,7 +154,7 @@ def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
         stream=options.stream,
     )
 
-    # How observations become model inputs, and model outputs actions
+    # Create the processors, which convert observations to model inputs and model outputs to actions.
     allowed: Allowed = {
         "allow_missing_cameras": options.allow_missing_cameras,
         "allow_empty_prompt": options.allow_empty_prompt,
@@ -162,11 +164,12 @@ def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
         adapted = fitted(each, manifest)
         processors[name] = Processor(adapted, beside=processors[""], adapter=name, **allowed)
 
-    # The model, its weights in memory, and the engine, with compiled kernels for frames and for low-bit weights
+    # Open the engine, which builds the model and loads its weights. Compiled kernels resize frames and multiply low-bit
+    # weights.
     take_kept_resize()
     engine = BACKENDS[choice.engine].open(bundle, replace(choice.options, kernels=_compiled_products))
 
-    # The operations that all of this supports, found once for all requests
+    # Find the supported operations once, so that requests need no check of the engine.
     capabilities = Capabilities.of(manifest, engine.facts, choice.engine)
     if options.reuse and (problem := capabilities.why_not(Capability.REUSE)):
         raise SinewError(f"reuse: {problem}")
@@ -188,15 +191,25 @@ def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
 
 
 def _compiled_products() -> None:
-    """Compile and install the kernels for low-bit weights, once."""
-    from sinew.engine.cpu.kernels.library import extension  # needs torch
+    """Compile and install the kernels for low-bit weights once."""
+    # This module imports torch.
+    from sinew.engine.cpu.kernels.library import extension
 
     extension()
 
 
 def open_adapters(bundle: Bundle, files: Mapping[str, str | Path]) -> dict[str, Bundle]:
-    """Open the adapters of a bundle by name. Reads no weights. Raises :class:`BundleError` for adapters of another
-    bundle.
+    """Open the adapters of a bundle by name. Reads no weights.
+
+    Args:
+        bundle: The bundle.
+        files: Name of an adapter -> its file.
+
+    Returns:
+        Name -> the open adapter.
+
+    Raises:
+        BundleError: A name is not valid, or an adapter belongs to another bundle.
     """
     for name in files:
         check_name(name)
@@ -207,9 +220,9 @@ def identity(bundle: Bundle) -> dict[str, str]:
     """Return the identity of a bundle, ready for JSON.
 
     Returns:
-        ``hash``: SHA-256 of the header, which contains the hash of every tensor. For a bundle without hashes,
-            :func:`sinew.engine.fingerprint.fingerprint`. ``version``: the version of Sinew that wrote it. ``date``:
-            date of the file, in UTC. ``source``: the file.
+        ``hash``: SHA-256 of the header, which contains the hash of every tensor. For a bundle without hashes, the
+            result of :func:`sinew.engine.fingerprint.fingerprint`. ``version``: the version of Sinew that wrote the
+            bundle. ``date``: date of the file, in UTC. ``source``: path or name of the file.
     """
     written = datetime.fromtimestamp(bundle.path.stat().st_mtime, UTC)
     header = bundle.file.metadata.get(KEY_HEADER)
@@ -222,8 +235,9 @@ def identity(bundle: Bundle) -> dict[str, str]:
 
 
 def shown_source(source: str) -> str:
-    """Return the source of a policy as clients may see it: a relative path or name as typed, of an absolute path the
-    last part.
+    """Return the source of a policy in the form that clients may see.
+
+    A relative path or a name is returned as typed. Of an absolute path, only the last part is returned.
     """
     return Path(source).name if Path(source).is_absolute() else source
 

@@ -1,6 +1,6 @@
-"""What a loaded policy can do: a record made once from its engine and its bundle.
+"""The capabilities of a loaded policy, found once from its engine and its bundle.
 
-Metadata, error messages and ``sinew doctor`` read it. Imports no torch.
+Metadata, error messages and ``sinew doctor`` use this record. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from sinew.engine.capability import Capability, Refusal
 from sinew.engine.engine import Facts
 from sinew.processing.continuation import kind_of
 
-TEXTS = ("subtask", "question")  # the fields of an observation that ask for text
+TEXTS = ("subtask", "question")  # fields of an observation that request text
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The supported operations of a policy, and the reasons for those that it does not support.
+    """The operations that a policy supports, and the reasons why other operations are not supported.
 
     Attributes:
         engine: Name of the engine.
         guides: The values of an observation's ``rtc`` that the engine supports.
-        guidance: Those that this policy supports; () if it cannot continue a running chunk.
+        guidance: The values of ``rtc`` that this policy supports. Empty if the policy cannot continue a running chunk.
         texts: The fields that may request text: "subtask", "question".
-        advantages: The advantages that an observation may name; () if the prompt has no place for them.
-        usual_advantage: The advantage of an observation that names none.
-        language_head: How the bundle stores its language head; "" without one.
-        refusals: The capabilities that this policy lacks, each with its reason.
+        advantages: The advantages that an observation may name. Empty if the prompt contains no advantage.
+        usual_advantage: The advantage for observations that name no advantage.
+        language_head: How the bundle stores its language head. "" if the bundle has no language head.
+        refusals: The capabilities that this policy lacks, each with the reason.
     """
 
     engine: str
@@ -47,7 +47,9 @@ class Capabilities:
 
     @classmethod
     def of(cls, manifest: Manifest, facts: Facts, engine: str) -> Capabilities:
-        """Make the record of a bundle on an open engine. A reason of the bundle comes before a reason of the engine.
+        """Find the capabilities of a bundle on an open engine.
+
+        If both the bundle and the engine lack a capability, the record has the reason of the bundle.
 
         Args:
             manifest: Manifest of the bundle.
@@ -72,11 +74,11 @@ class Capabilities:
         )
 
     def why_not(self, capability: Capability) -> str:
-        """Return the reason why the policy lacks a capability, as `expected X, got Y`; "" if it has it."""
+        """Return the reason why the policy lacks a capability, as ``expected X, got Y``. "" if it is supported."""
         return str(self.refusals.get(capability, ""))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as a server's metadata states it, ready for JSON."""
+        """Return the record in the form of a server's metadata, ready for JSON."""
         return {
             "unguided": self.why_not(Capability.GUIDE),
             "guidance": list(self.guidance),
@@ -90,21 +92,22 @@ class Capabilities:
         }
 
     def check(self, observation: Observation, spec: PolicySpec) -> None:
-        """Raise :class:`ObservationError` for a field that requests a capability which this policy lacks."""
+        """Raise :class:`ObservationError` if a field requests a capability that this policy lacks."""
         request = observation.continuation
         if request is not None and request.previous is not None:
             self._require(Capability.GUIDE, "previous")
             kind = kind_of(request, spec)
             if kind in RTC and kind not in self.guides:
                 able = either(engines_that(guides=RTC))
-                known = either(self.guides)
+                guides = either(self.guides)
                 raise ObservationError(
-                    "rtc", f"{known} on engine {self.engine}; engine {able} supports all values", kind
+                    "rtc", f"{guides} on engine {self.engine}; engine {able} supports all values", kind
                 )
         if field := observation.asks:
             self._require(Capability.SPEAK, field, "nothing, or ")
         scale = observation.guidance_scale
-        # 0 and 1 need one prompt. The processor rejects values that are not numbers, and prompts without an advantage.
+        # The scales 0 and 1 need one prompt only. The processor rejects scales that are not numbers, and observations
+        # whose prompt has no advantage.
         if isinstance(scale, (int, float, np.number)) and scale not in (0, 1) and self.advantages:
             self._require(Capability.TWO_PROMPTS, "guidance_scale")
 
@@ -124,16 +127,17 @@ def _of_bundle(manifest: Manifest) -> dict[Capability, Refusal]:
     refusals: dict[Capability, Refusal] = {}
     solver = Refusal("a policy that integrates a velocity", f"solver {spec.solver.kind}")
     if step := next((step for step in manifest.processing.action_steps if step.no_inverse), None):
-        expected = "actions that can be turned back into the model's"
+        expected = "a policy whose action steps can all be inverted"
         refusals[Capability.GUIDE] = Refusal(expected, f"a step {step.kind}: {step.no_inverse}")
     if spec.solver.kind != "euler":
         refusals |= dict.fromkeys((Capability.GUIDE, Capability.TWO_PROMPTS), solver)
     if not manifest.processing.prompt.advantages:
-        expected = "a policy whose prompt has a place for an advantage"
+        expected = "a policy whose prompt contains an advantage"
         refusals[Capability.TWO_PROMPTS] = Refusal(expected, spec.architecture)
     head = manifest.config.get("lm_head", "")
     if not head or not _texts(manifest):
-        keeps = "a bundle that keeps its language head and the prompt of its words"
-        got = f"{spec.name}, which keeps {'no such prompt' if head else 'none'}"
-        refusals[Capability.SPEAK] = Refusal(f"{keeps} (sinew convert --set lm_head=true)", got)
+        required = "a bundle with a language head and a prompt for text"
+        got = f"{spec.name}, which has {'no prompt for text' if head else 'no language head'}"
+        how = "sinew convert --set lm_head=true"
+        refusals[Capability.SPEAK] = Refusal(f"{required} ({how})", got)
     return refusals

@@ -1,4 +1,4 @@
-"""A loaded policy in words: for metadata, reports, notebooks and ``sinew doctor``."""
+"""Describe a loaded policy in words, for metadata, reports, notebooks and ``sinew doctor``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sinew.processing import Prepared
 
 
 class DescribedPolicy(PolicyParts):
-    """The parts of a policy, and what they are in words."""
+    """The parts of a policy, with descriptions in words."""
 
     def __repr__(self) -> str:
         spec, cameras = self.spec, ", ".join(camera.name for camera in self.spec.cameras)
@@ -22,7 +22,7 @@ class DescribedPolicy(PolicyParts):
         )
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks: inputs, outputs, and what computes them and why."""
+        """Return an HTML table for notebooks, with inputs, outputs, engine, device, precision and the reasons."""
         spec, about = self.spec, self.describe()
         rows = {
             "policy": f"{spec.name} ({spec.architecture})",
@@ -36,7 +36,7 @@ class DescribedPolicy(PolicyParts):
 
     @property
     def precision_text(self) -> str:
-        """The precision in which the policy computes, with the recipe that is not followed, if there is one."""
+        """The precision of the computation. It also names the recipe of the bundle if the engine ignores the recipe."""
         kinds, ignored = self.facts.precision, self.choice.ignored
         if len({*kinds.values()}) < 2:
             text = next(iter(kinds.values()), self.choice.options.dtype)
@@ -58,7 +58,7 @@ class DescribedPolicy(PolicyParts):
     def describe(self) -> dict[str, Any]:
         """Return the engine, device and precision with the reasons for their choice, ready for JSON.
 
-        Metadata, reports and ``sinew doctor`` show it.
+        Metadata, reports and ``sinew doctor`` show this description.
         """
         return {
             "identity": self.identity,
@@ -84,8 +84,8 @@ class DescribedPolicy(PolicyParts):
         """Return the metadata of a server with default settings.
 
         Returns:
-            ``policy``: inputs and outputs, with the limits of the actions. ``server``: engine and precision
-                (:meth:`describe`).
+            ``policy``: inputs and outputs, with the limits of the actions. ``server``: engine and precision, from
+                :meth:`describe`.
         """
         from sinew.processing.safety import Safety
 
@@ -94,18 +94,19 @@ class DescribedPolicy(PolicyParts):
         return {"policy": described, "server": self.describe()}
 
     def warnings(self, member: Prepared) -> tuple[str, ...]:
-        """Return a sentence for each input that an observation lacks."""
+        """Return one sentence for each input that an observation lacks."""
         spec, names = self.spec, ", ".join(member.missing)
         count = spec.history - member.unsent
-        sentences = [f"no frame for {names}: the policy ran without"] if names else []
+        sentences = [f"no frame for {names}: the policy ran without these frames"] if names else []
         if member.unsent and spec.history_padding == "repeat":
             sentences.append(
-                f"earlier: the policy reads {spec.history} observation steps and got {count}; the oldest is repeated"
+                f"earlier: the policy uses {spec.history} observation steps and got {count};"
+                " the oldest step is repeated"
             )
         elif member.unsent and count == 1:
             sentences.append(
-                f"earlier: the policy reads {spec.history} moments, {spec.history_stride} control steps"
-                " apart, and got 1, as only an episode's start has"
+                f"earlier: the policy uses {spec.history} observation steps, {spec.history_stride} control steps"
+                " apart, and got 1, which is normal at the start of an episode only"
             )
         if self.choice.ignored:
             sentences.append(f"the bundle's recipe is ignored: {self.choice.ignored}")

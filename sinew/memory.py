@@ -1,6 +1,6 @@
-"""The memory that a policy needs, before and after it is loaded.
+"""Estimate the memory that a policy needs, before and after it is loaded.
 
-The package sinew-perf counts activations. Without it only the weights are counted, and messages state that.
+The package sinew-perf counts activations. Without that package only the weights are counted, and messages state this.
 """
 
 from __future__ import annotations
@@ -18,19 +18,25 @@ GROUP = "sinew.estimates"
 
 
 class CountedMemory(NamedTuple):
-    """Bytes of a policy: its weights, what each request of a batch computes with, and what stays besides."""
+    """Memory of a policy in bytes.
+
+    Attributes:
+        weights: Bytes of the weights.
+        request: Bytes for the computation of each request in a batch.
+        fixed: Bytes that are used regardless of the number of requests.
+    """
 
     weights: int
     request: int
     fixed: int
 
 
-# Path of a bundle or of exported graphs, its precision, the engine, the kind of device -> bytes.
+# (path of a bundle or of exported graphs, precision, engine, kind of device) -> memory
 Count = Callable[[str, str | None, Any, Literal["cpu", "cuda"]], CountedMemory]
 
 
 def counts_activations() -> bool:
-    """Return whether activations are counted here: the package sinew-perf is installed, and so is torch."""
+    """Return True if activations can be counted, which requires the package sinew-perf and torch."""
     return installed("torch") and providers.provider(GROUP) is not None
 
 
@@ -42,34 +48,37 @@ def memory_need(
     *,
     apart: bool = False,
 ) -> tuple[int, int]:
-    """Return the bytes of a policy's weights, and of what the engine that will run it computes with.
+    """Estimate the memory of a policy without loading its weights.
 
-    Loads no weights. Where activations are not counted, it is the size of the files and 0.
+    If activations cannot be counted, the result is the size of the files and 0.
 
     Args:
-        source: As of `sinew infer`.
-        options: Of `sinew.load`.
-        threads: Of the engine. None for its own choice.
-        batch: How many requests are computed at once.
-        apart: Count in a process of its own, as a server does.
+        source: Path or name of the policy, as for ``sinew infer``.
+        options: Options of :func:`sinew.load`.
+        threads: Number of computing threads. None for the engine's default.
+        batch: Number of requests that are computed together.
+        apart: Count in a separate process, as a server does.
+
+    Returns:
+        The bytes of the weights, and the bytes that the selected engine computes with.
     """
     from sinew.engine.backend import choose, chosen_by, exported_graphs
     from sinew.policy import open_bundle
 
-    opened = open_bundle(source)
-    choice = choose(opened, threads=threads, **chosen_by(options))
-    folder = exported_graphs(opened)
+    bundle = open_bundle(source)
+    choice = choose(bundle, threads=threads, **chosen_by(options))
+    folder = exported_graphs(bundle)
     if not counts_activations():
-        files = [opened.path] if folder is None else folder.rglob("*")
+        files = [bundle.path] if folder is None else folder.rglob("*")
         return sum(file.stat().st_size for file in files if file.is_file()), 0
     estimates = providers.required(GROUP, "the memory of activations")
     count: Count = estimates.memory_apart if apart else estimates.memory
     engine = BACKENDS[choice.engine].counted_as
     dtype = None if engine == "cpu" or choice.options.dtype == "native" else choice.options.dtype
     kind: Literal["cpu", "cuda"] = "cuda" if choice.options.kind == "cuda" else "cpu"
-    path = str(folder or opened.path)
-    if engine == "cpu" and not opened.lowbit:
-        # Without low-bit weights this engine multiplies bf16. Its weights stay as they are stored, and its
+    path = str(folder or bundle.path)
+    if engine == "cpu" and not bundle.lowbit:
+        # Without low-bit weights, the CPU engine multiplies in bf16. The weights stay in their stored type, and the
         # activations are float32.
         weights = count(path, "bf16", "plan", kind).weights
         memory = count(path, "fp32", "plan", kind)._replace(weights=weights)
@@ -79,13 +88,15 @@ def memory_need(
 
 
 def loaded_memory(policy: Policy) -> tuple[int, str]:
-    """Return the bytes of a loaded policy, and what they contain: under PyTorch the estimate of `sinew perf fit`,
-    else the weights.
+    """Return the bytes of a loaded policy, and a text that states what is counted.
+
+    With PyTorch and the package sinew-perf the bytes are the estimate of ``sinew perf fit``, otherwise the bytes of the
+    weights.
     """
     if not installed("torch") or policy.engine.model is None or policy.facts.one_graph:
-        return policy.facts.weights_nbytes, "weights alone"
+        return policy.facts.weights_nbytes, "weights only"
     if (estimates := providers.provider(GROUP)) is None:
         how = providers.how_to_install("sinew-perf")
-        return policy.facts.weights_nbytes, f"weights alone: the package sinew-perf counts activations, {how}"
-    counted: tuple[int, str] = estimates.loaded_memory(policy)
-    return counted
+        return policy.facts.weights_nbytes, f"weights only: the package sinew-perf counts activations, {how}"
+    memory: tuple[int, str] = estimates.loaded_memory(policy)
+    return memory

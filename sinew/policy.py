@@ -1,6 +1,6 @@
-"""A loaded policy, which turns observations into action chunks.
+"""A loaded policy, which computes action chunks from observations.
 
-Imports no torch: a policy whose engine is ONNX Runtime runs without torch installed.
+This module imports no torch, so that a policy on ONNX Runtime runs on a machine without torch.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ def load(
 
     Args:
         path: The bundle, a checkpoint or training run, or a name of the hub.
-        device: "cpu" or "cuda:N". None takes a GPU if PyTorch has one.
-        dtype: "fp32", "bf16", "fp16", or "native" for the precision of the bundle. None chooses by device and engine.
-        engine: Name of an engine, such as "eager" or "cuda". None takes the fastest one that fits and is verified.
-        **options: Further options: ``rename``, ``threads``, ``adapters``, ``reuse`` ... See
+        device: "cpu" or "cuda:N". None selects a GPU if PyTorch has one.
+        dtype: "fp32", "bf16", "fp16", or "native" for the precision of the bundle. None selects by device and engine.
+        engine: Name of an engine, such as "eager" or "cuda". None selects the fastest verified engine that fits.
+        **options: Further options, such as ``rename``, ``threads``, ``adapters`` and ``reuse``. See
             :class:`sinew.assemble.LoadOptions`.
 
     Returns:
-        The policy. Close it, or use it in a ``with`` block.
+        The policy. Close the policy after use, or use it in a ``with`` block.
 
     Raises:
-        SinewError: The policy cannot be loaded, or an option does not fit it or this machine.
-        TypeError: There is no such option.
+        SinewError: The policy cannot be loaded, or an option does not fit the policy or this machine.
+        TypeError: An option is unknown.
 
     Example:
         >>> with sinew.load("blocks") as policy:
         ...     chunk = policy.infer(observation)
     """
-    known = [each.name for each in fields(LoadOptions)]
+    names = [each.name for each in fields(LoadOptions)]
     for word in options:
-        if word not in known:
+        if word not in names:
             raise TypeError(
-                f"sinew.load: expected {', '.join(known)}, got {word!r}{did_you_mean(word, known)}"
+                f"sinew.load: expected options {', '.join(names)}, got {word!r}{did_you_mean(word, names)}"
             )
     policy = Policy(open_bundle(path), device, dtype, engine, **options)
     policy.identity["source"] = shown_source(str(path))
@@ -75,9 +75,9 @@ def load(
 
 
 def open_bundle(path: str | Path) -> Bundle:
-    """Open a bundle by path or name. Reads no weights, and imports torch only if a checkpoint has to be converted."""
-    found = resolve(path)
-    return Bundle(found / EXPORTED if found.is_dir() else found)
+    """Open a bundle by path or name. Reads no weights. Imports torch only if a checkpoint must be converted first."""
+    file = resolve(path)
+    return Bundle(file / EXPORTED if file.is_dir() else file)
 
 
 class Policy(DescribedPolicy, OpenPolicy):
@@ -85,16 +85,17 @@ class Policy(DescribedPolicy, OpenPolicy):
 
     Args:
         bundle: The bundle.
-        device: See :class:`sinew.assemble.LoadOptions`, as for all other options.
-        dtype: Precision.
-        engine: Name of an engine.
-        **options: The other options.
+        device: See :class:`sinew.assemble.LoadOptions`.
+        dtype: Precision; see :class:`sinew.assemble.LoadOptions`.
+        engine: Name of an engine; see :class:`sinew.assemble.LoadOptions`.
+        **options: Further fields of :class:`sinew.assemble.LoadOptions`.
 
     Raises:
         SinewError: An option does not fit the bundle or this machine.
     """
 
-    keeps_frames = False  # no frame is read after infer has returned
+    # No code reads a frame after infer has returned, so the caller may reuse the memory of the frame.
+    keeps_frames = False
 
     def __init__(
         self,
@@ -109,15 +110,15 @@ class Policy(DescribedPolicy, OpenPolicy):
         self.engine_name, self.device = self.choice.engine, self.facts.device
         self.dtype = self.choice.options.dtype
         self.unbatched = self.capabilities.why_not(Capability.BATCH)
-        # Another run may begin between two steps of one
+        # With an engine that supports streams, another run may start between two steps of a run.
         self.pauses = Capability.STREAM not in self.capabilities.refusals
-        # The widths of vla.cpp's clients: of the states that they send, and of the actions that they receive
+        # Clients of vla.cpp pad states and actions to these widths.
         self.padded_state_dim = processing.padded_state_dim
         self.padded_action_dim = processing.padded_action_dim
 
     @property
     def engine(self) -> Engine:
-        """The engine that computes. Raises :class:`ClosedError` after :meth:`close`."""
+        """The engine. Raises :class:`ClosedError` after :meth:`close`."""
         if self.opened is None:
             self._refuse_closed()
         assert self.opened is not None
@@ -125,20 +126,20 @@ class Policy(DescribedPolicy, OpenPolicy):
 
     @property
     def threads(self) -> int:
-        """Number of threads that compute."""
+        """Number of computing threads."""
         return self.engine.threads
 
     def check(self, observation: Observation | Mapping[str, Any]) -> None:
-        """Check an observation without computing anything.
+        """Check an observation without running the policy.
 
         Args:
             observation: As in :meth:`infer`.
 
         Raises:
-            ObservationError: This policy does not accept a field of it.
+            ObservationError: The policy does not accept a field of the observation.
         """
-        taken, processor = self._taken(observation)
-        processor.check(taken)
+        request, processor = self._accept(observation)
+        processor.check(request)
 
     def infer(
         self,
@@ -150,16 +151,16 @@ class Policy(DescribedPolicy, OpenPolicy):
         """Compute one action chunk.
 
         Args:
-            observation: An observation, or a dict with its fields. Frames may be PIL images or torch tensors, and
-                keys may be LeRobot's flat ones (:mod:`sinew.processing.given`).
-            timeout: Seconds until RequestTimeout is raised; checked between two stages. None waits until the end.
+            observation: An observation, or a dict with the fields of an observation. Frames may be PIL images or torch
+                tensors, and keys may be LeRobot's flat keys (:mod:`sinew.processing.given`).
+            timeout: Seconds until RequestTimeout is raised. It is checked between two stages. None: no limit.
             cancel: An event that cancels the inference between two stages.
 
         Returns:
             The chunk, float32 [H, action_dim] in robot units.
 
         Raises:
-            ObservationError: A field is wrong.
+            ObservationError: A field is not valid.
             RequestTimeout: ``timeout`` has passed.
             CancelledError: ``cancel`` was set.
             BundleError: A file of weights was changed after the load.
@@ -179,17 +180,17 @@ class Policy(DescribedPolicy, OpenPolicy):
     ) -> list[ActionChunk | SinewError]:
         """Compute the chunks of several observations.
 
-        Observations with the same :meth:`batch_key` are computed in one inference, in float32 within 1e-5 of
-        :meth:`infer`. If the engine does not support batches (``unbatched`` has the reason), they are computed one by
-        one.
+        Observations with the same :meth:`batch_key` are computed in one inference. In float32 the result differs from
+        :meth:`infer` by at most 1e-5. If the engine does not support batches (``unbatched`` has the reason), the
+        observations are computed one after the other.
 
         Args:
             observations: As in :meth:`infer`.
-            timeout: Seconds for all of them; None waits until the end.
+            timeout: Seconds for all observations together. None: no limit.
             cancel: An event that cancels the inference.
 
         Returns:
-            One entry per observation, in their order: its chunk, or its error.
+            One entry per observation, in the same order: its chunk, or its error.
 
         Raises:
             SinewError: An error that concerns all observations, as in :meth:`infer`.
@@ -221,14 +222,14 @@ class Policy(DescribedPolicy, OpenPolicy):
         timeout: float | None = None,
         cancel: threading.Event | None = None,
     ) -> str:
-        """Let the language head answer a question about an observation. Decoding is greedy.
+        """Answer a question about an observation with the language head. The decoding is greedy.
 
         Args:
             observation: As in :meth:`infer`.
-            question: The question; not empty.
-            max_tokens: Largest number of tokens in the answer; None for the bundle's own.
+            question: The question, which must not be empty.
+            max_tokens: Maximum number of tokens in the answer. None for the bundle's default.
             timeout: As in :meth:`infer`.
-            cancel: As in :meth:`infer`; checked between two tokens.
+            cancel: As in :meth:`infer`, but checked between two tokens.
 
         Returns:
             The answer.
@@ -247,15 +248,15 @@ class Policy(DescribedPolicy, OpenPolicy):
         timeout: float | None = None,
         cancel: threading.Event | None = None,
     ) -> str:
-        """Let the language head name the next subtask of the instruction, without actions.
+        """Return the next subtask of the instruction, which the language head decodes, without actions.
 
         For a subtask and actions in one call, set ``subtask`` in the observation.
 
         Args:
             observation: As in :meth:`infer`.
-            max_tokens: Largest number of tokens; None for the bundle's own.
+            max_tokens: Maximum number of tokens in the subtask. None for the bundle's default.
             timeout: As in :meth:`infer`.
-            cancel: As in :meth:`infer`; checked between two tokens.
+            cancel: As in :meth:`infer`, but checked between two tokens.
 
         Returns:
             The subtask.
@@ -266,9 +267,9 @@ class Policy(DescribedPolicy, OpenPolicy):
         return self.infer(asking(observation, None, max_tokens), timeout=timeout, cancel=cancel).text
 
     def prepare(self, observation: Observation | Mapping[str, Any]) -> Prepared:
-        """Run the first half of :meth:`infer`: check, tokenise, normalise, resize.
+        """Run the first half of :meth:`infer`: check, tokenise, normalise and resize.
 
-        It needs no lock, so a server prepares one observation while another one is computed.
+        This half needs no lock, so a server can prepare one observation while another observation is computed.
 
         Args:
             observation: As in :meth:`infer`.
@@ -277,22 +278,24 @@ class Policy(DescribedPolicy, OpenPolicy):
             The inputs for :meth:`run`.
 
         Raises:
-            ObservationError: A field is wrong.
+            ObservationError: A field is not valid.
         """
         self._refuse_closed()
-        taken, processor = self._taken(observation)
-        return processor.prepare(taken, pixels=not self.facts.takes_frames)
+        request, processor = self._accept(observation)
+        return processor.prepare(request, pixels=not self.facts.takes_frames)
 
-    def _taken(self, observation: Observation | Mapping[str, Any]) -> tuple[Observation, Processor]:
-        """Convert an observation to our form, check that this policy supports its requests, and return it with its
-        processor.
+    def _accept(self, observation: Observation | Mapping[str, Any]) -> tuple[Observation, Processor]:
+        """Convert an observation to Sinew's form and check that the policy supports its requests.
+
+        Returns:
+            The observation, and the processor of its adapter.
         """
-        taken = given.observation(observation, self.spec)
-        self.capabilities.check(taken, self.spec)
-        name: object = taken.adapter
+        request = given.observation(observation, self.spec)
+        self.capabilities.check(request, self.spec)
+        name: object = request.adapter
         if not isinstance(name, str) or name not in self.processors:
             raise ObservationError("adapter", *unknown(name, self.adapters))
-        return taken, self.processors[name]
+        return request, self.processors[name]
 
     def run(
         self,
@@ -306,7 +309,7 @@ class Policy(DescribedPolicy, OpenPolicy):
         Args:
             prepared: The result of :meth:`prepare`.
             cancel: As in :meth:`infer`.
-            between: Called after each solver step. Another run may begin inside it if ``pauses`` is True.
+            between: Called after each solver step. If ``pauses`` is True, another run may start inside this call.
 
         Returns:
             The chunk.
@@ -326,8 +329,10 @@ class Policy(DescribedPolicy, OpenPolicy):
         cancel: threading.Event | None = None,
         between: Callable[[], None] | None = None,
     ) -> list[ActionChunk | SinewError]:
-        """Run several observations of one :func:`sinew.processing.batch_key` together, in float32 within 1e-5 of
-        :meth:`run` (docs/batches.md).
+        """Run several prepared observations together (docs/batches.md).
+
+        All must have the same :func:`sinew.processing.batch_key`. In float32 the result differs from :meth:`run` by at
+        most 1e-5.
 
         Args:
             members: Results of :meth:`prepare`.
@@ -335,24 +340,29 @@ class Policy(DescribedPolicy, OpenPolicy):
             between: As in :meth:`run`.
 
         Returns:
-            One entry per member: its chunk, or its error, which does not affect the others.
+            One entry per member: its chunk, or its error. An error of one member does not affect other members.
 
         Raises:
-            SinewError: An error that concerns all: the engine does not support batches, the members do not fit
-                together, ``cancel`` was set, or a file of weights was changed.
+            SinewError: An error of the whole batch: the engine does not support batches, the members have different
+                batch keys, ``cancel`` was set, or a file of weights was changed.
         """
         first = members[0]
         if len(members) > 1:
             if self.unbatched:
-                raise SinewError(f"a batch of {len(members)}: {self.unbatched}")
+                raise SinewError(
+                    f"a batch of {len(members)} observations: {self.unbatched}; run the observations one by one"
+                )
             if None in (keys := {self.batch_key(member) for member in members}) or len(keys) > 1:
-                raise SinewError("a batch: expected observations of one batch_key")
+                raise SinewError(
+                    "a batch: expected observations with the same batch_key; use Policy.infer_all, which groups them"
+                )
         guidance, noise = _steered(members, self.spec.solver, self.engine.place)
         alone = len(members) == 1 and first.unconditional is None
         prompt = self.processors[first.adapter].recipe.prompt
         inputs = first.inputs.batched() if alone else stack_prompts(members, prompt)
         with self.lock:
-            self.files.check()  # before the weights are read: reading a truncated file would end the process
+            # Check before the weights are read, because reading a truncated file would kill the process.
+            self.files.check()
             start, watch = time.perf_counter(), Watch(cancel, between=between)
             if self.start.reuse_open:
                 self.start.start_reuse(self.engine, self.prepare(self.dummy_observation()).inputs.batched())
@@ -398,15 +408,16 @@ class Policy(DescribedPolicy, OpenPolicy):
         ]
 
     def exchange(self, weights: Mapping[str, Any]) -> None:
-        """Replace weights between two inferences. Waiting requests are computed with the new weights, and none is
-        dropped.
+        """Replace weights between two inferences.
+
+        Waiting requests are not dropped. They are computed with the new weights.
 
         Args:
-            weights: Name in the bundle -> tensor or array, which is copied. Other weights stay.
+            weights: Name of a tensor in the bundle -> tensor or array, which is copied. All other weights stay.
 
         Raises:
-            SinewError: A name, shape or number does not fit, or the engine does not support it. The old weights then
-                stay.
+            SinewError: A name, shape or number does not fit, or the engine does not support the replacement. The old
+                weights then stay.
         """
         with self.lock:
             self.engine.exchange(weights)
@@ -418,7 +429,7 @@ class Policy(DescribedPolicy, OpenPolicy):
             prepared: The result of :meth:`prepare`.
 
         Returns:
-            The properties; None for a request for text, which always runs alone.
+            The properties. None for a request for text, which always runs alone.
         """
         if prepared.words is not None:
             return None
@@ -432,25 +443,23 @@ class Policy(DescribedPolicy, OpenPolicy):
             prepared: The result of :meth:`prepare`.
 
         Returns:
-            The properties. Observations with equal keys take equally long.
+            The properties. Observations with equal keys need the same time.
         """
         key, words = batch_key(prepared), prepared.words
         return key if words is None else (key, words.most, words.behind is None)
 
     def problem(self) -> str | None:
-        """Return the error of a file of weights that was changed after the load, in a sentence; None if there is
-        none.
-        """
+        """Return an error message if a file of weights was changed after the load, otherwise None."""
         return self.files.problem()
 
     def warm_up(self) -> ActionChunk:
-        """Run one inference on grey frames, on the thread that will infer later.
+        """Run one inference on grey frames. Call this on the thread that will call ``infer`` later.
 
-        It loads the weights into memory, lets torch allocate and pick its kernels, records the CUDA engine's graphs
-        for frames of the declared sizes, and chooses the number of threads if you did not.
+        This call loads the weights into memory, lets torch allocate memory and select kernels, and records the CUDA
+        engine's graphs for frames of the declared sizes. It also selects the number of threads if you did not.
 
         Returns:
-            The chunk of the grey frames.
+            The chunk for the grey frames.
         """
         observation = self.dummy_observation()
         self.start.pause_reuse(self.engine)
@@ -464,7 +473,7 @@ class Policy(DescribedPolicy, OpenPolicy):
         return chunk
 
     def dummy_observation(self) -> Observation:
-        """Return a valid observation with grey frames, a short instruction, a state of zeros and allowed choices."""
+        """Return a valid observation with grey frames, a short instruction, and a state of zeros or allowed choices."""
         grey = {c.name: np.full((c.height, c.width, 3), 128, np.uint8) for c in self.spec.cameras}
         state = np.zeros(self.spec.state.dim, np.float32)
         for step in self.processor.recipe.state_steps:
@@ -474,7 +483,7 @@ class Policy(DescribedPolicy, OpenPolicy):
         return Observation(grey, state, prompt="pick up the cube", seed=0, earlier=earlier)
 
     def _release(self) -> None:
-        """Release engine and weights, after the present inference."""
+        """Release the engine and the weights after the current inference."""
         with self.lock:
             self.opened = None
 
@@ -482,7 +491,16 @@ class Policy(DescribedPolicy, OpenPolicy):
 def _steered(
     members: Sequence[Prepared], solver: Solver, place: Callable[[np.ndarray], Any]
 ) -> tuple[Any, np.ndarray]:
-    """Return the guidance of members of one batch, None for none, and the noise that they start from, [B, H, A]."""
+    """Return the guidance and the initial noise of a batch.
+
+    Args:
+        members: The members of the batch.
+        solver: The solver of the policy.
+        place: Copies an array to the engine's device.
+
+    Returns:
+        The guidance, or None, and the noise [B, H, A].
+    """
     first, guidance = members[0], None
     noise = np.stack([member.noise for member in members]) if len(members) > 1 else first.noise[None].copy()
     if first.continuation is not None:
@@ -501,7 +519,17 @@ def _steered(
 def finished(
     chunk: np.ndarray, member: Prepared, processor: Processor, *, normalized: bool
 ) -> np.ndarray | SinewError:
-    """Return the actions of a member in robot units, or the error that concerns it alone."""
+    """Convert the output of the model to actions.
+
+    Args:
+        chunk: Output of the model for one member.
+        member: The member.
+        processor: The processor of the member's adapter.
+        normalized: True if ``chunk`` is not yet in robot units.
+
+    Returns:
+        The actions in robot units, or the error of this member.
+    """
     if not len(chunk):
         return chunk
     try:

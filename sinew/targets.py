@@ -1,6 +1,6 @@
-"""Open what a person names and this package computes: bundles, checkpoints, hub names, recordings, split policies.
+"""Open policies that run in this process: bundles, checkpoints, hub names, recordings and split policies.
 
-The entry point ``local`` of the group ``sinew.targets`` leads here (:mod:`sinew_client.target`).
+The entry point ``local`` of the group ``sinew.targets`` refers to this module (:mod:`sinew_client.target`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from sinew.core import SinewError
 
 
 def open_local(source: Any, split: str | None = None, api_key: str = "", **options: Any) -> Policy:
-    """Open a policy that computes in this process.
+    """Open a policy that runs in this process.
 
     Args:
-        source: A folder of recordings, whose chunks are answered in their order (options: those of
-            :class:`sinew.serve.replay.Replay`), or anything that :func:`sinew.load` takes.
-        split: Address of the server that computes vision and prefix of the same bundle (``context.FORM``). The head
-            then runs here.
-        api_key: Key of that server.
-        **options: Of :func:`sinew.load`.
+        source: A folder of recordings, whose chunks are replayed in order, or any source that :func:`sinew.load`
+            accepts.
+        split: Address of a server that computes vision and prefix of the same bundle (``context.FORM``). The head then
+            runs in this process.
+        api_key: API key of that server.
+        **options: Options of :func:`sinew.load`. For a folder of recordings, options of
+            :class:`sinew.serve.replay.Replay`.
+
+    Returns:
+        The open policy.
 
     Raises:
         SinewError: The policy cannot be opened.
@@ -32,7 +36,7 @@ def open_local(source: Any, split: str | None = None, api_key: str = "", **optio
         from sinew.serve.replay import Replay
 
         if split is not None:
-            raise SinewError(f"{source}: a recording takes no option split")
+            raise SinewError(f"{source}: a recording does not support the option split; omit split")
         return Replay(Path(source), **options)
     from sinew.policy import load
 
@@ -46,12 +50,12 @@ def open_local(source: Any, split: str | None = None, api_key: str = "", **optio
     with ExitStack() as opened:
         opened.callback(policy.close)
         client = opened.enter_context(Client(split, api_key=api_key))
-        found = SplitPolicy(policy, client, whole=True)
+        split_policy = SplitPolicy(policy, client, whole=True)
         opened.pop_all()
-    return found
+    return split_policy
 
 
 def _is_recording(source: Any) -> bool:
-    """Return True for a folder of what ``sinew serve --record`` wrote."""
+    """Return True for a folder of files that ``sinew serve --record`` wrote."""
     path = Path(source)
     return path.is_dir() and next(path.glob("*.npz"), None) is not None

@@ -1,4 +1,4 @@
-"""What the first inference of a policy settles: the number of threads, and what is kept of earlier observations."""
+"""Choose the number of threads and start the cache of repeated inputs, in the first inference of a policy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sinew.processing import ModelInputs
 
 
 class WarmUp:
-    """Settles once what a load left open.
+    """The choices that a policy makes once, in its first inference.
 
     Attributes:
-        threads_reason: Why the engine has its number of threads.
-        reuse_reason: What is kept of earlier observations, "off" for nothing.
+        threads_reason: Why the engine has this number of threads.
+        reuse_reason: What is cached of earlier observations. "off" if caching is off.
     """
 
     def __init__(self, threads: int | None, reuse: bool):
@@ -24,23 +24,23 @@ class WarmUp:
         self._threads_open = threads is None
 
     def tune_threads(self, engine: Engine, infer: Callable[[], object]) -> None:
-        """Choose the number of threads by measuring, if the user did not."""
+        """Measure and choose the number of threads, unless the user chose the number."""
         if self._threads_open:
             self._threads_open = False
             self.threads_reason = engine.tune_threads(infer) or self.threads_reason
 
     def pause_reuse(self, engine: Engine) -> None:
-        """Compute everything from now on: what is measured must not be repeated from memory."""
+        """Stop the cache, because a measurement must compute everything."""
         self.reuse_open = False
         for each in (engine, *engine.adapters.values()):
             each.reuse = None
 
     def start_reuse(self, engine: Engine, inputs: ModelInputs) -> None:
-        """Keep from now on what observations like ``inputs`` repeat, if the user chose so."""
+        """Start to cache what observations like ``inputs`` repeat, if the user chose this."""
         self.reuse_open = False
         if self.reuse_reason == "off":
             return
-        # Each engine has weights of its own.
+        # Each engine has its own weights, so each engine needs its own cache.
         reasons = [each.start_reuse(inputs) for each in (engine, *engine.adapters.values())]
         apart = next(filter(None, reasons), "")
         self.reuse_reason = f"the prefix, but no single view: {apart}" if apart else "views and the prefix"

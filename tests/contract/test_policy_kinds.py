@@ -256,7 +256,7 @@ def test_what_it_cannot_open_is_said(kind: type[InThisProcess], world: SimpleNam
     for source, options, words in (
         ("expert:sinew/Nothing-v0", {}, "no scripted expert for sinew/Nothing-v0"),
         ("expert:sinew/Pen-v0", {"engine": "eager"}, "an expert has no option engine"),
-        (world.records, {"split": "tcp://127.0.0.1:1"}, "a recording takes no option split"),
+        (world.records, {"split": "tcp://127.0.0.1:1"}, "a recording does not support the option split"),
         ("http://127.0.0.1:1", {}, "expected tcp://HOST:PORT"),
         (world.bundle, {"split": world.address, **OPTIONS}, "expected a policy context.FORM"),
     ):

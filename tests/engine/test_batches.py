@@ -199,7 +199,7 @@ def check_guided_members(policy: Policy, rtc: str) -> None:
         wanted = alone(policy, eager, member, derivatives=rtc == "guided")
         assert_close(wanted, found.actions)
         assert wanted.refusal(loose.actions)
-    with pytest.raises(SinewError, match="one batch_key"):
+    with pytest.raises(SinewError, match="the same batch_key"):
         policy.run_batch([members[0], free[0]])
 
 
@@ -219,7 +219,7 @@ def test_what_shares_no_batch(request):
     assert key != batch_key(policy.prepare({**given, "solver_steps": 3}))
     long = policy.prepare({**given, "prompt": first.prompt * 2})
     assert key != batch_key(long)
-    with pytest.raises(SinewError, match="one batch_key"):
+    with pytest.raises(SinewError, match="the same batch_key"):
         policy.run_batch([policy.prepare(given), long])
 
 

@@ -270,7 +270,7 @@ def test_two_scales_share_an_inference(case: tuple[Path, dict[str, Any]], engine
     assert next(iter(keys)).scaled
     plain = policy.prepare({**observation, "advantage": "good"})
     assert policy.batch_key(plain) != policy.batch_key(members[0])  # who asks for one prompt pays for one
-    with pytest.raises(SinewError, match="expected observations of one batch_key"):
+    with pytest.raises(SinewError, match="expected observations with the same batch_key"):
         policy.run_batch([plain, members[0]])
     same = [member for member in members if policy.batch_key(member) == policy.batch_key(members[0])]
     assert len(same) >= 2
@@ -496,7 +496,7 @@ def test_tokens_of_the_client_hold_an_advantage_or_not(
     assert np.array_equal(policy.infer(told).actions, wanted)
     with pytest.raises(ObservationError, match="advantage: expected no advantage together with tokens"):
         policy.check({**told, "advantage": "good"})
-    with pytest.raises(ObservationError, match="guidance_scale: expected none beside tokens"):
+    with pytest.raises(ObservationError, match="guidance_scale: expected none together with tokens"):
         policy.check({**told, "guidance_scale": 2.0})
 
 
@@ -505,10 +505,10 @@ def test_a_policy_without_a_place_refuses_both(smolvla_bundle: Callable[..., Pat
     observation = Golden(golden / "smolvla-2cam").observation()
     assert policy.capabilities.advantages == ()
     assert policy.describe()["advantages"] == []
-    assert "a policy whose prompt has a place for an advantage" in policy.describe()["unscaled"]
+    assert "a policy whose prompt contains an advantage" in policy.describe()["unscaled"]
     for field, value in (("advantage", "positive"), ("guidance_scale", 2.0), ("guidance_scale", 1.0)):
         with pytest.raises(
-            ObservationError, match=f"^{field}: expected none for this policy, whose prompt has"
+            ObservationError, match=f"^{field}: expected none for this policy, because its prompt contains"
         ):
             policy.infer({**observation, field: value})
 

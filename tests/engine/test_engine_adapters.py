@@ -212,9 +212,9 @@ def test_requests_of_different_adapters_share_no_batch(policy: Policy, golden: P
             assert isinstance(one, ActionChunk)
             assert one.adapter == name
             assert_close(rounding(lambda member=member: policy.run(member).actions), one.actions)
-    with pytest.raises(SinewError, match="expected observations of one batch_key"):
+    with pytest.raises(SinewError, match="expected observations with the same batch_key"):
         policy.run_batch([prepared["arm"][0], prepared["kitchen"][0]])
-    with pytest.raises(SinewError, match="expected observations of one batch_key"):
+    with pytest.raises(SinewError, match="expected observations with the same batch_key"):
         policy.run_batch([prepared[""][0], prepared["kitchen"][0]])
 
 
@@ -234,10 +234,10 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(
         policy.infer(replace(given, adapter=3))
     alone = sinew.load(adapters(CASE).base, "cpu", engine="eager")
     with pytest.raises(
-        ObservationError, match="adapter: expected no adapter, as this policy was opened without any"
+        ObservationError, match="adapter: expected no adapter, because this policy was opened without any"
     ):
         alone.infer(given)
-    with pytest.raises(ObservationError, match="adapter: expected none here, got 'kitchn'"):
+    with pytest.raises(ObservationError, match="adapter: expected none for this policy, got 'kitchn'"):
         policy.processor.prepare(given)
     with pytest.raises(
         ObservationError, match="adapter: expected none, because the robot runs the base policy's head"
@@ -273,17 +273,17 @@ def test_an_adapter_of_another_base(adapters: Make, case_bundle: Any, tmp_path: 
     found, other = adapters(CASE), adapters("pi0-2cam")
     arm = found.files["arm"]
     refused = {
-        "an adapter of pi0, and .* is smolvla": (found.base, other.files["arm"]),
-        "whose weights are .* those of .*3cam-padded": (case_bundle("smolvla-3cam-padded"), arm),
-        "whose weights are .*a quantised or merged bundle": (found.merged["kitchen"], arm),
-        "a whole policy, no adapter": (found.base, found.merged["arm"]),
+        "this adapter is for the architecture pi0, and .* has smolvla": (found.base, other.files["arm"]),
+        "whose weights have .* the weights of .*3cam-padded": (case_bundle("smolvla-3cam-padded"), arm),
+        "whose weights have .*a quantised or merged bundle": (found.merged["kitchen"], arm),
+        "a whole policy and not an adapter": (found.base, found.merged["arm"]),
     }
     for words, (base, file) in refused.items():
         with pytest.raises(BundleError, match=words):
             sinew.load(base, "cpu", adapters={"arm": file})
     base = Bundle(found.base)
     base.hashes = None
-    with pytest.raises(BundleError, match="carries no hashes"):
+    with pytest.raises(BundleError, match="contains no hashes"):
         Policy(base, "cpu", adapters={"arm": arm})
     for name in ("", "a b", "x" * 65, "-a"):
         with pytest.raises(BundleError, match="adapters: expected names of at most 64 letters"):
@@ -313,7 +313,7 @@ def test_robots_of_another_form(adapters: Make, tmp_path: Path) -> None:
         changed = written(arm, tmp_path / "changed.gguf", spec=replace(spec, **changes))
         with pytest.raises(BundleError) as caught:
             open_adapter(changed, base)
-        assert "serve it as a policy of its own (--policy)" in str(caught.value)
+        assert "serve it as a separate policy (--policy)" in str(caught.value)
         return str(caught.value)
 
     camera = CameraSpec("belly", first.height, first.width)
@@ -325,7 +325,7 @@ def test_robots_of_another_form(adapters: Make, tmp_path: Path) -> None:
     both = Bundle(
         written(found.base, tmp_path / "base.gguf", spec=replace(base.manifest.spec, control_hz=10.0))
     )
-    with pytest.raises(BundleError, match="spec.control_hz: expected 10.0, as the base, got 30.0"):
+    with pytest.raises(BundleError, match="spec.control_hz: expected 10.0 like the base, got 30.0"):
         open_adapter(tmp_path / "stated.gguf", both)
 
 

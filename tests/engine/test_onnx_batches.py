@@ -99,7 +99,7 @@ def test_fewer_views_and_other_steps(policy: Policy) -> None:
     wanted = [alone(policy, eager, member) for member in members]
     for expected, found in zip(wanted, policy.run_batch(members), strict=True):
         assert_close(expected, found.actions)
-    with pytest.raises(SinewError, match="one batch_key"):
+    with pytest.raises(SinewError, match="the same batch_key"):
         policy.run_batch([members[0], *members_of(policy, 1)])
     with pytest.raises(SinewError, match="solver_steps: expected one of the exported 10, got 7"):
         policy.run_batch([replace(member, steps=7) for member in members])
@@ -146,7 +146,7 @@ def test_prompts_of_other_lengths_wait_where_the_prefix_has_one_scale(
     assert len({policy.batch_key(member) for member in (short, other, same)}) == 1
     monkeypatch.setattr(policy, "facts", replace(policy.facts, exact_lengths=True))
     assert len({policy.batch_key(member) for member in (short, other, same)}) > 1
-    with pytest.raises(SinewError, match="one batch_key"):
+    with pytest.raises(SinewError, match="the same batch_key"):
         policy.run_batch([short, other, same])
 
 

@@ -145,7 +145,7 @@ def test_a_server_keeps_what_requests_repeat_and_says_so(tmp_path: Path) -> None
 
 def test_a_recording_reuses_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["serve", "--replay", str(tmp_path), "--reuse"]) == 1
-    assert "--reuse: a recording is replayed alone" in capsys.readouterr().err
+    assert "--reuse: cannot be combined with --replay" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("case", ["eo1-2cam", "diffusion-ddpm", "act-sizes"])

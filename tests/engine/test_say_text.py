@@ -356,7 +356,7 @@ def bad() -> list[Any]:
             (
                 "tokens",
                 {**asked, "tokens": np.array([5, 6]), "prompt": ""},
-                "tokens: expected none beside question",
+                "tokens: expected none together with question",
             ),
             (
                 "no tokens",
@@ -367,28 +367,28 @@ def bad() -> list[Any]:
             (
                 "noise",
                 {**asked, "noise": np.zeros((50, 32), np.float32)},
-                "noise: expected nothing where words alone",
+                "noise: expected no value if only text is requested",
             ),
             (
                 "steps",
                 {"subtask": True, "text_only": True, "solver_steps": 2},
-                "solver_steps: expected nothing where",
+                "solver_steps: expected no value if only text is requested",
             ),
             ("subtask", {"subtask": 1}, "subtask: expected true or false, got int"),
             (
                 "of nothing",
                 {"text_only": True},
-                "text_only: expected a subtask or a question with it",
+                "text_only: expected a subtask or a question together with it",
             ),
             (
                 "length of nothing",
                 {"text_tokens": 5},
-                "text_tokens: expected a subtask or a question with it",
+                "text_tokens: expected a subtask or a question together with it",
             ),
             (
                 "no prompt",
                 {"subtask": True, "prompt": " "},
-                "prompt: expected an instruction, of which a subtask",
+                "prompt: expected an instruction from which a subtask",
             ),
         )
     ]
@@ -411,17 +411,19 @@ def test_who_has_no_head_says_how_to_get_one(
     policy: Policy, pi_bundle: Callable[[str], Path], loaded: Callable[[str, str], Policy]
 ) -> None:
     bare = load(pi_bundle("pi0-2cam"), engine="eager", threads=1)
-    with pytest.raises(ObservationError, match=r"^question: expected nothing, or a bundle that keeps its language head"
-                       r".*sinew convert --set lm_head=true\), got pi0-2cam, which keeps none"):  # fmt: skip
+    with pytest.raises(ObservationError, match=r"^question: expected nothing, or a bundle with a language head"
+                       r".*sinew convert --set lm_head=true\), got pi0-2cam, which has no language head"):  # fmt: skip
         bare.ask(observation(bare), "what is there?")
-    with pytest.raises(ObservationError, match="^subtask: expected nothing, or a bundle that keeps"):
+    with pytest.raises(
+        ObservationError, match="^subtask: expected nothing, or a bundle with a language head"
+    ):
         bare.infer({**observation(bare), "subtask": True})
     assert bare.capabilities.texts == ()
     pi0 = loaded("pi0-2cam", "eager")
     assert pi0.capabilities.texts == ("question",)
     with pytest.raises(
         ObservationError,
-        match="^subtask: expected nothing, as this bundle has no prompt for it .*subtask_prompt=",
+        match="^subtask: expected nothing, because this bundle has no prompt for it .*subtask_prompt=",
     ):
         pi0.subtask(observation(pi0))
 
@@ -444,7 +446,7 @@ def test_engines_that_cannot_say_words_are_refused_by_name(
 def test_words_are_said_for_one_alone(policy: Policy) -> None:
     asked = policy.prepare({**observation(policy), "subtask": True})
     assert policy.batch_key(asked) is None
-    with pytest.raises(SinewError, match="^a batch: expected observations of one batch_key"):
+    with pytest.raises(SinewError, match="^a batch: expected observations with the same batch_key"):
         policy.run_batch([asked, asked])
     with pytest.raises(SinewError, match="^context: a request for text needs the whole policy"):
         read_context(policy, asked, "fp32")
@@ -584,9 +586,15 @@ def test_an_advantage_is_refused_beside_words(golden: Path, tmp_path: Path) -> N
     policy = load(path, engine="eager", threads=1, allow_missing_cameras=True)
     seen = {**vars(policy.dummy_observation()), "subtask": True}
     for fields, message in (
-        ({}, r"advantage: expected an empty text beside subtask, .* the usual one \(good\), got none"),
-        ({"advantage": "bad"}, "advantage: expected none beside subtask, whose prompt has no place for it"),
-        ({"advantage": "bad", "guidance_scale": 2.0}, "guidance_scale: expected none beside subtask"),
+        (
+            {},
+            r"advantage: expected an empty text together with subtask, .* the usual advantage \(good\), got none",
+        ),
+        (
+            {"advantage": "bad"},
+            "advantage: expected none together with subtask, because that prompt contains no advantage",
+        ),
+        ({"advantage": "bad", "guidance_scale": 2.0}, "guidance_scale: expected none together with subtask"),
     ):
         for act in (policy.check, policy.prepare):
             with pytest.raises(ObservationError, match=f"^{message}"):

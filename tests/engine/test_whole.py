@@ -76,7 +76,7 @@ def test_the_only_instruction_is_a_part_of_the_graph(
     assert "policy.onnx is within" in capsys.readouterr().out
     assert {"tokens", "token_mask"}.isdisjoint(shapes(tmp_path / "robot" / WHOLE))
     assert main([*line[:3], str(tmp_path / "other"), "--prompt", "go"]) == 1
-    assert "--prompt needs --whole" in capsys.readouterr().err
+    assert "--prompt requires --whole" in capsys.readouterr().err
 
 
 def test_a_graph_that_computes_something_else_is_refused(folder: tuple[Path, Path], tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_graph_that_computes_something_else_is_refused(folder: tuple[Path, Pat
     offset = next(each for each in graph.graph.initializer if each.name == last.input[1])
     offset.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(offset) + 1, offset.name))
     onnx.save_model(graph, str(tmp_path / WHOLE))
-    with pytest.raises(SinewError, match="one graph: expected what eager computes within"):
+    with pytest.raises(SinewError, match="one graph: expected the actions of eager within"):
         prove_whole(Bundle(bundle), made, *open_whole(tmp_path))
 
 

@@ -238,7 +238,7 @@ def test_auto_grows_while_it_pays(table, limit, tried, monkeypatch):
 def test_a_busy_machine_is_named_beside_the_times(load, noted, monkeypatch):
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     made, _ = calibrated({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0}, None, monkeypatch)
-    assert ("others were computing" in made.describe()["max_batch_reason"]) is noted
+    assert ("other programs were running" in made.describe()["max_batch_reason"]) is noted
     assert bool(made.busy) is noted
 
 

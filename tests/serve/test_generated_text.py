@@ -213,8 +213,8 @@ def test_openpis_wire(at: SimpleNamespace, policy: Policy, expected: SimpleNames
         ("/vqa", {"question": "why?", "subtask": True}, "question", "question: expected only one of question and"),
         ("/vqa", {"question": "why?", "temperature": 1}, "temperature", "temperature: expected one of the keys"),
         ("/subtask", {"question": "why?"}, "question", "question: expected no question in a request for a subtask"),
-        ("/subtask", {"prompt": ""}, "prompt", "prompt: expected an instruction, of which a subtask is said"),
-        ("/subtask", {"noise": [[0.0]]}, "noise", "noise: expected nothing where words alone"),
+        ("/subtask", {"prompt": ""}, "prompt", "prompt: expected an instruction from which a subtask is generated"),
+        ("/subtask", {"noise": [[0.0]]}, "noise", "noise: expected no value if only text is requested"),
         ("/v1/actions", {"subtask": "yes"}, "subtask", "subtask: expected true or false, got str"),
         ("/v1/actions", {"text_only": True}, "text_only", "text_only: expected a subtask or a question"),
     ],
@@ -372,7 +372,8 @@ def test_who_says_no_words_refuses_by_name(
     with desk(("native",), policy=bare) as found, Client(found.native, timeout=START_S) as client:
         for ask in (lambda: client.ask(seen(bare), QUESTION), lambda: client.subtask(seen(bare))):
             with pytest.raises(
-                ServerError, match=r"sinew convert --set lm_head=true\), got pi05-2cam, which keeps"
+                ServerError,
+                match=r"sinew convert --set lm_head=true\), got pi05-2cam, which has no language head",
             ):
                 ask()
 

@@ -279,4 +279,4 @@ def test_what_the_server_prints(encrypted: Any, caplog: pytest.LogCaptureFixture
     with desk(listen=Listen("0.0.0.0")) as at:
         warn_of_exposure("0.0.0.0", list(at.opened.values()), key=True, tls=False)
     assert "keys travel unencrypted on native; use --tls-cert and --tls-key, or a tunnel" in caplog.text
-    assert f"because they would send the key unencrypted, unless {ALLOW_VARIABLE}=1" in caplog.text
+    assert f"because they would send the key unencrypted; to allow it, set {ALLOW_VARIABLE}=1" in caplog.text

@@ -406,7 +406,7 @@ def test_flags_name_policies():
         ("b", "expected NAME=SOURCE"),
         ("b=", "expected NAME=SOURCE"),
         ("a/b=x", "expected a name"),
-        ("default=x", "another policy's name"),
+        ("default=x", "is the name of the first policy"),
     ):
         with pytest.raises(SinewError, match=words):
             named_policies([text])

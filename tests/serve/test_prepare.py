@@ -380,8 +380,8 @@ def test_memory_that_is_short(act: Path, tmp_path: Path) -> None:
         found = settled(client)
         assert found["state"] == "failed"
         assert (
-            "memory: expected 0.09 GiB, for both forms stand while they are exchanged, got 0.05 GiB"
-            in found["text"]
+            "memory: expected 0.09 GiB, because the old and the new policy are both loaded during a hot-swap, got"
+            " 0.05 GiB" in found["text"]
         )
         assert client.metadata()["server"]["engine"] == "plan"
         assert "was not prepared: memory: expected" in server.log.read_text()
@@ -394,7 +394,7 @@ def test_a_cache_that_cannot_be_written(act: Path, tmp_path: Path) -> None:
     with preparing(tmp_path, act) as server, Client(server.address, timeout=START_S) as client:
         found = settled(client)
         assert found["state"] == "failed"
-        assert "prepared: expected to keep there what is found, got Not a directory" in found["text"]
+        assert "prepared: expected to store the result there, got Not a directory" in found["text"]
         assert client.infer(grey(act)).actions.shape[0] > 0
     assert names(act.parent) == {"act.gguf"}
 

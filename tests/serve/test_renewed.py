@@ -102,11 +102,12 @@ def test_a_port_of_another_scheme_is_named(
         assert main(["top", address, "--seconds", "3"]) == 1
         first, *_, last = capsys.readouterr().err.splitlines()
     why = "Remote end closed connection without response (https:// if the port is encrypted)"
-    assert first == f"{address}: {why}; asked again until it answers"
-    assert last == f"error: {address}: {why}"
+    assert first == f"{address}: {why}; trying again every second until it answers"
+    advice = "check the address, and that the server runs with a dashboard"
+    assert last == f"error: {address}: {why}; {advice}"
     with desk(("openpi",), listen=Listen(dashboard=True)) as at:
         assert main(["top", at.openpi.replace("ws", "https"), "--seconds", "3"]) == 1
-        assert "(http:// if the port is not encrypted); asked again" in capsys.readouterr().err
+        assert "(http:// if the port is not encrypted); trying again" in capsys.readouterr().err
         assert main(["top", at.openpi.replace("ws", "http"), "--seconds", "3"]) == 0
         out, err = capsys.readouterr()
     assert " ok  up" in out

@@ -237,10 +237,10 @@ def test_the_server_says_what_it_is(server: tuple[ServerProcess, dict[str, int]]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "expected a bundle, or --replay RECORDS"),
+        ((), "expected a bundle or --replay RECORDS"),
         (("--replay", "."), "no records"),
         (("--replay", ".", "--engine", "eager"), "a replay computes nothing"),
-        (("--replay", ".", "--rename", "front=camera1"), "--rename: needs the bundle together with --replay"),
+        (("--replay", ".", "--rename", "front=camera1"), "--rename: pass the bundle together with --replay"),
     ],
 )
 def test_mistakes(
