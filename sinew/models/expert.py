@@ -165,7 +165,13 @@ class ExpertModel(Model):
 
     @abstractmethod
     def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
-        """Select the part of the language model's keys and values that the expert reads. valid: bool [B, P]."""
+        """Select the part of the language model's keys and values that the expert reads.
+
+        Args:
+            cache: Keys and values of each layer of the language model.
+            valid: bool [B, P], False for padding.
+            state: float32 [B, S], normalised and padded.
+        """
 
     def prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor

@@ -64,11 +64,11 @@ def test_the_gguf_package_reads_the_same_file(path):
 def test_weights_equal_the_checkpoint(path, golden):
     from safetensors.torch import load_file
 
-    from sinew.families.smolvla.convert import DEAD, bundle_name
+    from sinew.families.smolvla.convert import UNUSED_TENSORS, bundle_name
 
     bundle = Bundle(path)
     upstream = load_file(golden / "smolvla-2cam" / "checkpoint" / "model.safetensors")
-    kept = {name for name in upstream if not name.startswith(DEAD)}
+    kept = {name for name in upstream if not name.startswith(UNUSED_TENSORS)}
     assert {bundle_name(name) for name in kept} == set(bundle.infos)
     for name in kept:
         assert torch.equal(bundle.tensor(bundle_name(name)), upstream[name])

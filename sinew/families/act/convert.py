@@ -29,7 +29,7 @@ recognises = of_type(*NAMES)
 OPTIONS = ("stats", "stats_key", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 # The VAE encoder is only for training. The weight of the latent's projection is always multiplied by a latent of zeros.
-DEAD = ("model.vae_encoder", "model.encoder_latent_input_proj.weight")
+UNUSED_TENSORS = ("model.vae_encoder", "model.encoder_latent_input_proj.weight")
 BACKBONE = "model.backbone."
 SCHEMA = Schema(
     # Defaults of LeRobot's configuration_act.py.
@@ -119,7 +119,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         ),
         tokenizer=silent.TOKENIZER,
         tensors=tensors(checkpoint.tensors, config),
-        dead=DEAD,
+        dead=UNUSED_TENSORS,
         sources=checkpoint.files,
         notes=tuple(checkpoint.notes),
     )

@@ -28,7 +28,7 @@ from sinew.layers.sizes import check_sizes
 from sinew.models.base import Regression
 
 NORM_EPS = 1e-5  # default of torch, which the reference does not change
-LONGEST = 10_000  # longest wavelength of the position table
+LONGEST_PERIOD = 10_000  # longest wavelength of the position table, in sides of the view
 PLACE_EPS = 1e-6  # avoids a division by zero in the position table
 
 
@@ -360,7 +360,7 @@ def view_places(rows: int, cols: int, size: int) -> Tensor:
     a full turn. Source: LeRobot ACTSinusoidalPositionEmbedding2d.
     """
     half = size // 2
-    wave = LONGEST ** (2 * (torch.arange(half, dtype=torch.float32) // 2) / half)
+    wave = LONGEST_PERIOD ** (2 * (torch.arange(half, dtype=torch.float32) // 2) / half)
 
     def along(count: int) -> Tensor:  # [count, half]
         place = torch.ones(count).cumsum(0)

@@ -39,8 +39,10 @@ from sinew.steps.prompt.template import sentence
 NAMES = ("bitvla",)
 # Fields of config.json that are not read. The tensors and the tokenizer have the same numbers, or only other forms of
 # the policy need them.
-ASIDE = "image_seq_length image_token_index n_action_bins norm_stats pad_token_id vocab_size ignore_index"
-USUAL = {"multimodal_projector_bias": True}
+UNREAD_FIELDS = (
+    "image_seq_length image_token_index n_action_bins norm_stats pad_token_id vocab_size ignore_index"
+)
+SUPPORTED_VALUES = {"multimodal_projector_bias": True}
 OPTIONS = openvla.OPTIONS
 SETTINGS = {name: setting for name, setting in openvla.SETTINGS.items() if name != "decoding"}
 # Defaults of BitNet b1.58 2B, which a checkpoint omits.
@@ -147,7 +149,10 @@ def assemble(
         tensors=pack(weights, tower.ternary),
         dead=dead,
         sources=[*dict.fromkeys(checkpoint.files), tokenizer.path],
-        notes=(*openvla.notes(checkpoint, robot), *checkpoint.config.leftover(ASIDE, USUAL)),
+        notes=(
+            *openvla.notes(checkpoint, robot),
+            *checkpoint.config.leftover(UNREAD_FIELDS, SUPPORTED_VALUES),
+        ),
     )
 
 

@@ -39,7 +39,7 @@ from sinew.steps.prompt.last import Last
 
 NAMES = ("cogact",)
 # Fields of config.json that only concern Prismatic's training.
-ASIDE = (
+UNREAD_FIELDS = (
     "data_root_dir run_root_dir pretrained_checkpoint is_resume resume_step resume_epoch run_id run_id_note"
     " save_interval image_aug seed hf_token trackers wandb_project wandb_entity repeated_diffusion_steps"
     " load_all_data_for_training use_ema stage"
@@ -92,7 +92,7 @@ HEAD = [
     *renames(NET, "head.", "z_embedder.linear=condition t_embedder.mlp.0=time_in t_embedder.mlp.2=time_out"),
     *renames(NET, "head.", "x_embedder.linear=action_in final_layer.linear=action_out"),
 ]
-DEAD = ("language_model.lm_head.", "action_model.net.history_embedder.", "ema_diffusion.")
+UNUSED_TENSORS = ("language_model.lm_head.", "action_model.net.history_embedder.", "ema_diffusion.")
 
 
 def run_of(path: Path) -> Path:
@@ -180,7 +180,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         whose="Llama 2's tokenizer, which is not part of a run (OpenVLA's repository has it),",
     )
     prompt = (*openvla.openvla_prompt(tokenizer), Last(tokenizer.token_id("</s>")))
-    head = openvla.HeadPart("cogact", config, HEAD, DEAD, prompt)
+    head = openvla.HeadPart("cogact", config, HEAD, UNUSED_TENSORS, prompt)
     image = ImageRecipe(SIDE, SIDE, (Resize(SIDE, SIDE, method="pil_bicubic"),), MEAN, STD)
     pad = config.vocab_size - TOKEN_TABLE_MULTIPLE
     processing = openvla.processing(checkpoint, head, robot, pad, image)
@@ -196,7 +196,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         processing=replace(processing, action=snapped(processing), action_parts=()),
         tokenizer=tokenizer.text,
         tensors=apply(checkpoint.tensors, [*rules, *LANGUAGE, *PROJECTOR, *HEAD]) | plain_norms(config),
-        dead=(*dead, *DEAD),
+        dead=(*dead, *UNUSED_TENSORS),
         sources=[*dict.fromkeys(checkpoint.files), tokenizer.path],
         notes=notes(checkpoint, config, robot.cameras[0]),
     )
@@ -295,4 +295,4 @@ def notes(checkpoint: CogACTCheckpoint, config: CogACTConfig, camera: str) -> tu
     lines += checkpoint.unread
     if any(name.startswith("ema_diffusion.") for name in checkpoint.tensors):
         lines.append("the moving average of the head (ema_diffusion) is ignored, as in CogACT's inference")
-    return (*lines, *checkpoint.record.leftover(ASIDE))
+    return (*lines, *checkpoint.record.leftover(UNREAD_FIELDS))

@@ -31,7 +31,7 @@ from sinew.models.solvers import NoiseLevels, Solver
 
 NORM_EPS = 1e-6  # epsilon of the head's norms
 TIME_CHANNELS = 256  # channels of the sinusoids at the start of the time embedding
-LONGEST = 10_000.0
+LONGEST_PERIOD = 10_000.0  # longest period of the time embedding, divided by 2 pi
 LEVELS = NoiseLevels(100, spacing="even")
 
 
@@ -89,7 +89,7 @@ class CognitionHead(nn.Module):
 
     def time(self, level: Tensor) -> Tensor:
         """Return the embedding [B, C] of noise levels [B]."""
-        waves = cosines_then_sines(level, TIME_CHANNELS, LONGEST)
+        waves = cosines_then_sines(level, TIME_CHANNELS, LONGEST_PERIOD)
         return self.time_out(F.silu(self.time_in(waves)))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ FILES = "config.json tokenizer*.json *preprocessor_config.json vocab.json merges
 TEMPLATE, PROCESSOR = "eo1_conversation_template_processor", "eo1_qwen_processor"
 TEXT_TOKENS = 200  # longest instruction
 # LeRobot adds these tokens to the tokenizer in this order.
-ADDED = (
+ADDED_TOKENS = (
     *("<|action_start|>", "<|action_pad|>", "<|action_end|>"),
     *("<|state_start|>", "<|state_pad|>", "<|state_end|>", "<|vla|>"),
 )
@@ -100,7 +100,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     home = find_model_dir(str(checkpoint["vlm_base"]), options.vlm, path, "--vlm", FILES)
     vlm = JsonRecord(checkpoint.file, checkpoint.config).part("vlm_config")
-    tokenizer = find_tokenizer(options, home, whose=f"{checkpoint['vlm_base']}'s").with_tokens(ADDED)
+    tokenizer = find_tokenizer(options, home, whose=f"{checkpoint['vlm_base']}'s").with_tokens(ADDED_TOKENS)
     preprocessor = JsonRecord(home / "preprocessor_config.json")
     vision = qwen25_vision(vlm.part("vision_config"))
     image = image_recipe(checkpoint, preprocessor, vision)
@@ -172,7 +172,7 @@ def model_config(
             frames=sizes_of_views(image, len(checkpoint.cameras)),
             out_layers=checkpoint.size("num_action_layers"),
         )
-    if (last := max(tokenizer.token_id(token) for token in ADDED)) >= config.vocab_size:
+    if (last := max(tokenizer.token_id(token) for token in ADDED_TOKENS)) >= config.vocab_size:
         raise ConvertError(
             f"{tokenizer.path}: expected ids of EO-1's tokens below {config.vocab_size}, the size of the token table,"
             f" got {last}"

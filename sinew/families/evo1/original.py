@@ -29,7 +29,7 @@ VLM = "OpenGVLab/InternVL3-1B"
 EPS = 1e-8
 # Fields of config.json that are not read. They concern training, except the number of solver steps, which is a constant
 # in the original server.
-ASIDE = (
+UNREAD_FIELDS = (
     "device run_name disable_wandb wandb_project debug dataset_type data_paths dataset_config_path use_augmentation"
     " max_samples_per_file video_backend cache_dir lr batch_size num_workers prefetch_factor pin_memory"
     " persistent_workers max_steps warmup_steps grad_clip_norm weight_decay fused_adamw non_finite_max_streak"
@@ -37,7 +37,7 @@ ASIDE = (
     " enable_gradient_checkpointing gradient_checkpointing_use_reentrant finetune_vlm finetune_language_model"
     " finetune_vision_model finetune_action_head"
 )
-USUAL = {"action_head": "flowmatching", "binarize_gripper": False, "vision_masked": False}
+SUPPORTED_VALUES = {"action_head": "flowmatching", "binarize_gripper": False, "vision_masked": False}
 MODES: dict[str, tuple[Literal["mean_std", "min_max", "quantiles"], tuple[str, str]]] = {
     "normal": ("mean_std", ("mean", "std")),
     "bounds": ("min_max", ("min", "max")),
@@ -134,7 +134,11 @@ def read(path: Path, options: ConvertOptions) -> Parts:
         optional_cameras=len(cameras) - 1,
         tensors=tensors,
         files=[config.path, file, weights],
-        notes=(*notes, *unread_note(weights, sources, "module"), *config.leftover(ASIDE, USUAL)),
+        notes=(
+            *notes,
+            *unread_note(weights, sources, "module"),
+            *config.leftover(UNREAD_FIELDS, SUPPORTED_VALUES),
+        ),
     )
 
 

@@ -23,8 +23,8 @@ from sinew.convert.widths import tower
 from sinew.core import ConvertError
 from sinew.families.gr00t import n15
 from sinew.families.gr00t.files import (
-    ASIDE,
-    USUAL,
+    SUPPORTED_VALUES,
+    UNREAD_FIELDS,
     EagleParts,
     NvidiaFiles,
     head_config,
@@ -159,7 +159,7 @@ def assemble(
         sources=[*parts.files, eagle.path, template_file, tokenizer.path],
         notes=(
             *parts.robot.notes,
-            *(note for record in parts.records for note in record.leftover(ASIDE, USUAL)),
+            *(note for record in parts.records for note in record.leftover(UNREAD_FIELDS, SUPPORTED_VALUES)),
         ),
     )
 

@@ -32,7 +32,7 @@ from sinew.steps.prompt.words_only import InstructionPrompt
 
 # Fields of config.json that the converter does not read: precisions, training options, and values that
 # processor_config.json also has.
-ASIDE = (
+UNREAD_FIELDS = (
     "model_dtype model_name backbone_model_type model_revision tune_top_llm_layers tune_llm tune_visual tune_projector"
     " tune_diffusion_model tune_vlln use_flash_attention load_bf16 collator_overwrite_image_inputs eagle_collator"
     " backbone_trainable_params_fp32 image_crop_size image_target_size shortest_image_edge crop_fraction"
@@ -42,7 +42,7 @@ ASIDE = (
     " state_dropout_prob state_additive_noise_scale rtc_ramp_rate action_dim action_horizon compute_dtype hidden_size"
     " expand_batch backbone_cfg action_head_cfg"
 )
-USUAL = {"reproject_vision": False, "exclude_state": False}
+SUPPORTED_VALUES = {"reproject_vision": False, "exclude_state": False}
 LEROBOT_PREFIX = "_groot_model."
 TEXT_TOKENS = 256  # tokens reserved for the instruction; NVIDIA's code has no limit
 

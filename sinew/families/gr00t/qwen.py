@@ -16,8 +16,8 @@ from sinew.convert.tokenizer_files import find_model_dir, find_tokenizer
 from sinew.convert.widths import tower
 from sinew.core import ConvertError
 from sinew.families.gr00t.files import (
-    ASIDE,
-    USUAL,
+    SUPPORTED_VALUES,
+    UNREAD_FIELDS,
     NvidiaFiles,
     head_config,
     processing,
@@ -110,7 +110,7 @@ def assemble(files: NvidiaFiles) -> Conversion:
         tensors=apply(tensors, rules),
         dead=("backbone.model.model.language_model.norm.", "backbone.model.lm_head."),
         sources=[*robot.files, vlm.path, preprocessor.path, template_file, tokenizer.path],
-        notes=(*robot.notes, *config.leftover(ASIDE, USUAL)),
+        notes=(*robot.notes, *config.leftover(UNREAD_FIELDS, SUPPORTED_VALUES)),
     )
 
 

@@ -137,6 +137,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         notes=(
             *robot.notes(SUPPORTED_GOALS, True, options),
             "goals with satellite pictures are rejected, because OmniVLA's runner does not support them",
-            *checkpoint.config.leftover(openvla.ASIDE, openvla.USUAL),
+            *checkpoint.config.leftover(openvla.UNREAD_FIELDS, openvla.SUPPORTED_VALUES),
         ),
     )

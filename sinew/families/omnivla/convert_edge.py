@@ -101,7 +101,7 @@ TEXT = (
 )
 # Unused tensors: ImageNet classifiers, a distance that the runner discards, the layer that torch copied to make the
 # stack, and CLIP's vision tower.
-DEAD = (
+UNUSED_TENSORS = (
     *(f"{tower}._fc." for tower in TOWERS),
     *("dist_predictor.", "decoder.sa_layer.", "film_model.final_classifier."),
     *("vision_model.", "visual_projection.", "logit_scale", "text_model.embeddings.position_ids"),
@@ -136,7 +136,10 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     file, goals = file_of(path), goals_of(options)
     weights_of_file = read_torch(file)
     read_kinds = kinds(goals)
-    dead = (*DEAD, *(name for kind in KINDS if kind not in read_kinds for name in UNUSED_WITHOUT_KIND[kind]))
+    dead = (
+        *UNUSED_TENSORS,
+        *(name for kind in KINDS if kind not in read_kinds for name in UNUSED_WITHOUT_KIND[kind]),
+    )
     tensors, sources = dict(weights_of_file), [file]
     clip: tuple[JsonRecord, TokenizerFiles] | None = None
     if "language" in read_kinds:
@@ -255,7 +258,7 @@ def film_config(sizes: TensorSizes) -> FilmConfig:
         widths=tuple(
             sizes.of(f"{end}.{n}.0.weight", 4)[0] for n in range(sizes.count(re.escape(end) + r"\.(\d+)\."))
         ),
-        rows=LARGE_SIDE // 8,  # Three convolutions with stride 2 come before.
+        rows=LARGE_SIDE // 8,  # FiLM follows three convolutions with stride 2.
     )
 
 

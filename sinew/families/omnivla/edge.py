@@ -332,7 +332,7 @@ class OmniVLAEdge(Regression):
         count = config.history + ("satellite" in config.kinds) + ("image" in config.kinds)
         width = count * config.head.hidden_size
         rows = features[:, :width].unflatten(1, (count, -1))
-        goals = list(rows[:, config.history :].split(1, dim=1))  # satellite, image
+        goals = list(rows[:, config.history :].split(1, dim=1))  # satellite goal and image goal, if present
         if self.pose_proj is not None:
             goals.insert(0, self.pose_proj(newest[:, :POSE])[:, None])
         if self.vision.film is not None and self.language_proj is not None:

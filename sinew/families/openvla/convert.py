@@ -53,11 +53,11 @@ from sinew.steps.prompt.template import sentence
 NAMES = ("openvla",)
 # Fields of config.json that are not read. They describe how the model was built before training, or only other forms of
 # the policy need them.
-ASIDE = (
+UNREAD_FIELDS = (
     "arch_specifier hf_llm_id llm_backbone_id llm_max_length n_action_bins norm_stats pad_to_multiple_of pad_token_id"
     " use_fused_vision_backbone vision_backbone_id"
 )
-USUAL = {
+SUPPORTED_VALUES = {
     "image_resize_strategy": "resize-naive",
     "output_projector_states": False,
     "timm_override_act_layers": [None, None],
@@ -191,7 +191,7 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
         notes=(
             *notes(checkpoint, robot),
             *decoding_notes(bool(action), bool(state), parallel),
-            *checkpoint.config.leftover(ASIDE, USUAL),
+            *checkpoint.config.leftover(UNREAD_FIELDS, SUPPORTED_VALUES),
         ),
     )
 

@@ -160,7 +160,7 @@ EMBEDDING, HEAD = (
     "paligemma_with_expert.paligemma.lm_head.weight",
 )
 # Heads of the language models. Actions do not depend on their logits.
-DEAD = ("paligemma_with_expert.paligemma.lm_head.", "paligemma_with_expert.gemma_expert.lm_head.")
+UNUSED_TENSORS = ("paligemma_with_expert.paligemma.lm_head.", "paligemma_with_expert.gemma_expert.lm_head.")
 
 
 NAMES = ("pi0", "pi05")
@@ -239,7 +239,7 @@ def paligemma_head(
     options: ConvertOptions, weights: dict[str, TensorSource], tokenizer: TokenizerFiles
 ) -> LMHead:
     """Find PaliGemma's language head. Its weight is tied to the token table in the original models."""
-    return lm_head(options, weights, HEAD, EMBEDDING, tokenizer, "<eos>", DEAD, tied=True)
+    return lm_head(options, weights, HEAD, EMBEDDING, tokenizer, "<eos>", UNUSED_TENSORS, tied=True)
 
 
 def with_text(recipe: Processing, head: LMHead, options: ConvertOptions, subtasks: bool) -> Processing:
@@ -475,7 +475,8 @@ def processing(
         side,
         side,
         pad="top_left" if old_layout else "center",
-        # LeRobot 0.4 padded with -1 before it scaled pixels to [-1, 1], so its model reads bars with the value -3.
+        # LeRobot 0.4 padded with -1 before it scaled pixels from [0, 1] to [-1, 1]. The model therefore reads padding
+        # with the value -3.
         pad_value=-1.0 if old and not old_layout else 0.0,
     )
     return checkpoint.processing(

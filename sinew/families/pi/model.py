@@ -279,8 +279,8 @@ class PI05(PI0):
     def embed_prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Embed the prefix. With memory, ``camera_mask`` tells which observation steps exist, and all views of the
-        newest step exist.
+        """Embed the prefix. If the policy has memory, ``camera_mask`` is True for the observation steps that exist. All
+        views of the newest step must exist.
         """
         memory = self.config.memory
         if memory is None:

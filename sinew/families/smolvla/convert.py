@@ -59,7 +59,7 @@ PREFIXES = (
 TABLE = "model.vlm_with_expert.vlm.model.text_model.embed_tokens.weight"
 HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
 # Actions do not depend on the logits of the language head.
-DEAD = ("model.vlm_with_expert.vlm.lm_head.",)
+UNUSED_TENSORS = ("model.vlm_with_expert.vlm.lm_head.",)
 VLM_FILES = "config.json tokenizer.json tokenizer_config.json"
 
 
@@ -164,7 +164,9 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             "image_end_tokens": (fake,),
         }
     tied = bool(vlm.get("tie_word_embeddings", vlm.get("text_config", {}).get("tie_word_embeddings")))
-    head = lm_head(options, checkpoint.tensors, HEAD, TABLE, tokenizer, "<end_of_utterance>", DEAD, tied)
+    head = lm_head(
+        options, checkpoint.tensors, HEAD, TABLE, tokenizer, "<end_of_utterance>", UNUSED_TENSORS, tied
+    )
     config = replace(model_config(checkpoint, vlm, special), lm_head=head.kind)
     return Conversion(
         format="lerobot-smolvla",

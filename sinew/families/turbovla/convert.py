@@ -67,14 +67,14 @@ BERT_EPS = 1e-12
 # Facts about the published encoders that a checkpoint does not contain.
 TOWERS = {"dinov3-vitb16": {"num_attention_heads": 12, "rope_theta": 100.0, "layer_norm_eps": NORM_EPS}}
 TEXTS = {"bert-base-uncased": {"num_attention_heads": 12, "layer_norm_eps": BERT_EPS}}
-# FIXED: the only configuration values that Sinew supports. ASIDE: fields that do not influence inference.
+# FIXED: the only configuration values that Sinew supports. UNREAD_FIELDS: fields that do not influence inference.
 FIXED: dict[str, dict[str, Any]] = {
     "text": {"sub_sentence_present": True, "zero_padded_tokens": False},
     "vision": {"position_embedding": "view"},
     "interaction": {"padding_strategy": "key_padding_mask", "residual_style": "normalized"},
     "action": {},
 }
-ASIDE = {
+UNREAD_FIELDS = {
     "text": "frozen force_eval_when_frozen local_files_only attention_implementation",
     "vision": "frozen local_files_only attention_implementation encode_views_separately compute_precision"
     " position_init_std position_scale_init dropout",
@@ -82,7 +82,7 @@ ASIDE = {
     "action": "dropout",
 }
 # TurboVLA reads features before the encoder's last norm, so these tensors are not needed.
-DEAD = (
+UNUSED_TENSORS = (
     "vision_encoder.backbone.norm.",
     "vision_encoder.backbone.embeddings.mask_token",
     "text_encoder.bert.pooler.",
@@ -252,7 +252,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         ),
         tokenizer=tokenizer.text,
         tensors=tensors(checkpoint.tensors),
-        dead=DEAD,
+        dead=UNUSED_TENSORS,
         sources=[*checkpoint.files, *([options.stats] if options.stats else []), tokenizer.path],
         notes=(f"statistics {key!r}" if key else "statistics of one data set", *checkpoint.notes, *notes),
     )
@@ -329,7 +329,7 @@ def leftovers(
     """
     unread: dict[str, Any] = {}
     for name, group in groups.items():
-        expected = {*group.read, *ASIDE[name].split()}
+        expected = {*group.read, *UNREAD_FIELDS[name].split()}
         unread |= {f"{name}.{key}": value for key, value in group.content.items() if key not in expected}
     # The file may also have a table of debugging options.
     expected = {*groups, "name", "embedding_dump"}

@@ -137,7 +137,7 @@ def prompt_recipe(
     text = chat.replace(MARK, sentence)
     if "{" in text or "}" in text:
         raise ConvertError(
-            f"{checkpoint.file}: prompt_template: the text must not contain other braces than its fields. Remove them"
+            f"{checkpoint.file}: prompt_template: braces are only allowed around field names. Remove all other braces"
         )
     text = text.replace(placeholder, "{image}").replace(MARK, "{prompt}")
     vocabulary = max(vlm.part("text_config")["vocab_size"], tokenizer.tokenizer.get_vocab_size())

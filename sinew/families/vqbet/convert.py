@@ -33,7 +33,7 @@ GROUP = 16
 HEAD = "vqbet.action_head."
 BOOK = r"vqbet\.action_head\.vqvae_model\.vq_layer\.layers\.(\d+)\._codebook\."
 FIRST, SECOND = f"{HEAD}map_to_cbet_preds_primary_bin.0.", f"{HEAD}map_to_cbet_preds_secondary_bin.0."
-DEAD = (
+UNUSED_TENSORS = (
     f"{HEAD}vqvae_model.encoder.",
     f"{HEAD}vqvae_model.discretized",
     f"{HEAD}vqvae_model.vq_layer.freeze_codebook",
@@ -124,7 +124,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         ),
         tokenizer=silent.TOKENIZER,
         tensors=tensors(checkpoint.tensors, config),
-        dead=DEAD,
+        dead=UNUSED_TENSORS,
         sources=checkpoint.files,
         notes=tuple(checkpoint.notes),
     )

@@ -64,7 +64,7 @@ SCHEMA = Schema(
     steps={"wall_x_task_processor": ProcessorStep(required=True), "normalizer_processor": NORMALIZER},
 )
 # Entries of the network's configuration that do not change the actions.
-ASIDE = (
+UNREAD_FIELDS = (
     "attention_dropout bos_token_id eos_token_id pad_token_id vision_start_token_id vision_end_token_id"
     " vision_token_id video_token_id initializer_range max_position_embeddings max_window_layers sliding_window"
     " tie_word_embeddings vocab_size noise_scheduler tokens_per_second spatial_patch_size"
@@ -126,7 +126,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         tensors=tensors(checkpoint, config),
         dead=(*unread, *((HEAD,) if TABLE in checkpoint.tensors else ())),
         sources=[*checkpoint.files, base.path, preprocessor.path, tokenizer.path],
-        notes=(*checkpoint.notes, *(note for each in records for note in each.leftover(ASIDE))),
+        notes=(*checkpoint.notes, *(note for each in records for note in each.leftover(UNREAD_FIELDS))),
     )
 
 

@@ -198,7 +198,7 @@ TABLES = tuple(
     for name in ("encoder.embed_tokens", "shared")
 )
 # The other names in TABLES are copies of the token table.
-DEAD = ("model.vlm.language_model.final_logits_bias", *TABLES)
+UNUSED_TENSORS = ("model.vlm.language_model.final_logits_bias", *TABLES)
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
@@ -229,7 +229,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         processing=processing(checkpoint, config, image),
         tokenizer=tokenizer.text,
         tensors=tensors(checkpoint.tensors, config, domain(checkpoint)),
-        dead=DEAD,
+        dead=UNUSED_TENSORS,
         sources=[*checkpoint.files, tokenizer.path],
         notes=tuple(checkpoint.notes),
     )

@@ -33,7 +33,7 @@ from sinew.models.base import Model
 from sinew.models.solvers import Solver
 
 NORM_EPS = 1e-5  # default of torch, which the reference does not change
-LONGEST = 100  # longest period of the time embedding, divided by 2 pi
+LONGEST_PERIOD = 100  # longest period of the time embedding, divided by 2 pi
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,9 @@ class TextLayer(nn.Module):
 
 
 class TextEncoder(nn.Module):
-    """BART's encoder (Lewis et al. 2019, arXiv 1910.13461) over embeddings of image and text. There is no mask."""
+    """BART's encoder (Lewis et al. 2019, arXiv 1910.13461) over embeddings of image and text. Every token
+    attends to every token, including padding.
+    """
 
     layers: Sequence[TextLayer]
 
@@ -261,7 +263,7 @@ class XVLA(Model):
         return XVLAContext(self.head_rows(text, views[:, 1:]), self.state_proj(state)[:, None])
 
     def embed_time(self, t: Tensor) -> Tensor:
-        return self.time_proj(cosines_then_sines(t, self.config.time_size, LONGEST))
+        return self.time_proj(cosines_then_sines(t, self.config.time_size, LONGEST_PERIOD))
 
     def embed_actions(self, x: Tensor, time_embedding: Tensor, context: XVLAContext) -> Tensor:
         """Return the head's tokens of noisy actions [B, H, A], without position embeddings, [B, H, C]."""

@@ -1,5 +1,5 @@
-"""Stores of low-bit weights (``sinew/bundle/quant.py``), which take part in the product as they are stored
-(``lowbit.py``).
+"""Stores of low-bit weights (``sinew/bundle/quant.py``). The matrix products of ``lowbit.py`` read the weights
+in their stored form.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from sinew.layers.stores.plain import Plain
 from sinew.layers.stores.store import Held
 
 DTYPES = (torch.bfloat16, torch.float16)
-# Number of weights in a block: 4 MiB in float32, which stay in the last cache between conversion and product.
+# Number of weights in a block. A block of 4 MiB in float32 stays in the last-level cache between its conversion and
+# its product.
 BLOCK = 1 << 20
 # Smallest number of rows in a block, because each product packs all of x again.
 ROWS = 256

@@ -89,8 +89,8 @@ class Store:
         """Return W as float32 [rows, width]."""
 
     def form(self, rows: int, device: torch.device) -> dict[str, Tensor]:
-        """Return the tensors of the store by name, without values. Empty if the only tensor is ``weight``, floats
-        [rows, width].
+        """Return the tensors of the store by name, without values. The result is empty if the store only has the
+        floating-point tensor ``weight``, [rows, width].
         """
         return {}
 

@@ -35,7 +35,7 @@ from sinew.core.extras import install
 
 Entry = tuple[str, str, tuple[int, ...], Transform]  # PyTorch name, stored name, index, transform
 
-MOST_NAMED = 8  # arrays that an error message names
+MAX_SHOWN = 8  # arrays that an error message names
 MOST_TYPED = 400  # characters of names that an error message suggests for --set ignore
 STORED = {"float32": F32, "bfloat16": BF16}
 VISION = "paligemma_with_expert.paligemma.model.vision_tower.vision_model"
@@ -270,11 +270,11 @@ def read_params(
                 f"--set ignore={name}: expected the name of an array in {path} that the model ignores"
             )
     if unread := sorted(set(params.store.unread) - {*ignored}):
-        more = f" and {len(unread) - MOST_NAMED} more" if len(unread) > MOST_NAMED else ""
+        more = f" and {len(unread) - MAX_SHOWN} more" if len(unread) > MAX_SHOWN else ""
         is_lora = all("lora" in name for name in unread)
         kind = "LoRA factors without a weight of the model" if is_lora else "other arrays"
         raise ConvertError(
-            f"{path}: expected only the arrays of {architecture}, got {kind}: {', '.join(unread[:MOST_NAMED])}{more};"
+            f"{path}: expected only the arrays of {architecture}, got {kind}: {', '.join(unread[:MAX_SHOWN])}{more};"
             f" if the actions do not depend on them, pass --set ignore={','.join(unread)[:MOST_TYPED]}"
         )
     return sources, len(params.merged)
