@@ -103,7 +103,6 @@ OWN: dict[str, dict[str, Verb]] = {
             "Drive a robot with a policy.", "run tcp://127.0.0.1:5555 --robot my_robot:Arm --seconds 60"
         ),
         "trials": Verb("Compare policies on one robot, blind and scene by scene.", package="sinew-eval"),
-        "top": Verb("Show what a server does, in the terminal.", "top http://127.0.0.1:8000"),
     },
     "Measure": {
         "eval": Verb("Run a policy in closed loop and count successes.", package="sinew-eval"),

@@ -206,7 +206,7 @@ def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         SinewError, match=r"SINEW_SERVE_HOTS: `sinew serve` has no such flag.*'SINEW_SERVE_HOST'"
     ):
         bound(build_app(), ("serve", "policy.gguf"))
-    bound(build_app(), ("top",))  # another verb's variables are not its business
+    bound(build_app(), ("prepare", "policy.gguf"))  # another verb's variables are not its business
 
 
 def test_where_the_file_is_named(

@@ -217,7 +217,6 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         (["recording", "replay", "nope.jsonl"], "nope.jsonl: no such file or folder"),
         (["recording", "mcap", "nope", "run.mcap"], "nope: no such file or folder"),
         (["serve", "--replay", "nope"], "nope: no such file or folder"),
-        (["top", "http://127.0.0.1:1", "--seconds", "0.1"], "http://127.0.0.1:1: Connection refused"),
         (
             ["bench", "tcp://127.0.0.1:1", "--api-key-file", "nope"],
             "--api-key-file nope: No such file or directory",
@@ -244,9 +243,9 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         (["run", PEN, "--trials=2"], "error: unknown flag --trials: it is now `sinew trials --scenes`"),
         (["bench", "localhost:5555"], "no such file or folder; did you mean 'tcp://localhost:5555'?"),
         (["convert"], "vla.cpp GGUF file, or a bundle in an older format); see `sinew convert --help`"),
-        (["top", "--zzz"], "error: unknown flag --zzz: see `sinew top --help`"),
-        (["top", "--seconds", "x"], "error: --seconds: expected a number, got 'x'"),
-        (["top", "--answers", "0"], "error: --answers: expected a number >= 1, got 0"),
+        (["run", "--zzz"], "error: unknown flag --zzz: see `sinew run --help`"),
+        (["run", "--seconds", "x"], "error: --seconds: expected a number, got 'x'"),
+        (["run", "--episodes", "0"], "error: --episodes: expected a number >= 1, got 0"),
         (
             ["new", "famly", "x"],
             "KIND: expected one of family, engine, wire, robot, task, got 'famly'; did you mean 'family'?",

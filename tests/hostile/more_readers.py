@@ -1,5 +1,5 @@
-"""More fuzzers over texts and small files: the bounded reader itself, records in this user's caches, events of the
-dashboard, descriptions of arms, and what an evaluation leaves behind.
+"""More fuzzers over texts and small files: the bounded reader itself, records in this user's caches, descriptions of
+arms, and what an evaluation leaves behind.
 
 As in :mod:`tests.hostile.readers`, an input ends in a value or in one of ``readers.EXPECTED``.
 """
@@ -32,11 +32,9 @@ from sinew_perf import success
 
 from sinew.bundle import Bundle
 from sinew.bundle.digests import DigestCache
-from sinew.cli.top_view import view
 from sinew.convert.sources.card import records_of
 from sinew.core import SinewError
 from sinew.engine import prepared, proofs
-from sinew.serve.dashboard.follow import ServerSeen
 from sinew.serve.wires.lerobot.agreements import Agreements
 from tests.hostile.meter import gave
 from tests.hostile.mutate import dumps, mutate_bytes, mutate_record
@@ -46,54 +44,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PEN = ROOT / "sinew" / "assets" / "pen.gguf"
 ARM = ROOT / "examples" / "robots" / "ur5e.urdf"
 RECORD = {"a": [1, 2.5, None, True, "text"], "b": {"c": [[1], [2]], "d": ""}, "e": -1e-9}
-ROBOT = {
-    "number": 1,
-    "name": "dry",
-    "state": "runs",
-    "rows_hz": 20.0,
-    "age_p50_ms": 40.0,
-    "age_p95_ms": None,
-    "held": {"paused": 2},
-    "steps": 9,
-    "clipped_commands": 0,
-    "episodes": 1,
-    "successes": 1,
-    "reason": "",
-}
-EVENTS: dict[str, dict[str, Any]] = {
-    "about": {
-        "server": {"engine": "plan", "engine_reason": "it starts at once", "threads": 2},
-        "policy": {
-            "name": "pen",
-            "architecture": "act",
-            "action": {"names": ["x", "y"], "units": ["m", "m"]},
-        },
-    },
-    "health": {
-        "status": "ok",
-        "problems": ["none"],
-        "uptime_s": 5.0,
-        "memory_bytes": 1 << 28,
-        "waiting": 0,
-        "served": 5,
-        "recorder": {"dropped": 1, "failed": 0},
-        "host": {"cpu": 0.5, "cores": 2},
-        "robots": [ROBOT],
-        "engine": "onnx",
-    },
-    "answers": {
-        "wire": "native",
-        "client": "a",
-        "session": "b",
-        "missed": False,
-        "prompt": "go",
-        "outcome": "ok",
-        "ms": 5.0,
-        "text": "left",
-        "timing": {"queue_ms": 1.0, "head_ms": 2.0},
-        "actions": [[0.0, None], [1.0, 2.0]],
-    },
-}
 OPTIONS = {
     "tip": "tool0",
     "action": "dxyz*0.02,gripper",
@@ -182,22 +132,6 @@ def messages(rng: random.Random) -> object:
     data = mutate_bytes(data, rng, len(data))
     gave(data)
     return bounded(lambda: untrusted.unpack_msgpack(data))
-
-
-def events(rng: random.Random) -> object:
-    """Events of a dashboard, as ``sinew top`` takes and draws them."""
-    seen = ServerSeen("here")
-    for event in ("about", "answers", "health", "answers"):
-        record = EVENTS[event]
-        if rng.random() < 0.6:
-            record = mutate_record(record, rng, rng.choice((1, 1, 2, 4)))
-        data = dumps(record)
-        gave(data)
-        record = bounded(lambda data=data: untrusted.parse_json(data))  # type: ignore[misc]
-        if not isinstance(record, dict):
-            raise SinewError("expected events of a Sinew server")  # as the feed's reader says
-        seen.hear(event, record, view)
-    return view(seen), seen.to_dict()
 
 
 def arms(work: Path) -> Case:
@@ -360,7 +294,6 @@ def targets(work: Path) -> dict[str, Callable[[], Case]]:
         "bounded lines": lambda: lines(work),
         "bounded archives": lambda: archives(work),
         "bounded messages": lambda: messages,
-        "dashboard events": lambda: events,
         "arms": lambda: arms(work),
         "own records": lambda: own_records(work),
         "gates": lambda: gates(work),

@@ -38,7 +38,7 @@ NAMES = (
     "metadata",
 )
 MORE = (
-    *("bounded texts", "bounded lines", "bounded archives", "bounded messages", "dashboard events", "arms"),
+    *("bounded texts", "bounded lines", "bounded archives", "bounded messages", "arms"),
     *("own records", "gates", "farm plans", "episode logs", "reports", "success surfaces"),
 )
 

@@ -283,7 +283,6 @@ def commands(walk: Walk) -> None:
     walk.type("sinew new family my_arm", says=("my-arm/",))
     with walk.serving("sinew serve policy.gguf", adds="--record records/"):
         walk.type("sinew bench tcp://127.0.0.1:5555")
-        walk.type("sinew top http://127.0.0.1:8000", adds="--seconds 3")
         drove(
             walk.type(
                 "sinew run tcp://127.0.0.1:5555 --robot my_robot:Arm --hz 30",
@@ -494,11 +493,17 @@ def guidance(walk: Walk) -> None:
         )
 
 
+def health_of(ran: Ran) -> dict:
+    """Return the last health in the events of a server."""
+    return json.loads(re.findall(r"^event: health\ndata: (.*)$", ran.text, re.MULTILINE)[-1])
+
+
 def dashboard(walk: Walk) -> None:
     with walk.serving("sinew serve blocks --wire native --wire http"):
         won(walk.type("sinew run tcp://127.0.0.1:5555 --robot blocks --episodes 3"), 1, of=3)
-        seen = walk.type("sinew top http://127.0.0.1:8000", adds="--seconds 3")
-        (robot,) = seen.result["health"]["robots"]
+        # The server sends events until curl ends, with status 28 after 3 seconds.
+        seen = walk.type("curl --no-buffer http://127.0.0.1:8000/v1/events", adds="--max-time 3", status=28)
+        (robot,) = health_of(seen)["robots"]
         assert (robot["name"], robot["state"], robot["episodes"]) == ("blocks", "ended", 3), robot
     if not walk.has("rerun"):
         for line in [each for each in walk.lines if "rerun" in each or " rrd " in each]:
@@ -519,7 +524,7 @@ def dashboard(walk: Walk) -> None:
         ),
     ):
         walk.run(ask)
-        health = walk.run("sinew top http://127.0.0.1:8000 --seconds 3").result["health"]
+        health = health_of(walk.run("curl -N -m 3 http://127.0.0.1:8000/v1/events", status=28))
         assert health["rerun"]["written"] >= 5, health
         assert health["rerun"]["dropped"] == 0, health
     with walk.serving("sinew serve policy.gguf --rerun run.rrd"):
@@ -1246,7 +1251,6 @@ def tutorial_lerobot(walk: Walk) -> None:
     )
     with walk.serving("sinew serve outputs/train/pick-cube --record records/"):
         walk.run(f"sinew bench {NATIVE} --runs 5")
-        walk.type("sinew top http://127.0.0.1:8000", adds="--seconds 2")
     mcap = walk.type("sinew recording mcap records/ run.mcap --bundle outputs/train/pick-cube --hz 30")
     assert mcap.result["bytes"] > 1000, mcap
     with walk.server("sinew serve outputs/train/pick-cube"):

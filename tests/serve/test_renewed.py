@@ -17,7 +17,6 @@ from sinew_client.auth import api_key_of
 from sinew_client.errors import ServerError
 from websockets.sync.client import connect
 
-from sinew.cli import main
 from sinew.cli.serve_listen import Listening
 from sinew.core import SinewError
 from sinew.serve.access_log import access_logging
@@ -90,29 +89,6 @@ def test_a_certificate_is_renewed_under_a_running_server(
         assert "the old content stays: TLS: " in caplog.text
         new[1].replace(key)
         assert shown(at.openpi) == renewed
-
-
-def test_a_port_of_another_scheme_is_named(
-    certificate: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`sinew top` said nothing in a pipe until its time was over."""
-    cert, key = certificate
-    with desk(("openpi",), listen=Listen(tls_cert=cert, tls_key=key)) as at:
-        address = at.openpi.replace("wss", "http")
-        assert main(["top", address, "--seconds", "3"]) == 1
-        first, *_, last = capsys.readouterr().err.splitlines()
-    why = "Remote end closed connection without response (https:// if the port is encrypted)"
-    assert first == f"{address}: {why}; trying again every second until it answers"
-    advice = "check the address, and that the server runs with a dashboard"
-    assert last == f"error: {address}: {why}; {advice}"
-    with desk(("openpi",), listen=Listen(dashboard=True)) as at:
-        assert main(["top", at.openpi.replace("ws", "https"), "--seconds", "3"]) == 1
-        assert "(http:// if the port is not encrypted); trying again" in capsys.readouterr().err
-        assert main(["top", at.openpi.replace("ws", "http"), "--seconds", "3"]) == 0
-        out, err = capsys.readouterr()
-    assert " ok  up" in out
-    assert "timed out" not in out  # the wait was cut short by --seconds
-    assert err == ""
 
 
 def test_an_access_log_begins_anew_where_it_was_moved_away(tmp_path: Path) -> None:

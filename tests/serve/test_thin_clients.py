@@ -1,10 +1,8 @@
-"""Programs that talk to a running server and need nothing else: the asynchronous client, and `sinew top`."""
+"""The asynchronous client, which talks to a running server and needs nothing else."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,6 @@ import pytest
 from sinew_client import Client, ClientError, InvalidObservation, RequestTimeout, ServerError, UnsafeChunk
 from sinew_client.aio import AsyncClient
 
-from sinew.cli import main
-from sinew.cli.terminal import BARS
-from sinew.cli.top_view import spark, view
-from sinew.core import SinewError
-from sinew.serve.dashboard.follow import ServerSeen
 from tests import processes
 from tests.serve.test_replay import FRAMES, STATE, WITHOUT_TORCH, chunk_of, record
 from tests.serve.test_server import serving
@@ -137,112 +130,3 @@ def test_a_server_that_comes_back_is_found(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(chunk.actions, chunk_of("arm", 0, (4, 6)))
 
     finish(ask())
-
-
-# ----------------------------------------------------------------------------- sinew top
-
-
-def asking(served: Served, stop: threading.Event) -> None:
-    with Client(f"tcp://127.0.0.1:{served.native}", timeout=WAIT_S, api_key=KEY) as robot:
-        while not stop.is_set():
-            robot.infer({**OBSERVATION, "session": "arm [bold]"})
-            stop.wait(0.02)
-
-
-@pytest.fixture
-def robot(served: Served) -> Iterator[None]:
-    """A robot that asks all the time."""
-    stop = threading.Event()
-    thread = threading.Thread(target=asking, args=(served, stop))
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
-
-
-@pytest.mark.usefixtures("robot")
-def test_top_shows_what_a_server_does(
-    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setenv("SINEW_API_KEY", KEY)
-    out = tmp_path / "top.json"
-    assert main(["top", f"http://127.0.0.1:{served.web}", "--answers", "5", "--json", str(out)]) == 0
-    found = json.loads(out.read_text())
-    assert (found["policy"], found["answers"], found["missed"]) == ("records", 5, 0)
-    assert found["latency_ms"]["p50"] > 0
-    shown = capsys.readouterr().out
-    assert shown.count("sinew top") == 1  # not a terminal: one view, the last
-    for words in ("records", "engine", "p95", "queue", "arm [bold]", "chunk of 4"):
-        assert words in shown
-    assert any(bar in shown for bar in BARS)
-
-
-def test_top_says_why_it_shows_nothing(
-    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def said(*words: str) -> str:
-        assert main(["top", *words]) == 1
-        return capsys.readouterr().err
-
-    monkeypatch.delenv("SINEW_API_KEY", raising=False)
-    assert "requires a key; pass --api-key-file, or set SINEW_API_KEY" in said(
-        f"http://127.0.0.1:{served.web}"
-    )
-    assert "expected http://HOST:PORT of the openpi or http protocol" in said("tcp://127.0.0.1:5555")
-    assert "expected http://HOST:PORT" in said("http://host:port")
-    assert "refused" in said(f"127.0.0.1:{processes.free_port()}", "--seconds", "0.1")
-    assert "refused" in said(
-        f"127.0.0.1:{processes.free_port()}", "--json"
-    )  # one view: it does not wait for a server
-
-
-def test_top_as_json_ends_after_one_view_of_an_idle_server(
-    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SINEW_API_KEY", KEY)
-    for words in (["--json"], []):  # capsys is no terminal
-        assert main(["top", f"http://127.0.0.1:{served.web}", *words]) == 0
-        shown = capsys.readouterr().out
-        assert "records" in shown
-        if words:
-            found = json.loads(shown)
-            assert (found["answers"], found["latency_ms"]) == (0, None)
-            assert found["health"]["status"] == "ok"
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {},
-        {"wire": 1},
-        {"wire": "a", "client": "b", "session": "c", "missed": 0, "prompt": "", "outcome": "ok"},
-    ],
-)
-def test_answers_that_are_none(record: dict[str, Any]) -> None:
-    seen = ServerSeen("here")
-    seen.hear("about", {"policy": {}, "server": {}})
-    with pytest.raises(SinewError, match="expected answers of a Sinew server"):
-        seen.hear("answers", record, view)
-
-
-def test_the_engine_that_took_over_is_shown() -> None:
-    seen = ServerSeen("here")
-    seen.hear(
-        "about",
-        {"policy": {}, "server": {"engine": "plan", "engine_reason": "it starts at once", "dtype": "fp32"}},
-    )
-    seen.hear("health", {"engine": "onnx", "engine_reason": "measured on this machine"})
-    assert seen.about["server"] == {
-        "engine": "onnx",
-        "engine_reason": "measured on this machine",
-        "dtype": "fp32",
-    }
-    seen.hear("health", {"status": "ok"})  # of an older server
-    assert seen.about["server"]["engine"] == "onnx"
-
-
-def test_bars() -> None:
-    assert spark([0, 1, 2, 3, 4, 5, 6, 7]) == BARS
-    assert spark([3, 3]) == BARS[0] * 2
-    assert spark([None, 1.0, None, 2.0]) == f" {BARS[0]} {BARS[-1]}"
-    assert spark([None, float("nan")]) == "  "
