@@ -298,7 +298,7 @@ def pixels(*shape: int, kind: Any = np.uint8, value: float = 0) -> np.ndarray:
         (
             "state",
             np.zeros(3, np.complex64),
-            "state: expected numbers, truth values or text as dtype, got '<c8'",
+            "state: expected a dtype of numbers, booleans or text, got '<c8'",
         ),
         ("state", np.full(3, 1e300), "observation.state: expected 3 finite numbers"),
         (

@@ -60,7 +60,7 @@ def test_it_is_small_and_fits_its_policy_alone(name: str, other: str, most: int)
 
 def test_another_policys_adapter_plays_no_episode() -> None:
     env, adapter = make_env("sinew/Pen-v0")
-    with pytest.raises(AdapterError, match="edge adapter of blocks: rows of a chunk: expected 32, got 24"):
+    with pytest.raises(AdapterError, match="edge adapter for blocks: actions per chunk: expected 32, got 24"):
         run_episode(env, adapter, Late("pen", [0]), EpisodeSettings(edge_adapter=EDGE), 5000)
 
 

@@ -524,5 +524,7 @@ def test_a_robot_names_a_camera_that_it_has_not() -> None:
     from sinew_client.control.robots import Renamed
 
     robot = Renamed(Forty(), {"front": "top"})
-    with pytest.raises(ClientError, match="--rename: the robot has front, wrist, and no top"):
+    with pytest.raises(
+        ClientError, match=r"--rename: expected a camera of the robot \(front, wrist\), got top"
+    ):
         robot.observe()

@@ -321,7 +321,7 @@ def test_what_is_wrong_is_named(
 
 def test_an_instruction_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(BLOCKS), "--hz", "20", "--seconds", "1"]) == 1
-    assert "--prompt: expected an instruction" in capsys.readouterr().err
+    assert "--prompt: neither the policy nor the robot has an instruction" in capsys.readouterr().err
 
 
 def loop_without_server() -> Loop:
@@ -516,7 +516,7 @@ def test_joints_go_by_name_in_the_order_of_the_robot() -> None:
     ):
         LeRobotArm(arm, POLICY)
     with pytest.raises(
-        ClientError, match="state has 3 numbers, the robot has 2 joints: shoulder.pos, elbow.pos"
+        ClientError, match="state has 3 values, but the robot has 2 joints: shoulder.pos, elbow.pos"
     ):
         LeRobotArm(arm, {**POLICY, "state": {"dim": 3}}, {"front": "top"})
 

@@ -281,7 +281,7 @@ def test_what_the_rows_go_through_is_reported(capsys: pytest.CaptureFixture[str]
         (("--set", "filter=box:1"), "filter: expected ema:SHARE or lowpass:HZ"),
         (("--set", "stale_of=wrist"), "stale_of wrist: expected CAMERA=SECONDS"),
         (("--set", "speed=0.5", "--motion", '{"kind": "as is"}'), "speed: expected motion"),
-        (("--takeover", "expert", "--robot", "blocks", "--motion", '{"kind": "as is"}'), "expected --motion absolute"),
+        (("--takeover", "expert", "--robot", "blocks", "--motion", '{"kind": "as is"}'), "expected a motion (absolute"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(
@@ -371,7 +371,7 @@ def test_what_is_no_leader_is_refused_by_name() -> None:
         (
             "builtins:list",
             {},
-            "--takeover builtins:list: expected a class with a method read, got one without",
+            "--takeover builtins:list: expected a class with a method `read`; add this method",
         ),
     ):
         with pytest.raises(LeaderError) as error:

@@ -189,12 +189,12 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         (["doctor", "nope.gguf", "--json"], "correct the path or name that the message shows"),
         (
             ["bench", "tcp://"],
-            "expected tcp://HOST:PORT of the native protocol (5555 unless `--wire native:PORT` says otherwise)",
+            "expected tcp://HOST:PORT with the port of the native protocol (5555, or PORT of",
         ),
         (["bench", "ws://127.0.0.1:8000/x"], "got 'ws://127.0.0.1:8000/x'"),
         (
             ["bench", "ipc://tmp/x"],
-            "or the ipc:///PATH that `--wire native:ipc:///PATH` names, got 'ipc://tmp/x'",
+            "or ipc:///PATH if it has `--wire native:ipc:///PATH`, got 'ipc://tmp/x'",
         ),
         (
             ["serve", PEN, "--wire", "openpi:ipc:///tmp/x"],

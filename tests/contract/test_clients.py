@@ -154,7 +154,7 @@ class OfStreams(Blocking):
         while time.monotonic() < end:
             self.client.send([0.5], 1.0, images=OBSERVATION["images"])
             if not self.client.wait_connected(0.02):
-                if "not a ZeroMQ" in self.client.error:
+                if "not a Sinew server" in self.client.error:
                     raise ConnectionLost(self.client.error)
                 if self.client._closed:
                     raise ClientError("the client is closed")
@@ -305,7 +305,7 @@ def test_no_server_of_zeromq_is_told(made: Make) -> None:
         thread.start()
         try:
             client = made(f"tcp://127.0.0.1:{listening.getsockname()[1]}")
-            with pytest.raises(ConnectionLost, match="not a ZeroMQ server"):
+            with pytest.raises(ConnectionLost, match="not a Sinew server"):
                 client.ask()
         finally:
             end.set()
@@ -323,9 +323,9 @@ def test_closed(made: Make) -> None:
 
 
 def test_bad_address(kind: type[Blocking]) -> None:
-    with pytest.raises(ClientError, match="expected tcp://HOST:PORT of the native protocol"):
+    with pytest.raises(ClientError, match="expected tcp://HOST:PORT with the port of the native protocol"):
         kind("ipc://tmp/x")
-    with pytest.raises(ClientError, match="one or more, of one policy"):
+    with pytest.raises(ClientError, match="one or more addresses, all with the same policy"):
         kind("a:1/x", "a:1/y")
 
 

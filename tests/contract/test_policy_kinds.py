@@ -229,7 +229,7 @@ def test_an_episode_hands_out_a_row_at_a_time(case: InThisProcess) -> None:
         again.reset()
         assert len(again) == 0
         for wrong in (0, policy.spec.chunk_size + 1, True):
-            with pytest.raises(SinewError, match=r"rows: expected 1 to \d+, got"):
+            with pytest.raises(SinewError, match=r"rows: expected 1 to \d+ \(the actions of a chunk\), got"):
                 policy.episode(rows=wrong)
 
 

@@ -616,7 +616,7 @@ def test_wrong(driven: Driven, wrong: str) -> None:
     driven.moves()
     driven.script.wrong = wrong
     until(lambda: driven.tick() == [None] and driven.loop.report().faults["total"])
-    assert re.search("expected . to 1024 rows of . numbers, got shape|not finite$", driven.loop.reason)
+    assert re.search("expected . to 1024 actions of . numbers, got shape|not finite$", driven.loop.reason)
     driven.script.wrong = ""
     driven.moves()
 

@@ -196,8 +196,18 @@ def test_what_a_person_chooses_comes_before_the_policys_own() -> None:
 @pytest.mark.parametrize(
     ("policy", "settings", "error", "message"),
     [
-        ({"control_hz": None}, {}, SettingsError, "hz: expected a rate"),
-        ({"default_prompt": ""}, {}, SettingsError, "prompt: expected an instruction"),
+        (
+            {"control_hz": None},
+            {},
+            SettingsError,
+            "hz: neither the policy nor the robot states a control rate",
+        ),
+        (
+            {"default_prompt": ""},
+            {},
+            SettingsError,
+            "prompt: neither the policy nor the robot has an instruction",
+        ),
         ({}, {"handover": "soon"}, SettingsError, "handover"),
         (
             {},
@@ -207,7 +217,12 @@ def test_what_a_person_chooses_comes_before_the_policys_own() -> None:
         ),
         ({}, {"velocity": 3}, SettingsError, "velocity: unknown setting, expected one of"),
         ({}, {"limits": {"high": [1, 2, 3]}}, LimitsError, "limits.high"),
-        ({"motion": None}, {"limits": {"velocity": 1}}, SettingsError, "limits.velocity: expected a motion"),
+        (
+            {"motion": None},
+            {"limits": {"velocity": 1}},
+            SettingsError,
+            "limits.velocity: the robot's position .* is unknown",
+        ),
     ],
 )
 def test_a_plan_names_what_does_not_fit(policy: Any, settings: Any, error: Any, message: str) -> None:
@@ -285,5 +300,5 @@ def test_sinew_run_drives_a_robot(loaded: sinew.Policy) -> None:
     assert 0.2 - 1e-6 <= float(robot.state[0]) <= 0.4 + 1e-6
     assert robot.holds > 0  # at the end, too
     assert loaded.infer({"images": robot.observe()["images"], "state": robot.state, "prompt": "write"})
-    with pytest.raises(SettingsError, match="prompt: expected an instruction"):
+    with pytest.raises(SettingsError, match="prompt: neither the policy nor the robot has an instruction"):
         sinew.run(loaded, robot, seconds=1.0)

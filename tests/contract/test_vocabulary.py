@@ -70,7 +70,9 @@ def test_all_errors_are_of_one_kind_and_name_the_field() -> None:
     kinds = [each for each in vars(errors).values() if isinstance(each, type)]
     assert len(kinds) > 10
     assert all(issubclass(each, SinewError) for each in kinds)
-    with pytest.raises(core.ObservationError, match=r"^state: expected 1 dimension\(s\), got") as caught:
+    with pytest.raises(
+        core.ObservationError, match=r"^state: expected an array with 1 dimension\(s\), got"
+    ) as caught:
         protocol.encode_infer({"images": {}, "state": [[1.0]]}, 1)
     assert (caught.value.field, caught.value.code) == ("state", "bad_observation")
     assert isinstance(caught.value, sinew_client.ClientError)
@@ -115,7 +117,7 @@ def test_a_specification_with_all_there_is() -> None:
         ({"solver": {"kind": "table"}}, "policy.solver: .*expected a table for kind table"),
         (
             {"solver": {"kind": "table", "table": [[1, 2]]}},
-            r"policy.solver.table\[0\]: expected a list of 3, got 2",
+            r"policy.solver.table\[0\]: expected a list of 3 values, got 2",
         ),
         ({"keys": [{"wire": "x", "images": {"a": 1}, "state": []}]}, "policy.keys.*expected a text, got 1"),
     ],
@@ -150,7 +152,7 @@ def test_a_specification_is_taken_to_its_bounds() -> None:
     (read,) = PolicySpec.from_dict({**told, "keys": [full]}).keys
     assert (len(read.images), read.state) == (10_000, tuple(many))
     for more, said in (
-        ({"state": [*many, "more"]}, r"state: expected a list of at most 10000, got \['0', "),
+        ({"state": [*many, "more"]}, r"state: expected a list of at most 10000 values, got \['0', "),
         (
             {"images": {**full["images"], "more": "front"}},
             "images: expected a map of at most 10000 texts, got {'0': ",
@@ -181,9 +183,9 @@ def test_a_specification_is_taken_to_its_bounds() -> None:
         *((moments, stride, "") for moments, stride in ((1, 1), (1, 9999), (2, 1024), (5, 256), (16, 68))),
         (0, 1, "history: expected 1 to 16, got 0"),
         (17, 1, "history: expected 1 to 16, got 17"),
-        (1, 0, "history_stride: expected 1 to 1024 control steps between 1 moments, got 0"),
-        (2, 1025, "history_stride: expected 1 to 1024 control steps between 2 moments, got 1025"),
-        (4, 342, "history_stride: expected 1 to 341 control steps between 4 moments, got 342"),
+        (1, 0, "history_stride: expected 1 to 1024 control steps between 1 observation steps, got 0"),
+        (2, 1025, "history_stride: expected 1 to 1024 control steps between 2 observation steps, got 1025"),
+        (4, 342, "history_stride: expected 1 to 341 control steps between 4 observation steps, got 342"),
     ],
 )
 def test_moments_that_a_robot_can_keep(moments: int, stride: int, problem: str) -> None:
@@ -232,7 +234,7 @@ def test_numbers_are_told_apart_by_name_and_unit(names: tuple, units: tuple, lab
 
 
 def test_names_and_units_are_as_many() -> None:
-    with pytest.raises(ValueError, match="^units: expected 2, one for each name, got 1$"):
+    with pytest.raises(ValueError, match="^units: expected 2 units, one for each name, got 1$"):
         _ = VectorSpec(2, ("x", "y"), ("m",)).labels
 
 

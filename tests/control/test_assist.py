@@ -125,10 +125,10 @@ def test_both_policies_have_rows_of_one_width() -> None:
     ask(1.0)
     settle(found)
     ask(1.1)
-    wanted = "expected 1 to 1024 rows of 2 numbers, got shape [10, 1]"
+    wanted = "expected 1 to 1024 actions of 2 numbers, got shape [10, 1]"
     assert found.failed == {f"the far policy: a chunk: {wanted}": 1}
     width[0] = 3
-    with pytest.raises(RowsError, match=r"a chunk: .* rows of 2 numbers, got shape \[4, 3\]"):
+    with pytest.raises(RowsError, match=r"a chunk: .* actions of 2 numbers, got shape \[4, 3\]"):
         ask(1.2)
 
 

@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_named(file: Path, tmp_path: Path) -> None:
         (replace(FORM, hz=float("nan")), "hz: expected a number above 0"),
         (
             replace(FORM, cameras=[CameraEncoder("front", 3, 10, [2, 1])]),
-            r"camera\.front\.0\.weight: expected a kernel within the frame, got 4",
+            r"camera\.front\.0\.weight: expected a kernel that is not larger than the frame, got 4",
         ),
     ):
         write(tmp_path / "a", form, good)
@@ -164,10 +164,10 @@ def test_what_does_not_fit_is_named(file: Path, tmp_path: Path) -> None:
     adapter.check(POLICY, 20.0)
     for policy, hz, message in (
         (POLICY, 30.0, "control rate: expected 20.0, got 30.0"),
-        ({**POLICY, "chunk_size": 8}, 20.0, "rows of a chunk: expected 4, got 8"),
+        ({**POLICY, "chunk_size": 8}, 20.0, "actions per chunk: expected 4, got 8"),
         ({**POLICY, "cameras": [{"name": "top"}]}, 20.0, "camera: expected front"),
-        ({**POLICY, "state": {"dim": 3}}, 20.0, "numbers of the state: expected 2, got 3"),
-        ({**POLICY, "action": {"dim": 1}}, 20.0, "numbers of an action: expected 2, got 1"),
+        ({**POLICY, "state": {"dim": 3}}, 20.0, "values of the state: expected 2, got 3"),
+        ({**POLICY, "action": {"dim": 1}}, 20.0, "values of an action: expected 2, got 1"),
     ):
         with pytest.raises(AdapterError, match=message):
             adapter.check(policy, hz)
@@ -221,7 +221,7 @@ def test_tensors_are_those_of_the_form_and_within_bounds(tmp_path: Path) -> None
     with pytest.raises(AdapterError, match=r"^action\.std: expected numbers above 0$"):
         Adapter(form, {**good, "action.std": np.array([0.0, 1.0])})
     for size, message in (
-        (1 << 24, "its header is not JSON"),
+        (1 << 24, "whose header is not JSON"),
         ((1 << 24) + 1, "expected at most 16777216 bytes, got more"),
     ):
         with (tmp_path / "large").open("wb") as large:
@@ -331,12 +331,12 @@ def test_a_form_is_refused_by_its_field() -> None:
         ({"hz": 0}, "hz: expected a number above 0, got 0"),
         ({"hz": 100_001}, "hz: expected a number above 0, got 100001"),
         ({"hz": "x" * 99}, f"hz: expected a number above 0, got '{'x' * 76}..."),
-        ({"policy": 1}, "expected a text as policy and an object as motion"),
-        ({"motion": []}, "expected a text as policy and an object as motion"),
-        ({"more": 1}, "more: expected no such field"),
+        ({"policy": 1}, "expected a text in the field policy and an object in the field motion"),
+        ({"motion": []}, "expected a text in the field policy and an object in the field motion"),
+        ({"more": 1}, "more: unknown field"),
         ({"schema": "other"}, "expected an object with schema sinew.adapter/1, got "),
-        ({"cameras": []}, "cameras: expected a list of them, got []"),
-        ({"cameras": {}}, "cameras: expected a list of them, got {}"),
+        ({"cameras": []}, "cameras: expected a list of cameras, got []"),
+        ({"cameras": {}}, "cameras: expected a list of cameras, got {}"),
         ({"cameras": [1]}, f"{sides}, got 1"),
         (camera(more=1), f"{sides}, got "),
         (camera(name=1), "cameras: expected a name and a list of strides, got "),
@@ -351,7 +351,7 @@ def test_a_form_is_refused_by_its_field() -> None:
             Form.parse({**form, **changes})
         assert str(error.value).startswith(f"{KEY}: {message}")
     del form["rows"]
-    with pytest.raises(AdapterError, match="rows: expected, and not there$"):
+    with pytest.raises(AdapterError, match="rows: the field is missing$"):
         Form.parse(form)
 
 
@@ -374,7 +374,7 @@ def test_bytes_that_are_no_safetensors_are_refused_by_what_they_are(file: Path) 
     assert number.shape == ()
     begin, end = header["input.bias"]["data_offsets"]
     assert (end - begin, header["input.bias"]["dtype"]) == (12, "F16")
-    tensor = "input.bias: expected F16 or F32 with its shape and its bytes: "
+    tensor = "input.bias: expected dtype F16 or F32, a shape and a byte range that fits, got "
     for data, message in (
         (whole[:7], "expected a safetensors file, got 7 bytes and a header of "),
         (
@@ -386,7 +386,7 @@ def test_bytes_that_are_no_safetensors_are_refused_by_what_they_are(file: Path) 
             f"expected a safetensors file, got {length - 1} bytes and a header of {length - 8}",
         ),
         (b"\2" + bytes(7) + b"[]", "expected a safetensors file with an object as header, got []"),
-        (b"\2" + bytes(7) + b"[x", "expected a safetensors file, its header is not JSON"),
+        (b"\2" + bytes(7) + b"[x", "expected a safetensors file, got one whose header is not JSON"),
         (with_entry(data_offsets=[beyond - 11, beyond + 1]), f"{tensor}ValueError('bytes {beyond - 11} to"),
         (with_entry(data_offsets=[-12, 0]), f"{tensor}ValueError('bytes -12 to 0"),
         (with_entry(data_offsets=[end, begin]), f"{tensor}ValueError('bytes {end} to {begin}"),

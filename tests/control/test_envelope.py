@@ -524,7 +524,7 @@ def test_a_filter_begins_where_the_robot_stands_and_else_at_the_first_row() -> N
     named.rest(np.zeros(3))
     assert named.next(node, trajectory).tolist() == [1, 1, 1.5]
     assert Smoothing(design, np.zeros(3, bool)).mask.all()  # nothing says what is a place
-    with pytest.raises(ValueError, match="filter: expected columns below 2, got 1, 2"):
+    with pytest.raises(ValueError, match="filter: expected indices of values below 2, got 1, 2"):
         Smoothing(replace(design, columns=(1, 2)), np.ones(2, bool))
     assert parse_filter(f"ema:{1 / 65}", 20.0) is not None  # 64 steps, which are allowed
     assert parse_filter("", 20.0) is None
@@ -614,9 +614,9 @@ def test_a_filter_at_its_bounds() -> None:
     for text, message in (
         ("lowpass:0", "filter: expected a frequency above 0 and below 10 Hz, got 0"),
         ("lowpass:10", "filter: expected a frequency above 0 and below 10 Hz, got 10"),
-        ("ema:0", "filter: expected a share above 0, at most 1, got 0"),
-        ("ema:0.5:1,-1", "filter: expected different columns from 0 on, got [1, -1]"),
-        ("ema:0.5:1,1", "filter: expected different columns from 0 on, got [1, 1]"),
+        ("ema:0", "filter: expected a share above 0 and at most 1, got 0"),
+        ("ema:0.5:1,-1", "filter: expected different indices of values, from 0 on, got [1, -1]"),
+        ("ema:0.5:1,1", "filter: expected different indices of values, from 0 on, got [1, 1]"),
         ("ema:0.5:", "filter: expected numbers after ema, got 'ema:0.5:'"),
         ("mean:1", "filter: expected ema:SHARE or lowpass:HZ, got 'mean:1'"),
     ):

@@ -86,7 +86,7 @@ def test_a_policy_with_a_memory_gets_the_moments_before() -> None:
 
 @pytest.mark.parametrize("rows", [0, 5, True, 1.5, "2"])
 def test_rows_that_no_chunk_has_are_refused(rows: Any) -> None:
-    with pytest.raises(ClientError, match=f"rows: expected 1 to 4, got {rows!r}"):
+    with pytest.raises(ClientError, match=rf"rows: expected 1 to 4 \(the actions of a chunk\), got {rows!r}"):
         ActionQueue(Counter(), rows=rows)
 
 

@@ -92,7 +92,7 @@ def test_a_policy_says_it(policy: dict[str, Any], wanted: tuple[int, int, str]) 
         ({"history": 17}, "policy.history: expected 1 to 16, got 17"),
         (
             {"history": 6, "history_stride": 205},
-            "history_stride: expected 1 to 204 control steps between 6 moments",
+            "history_stride: expected 1 to 204 control steps between 6 observation steps",
         ),
         ({"history": 2, "history_stride": -1}, "history_stride: expected 1 to 1024 control steps"),
         (

@@ -124,15 +124,15 @@ def test_every_order_comes_out_right(order: list[int], states: list[int], rename
     [
         (["pan", "lift", "jaw"], {}, "the policy's state has the joints pan, lift, grip, the robot pan, lift, jaw;"),
         (["pan", "lift", "jaw"], {"grip": "claw"}, "--set rename_joint=jaw=grip"),
-        (["jaw", "b", "a"], {}, "map them, for each of pan, lift, grip: --set rename_joint=NEW=JOINT, NEW"),
+        (["jaw", "b", "a"], {}, "map the robot's joints, for each of pan, lift, grip: --set rename_joint=NEW=JOINT"),
         (["pan", "lift", "jaw"], {"grip": "jaw", "wrist": "pan"}, "rename_joint: expected joints of the policy, pan"),
-        (["pan", "lift", "jaw"], {"grip": "pan", "pan": "pan"}, "map them, for each of pan, lift, grip"),
-        (["pan", "lift"], {}, "joints: expected 3 names of its state, got 2"),
+        (["pan", "lift", "jaw"], {"grip": "pan", "pan": "pan"}, "map the robot's joints, for each of pan, lift, grip"),
+        (["pan", "lift"], {}, "joints: expected 3 names for its state, got 2"),
         ("pan", {}, "joints: expected a list of joint names"),
         ([1, 2, 3], {}, "joints: expected a list of joint names"),
         (["pan", "lift", 3], {}, "joints: expected a list of joint names"),
         ({"state": ["pan", "lift", "grip"]}, {}, "joints: expected a list of joint names"),
-        (None, {"grip": "jaw"}, "rename_joint: expected a robot with names of its joints"),
+        (None, {"grip": "jaw"}, "rename_joint: expected a robot that names its joints"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(joints: Any, given_names: dict[str, str], message: str) -> None:
@@ -188,9 +188,11 @@ def test_cameras_are_called_as_the_policy_calls_them() -> None:
     assert Renamed(robot, {"front": "cam1"}).observe() == {**seen, "images": {"cam0": 0, "front": 1}}
     swapped = Renamed(robot, {"cam0": "cam1", "cam1": "cam0"}).observe()
     assert swapped["images"] == {"cam0": 1, "cam1": 0}
-    with pytest.raises(RobotError, match="--rename: the robot has cam0, cam1, and no cam2"):
+    with pytest.raises(
+        RobotError, match=r"--rename: expected a camera of the robot \(cam0, cam1\), got cam2"
+    ):
         Renamed(robot, {"front": "cam2"}).observe()
-    with pytest.raises(RobotError, match="--rename: the robot has none, and no cam2"):
+    with pytest.raises(RobotError, match=r"--rename: expected a camera of the robot \(none\), got cam2"):
         renamed({}, {"front": "cam2"})
 
 
@@ -232,7 +234,9 @@ def test_two_of_lerobots_arms_are_one_robot_or_none(monkeypatch: pytest.MonkeyPa
     for kind, options in (("a", {}), ("a+b", {"left": {}, "right": {}})):
         with pytest.raises(RobotError, match="needs the package lerobot in this environment"):
             open_lerobot(kind, options, POLICY)
-    with pytest.raises(RobotError, match="use_degrees: expected the same of both arms, got True and False"):
+    with pytest.raises(
+        RobotError, match="use_degrees: expected the same value for both arms, got True and False"
+    ):
         Pair(left, Side(log, "right", degrees=False))
 
 
@@ -267,14 +271,14 @@ def test_lerobots_arms_and_leaders_are_opened_by_their_type() -> None:
     found = open_lerobot_leader("arm", {"device": leader}, [*leader.action_features])
     assert found.teleoperator is leader
     assert log == ["left opens", "left opens", "right opens", "leader opens"]
-    two = "expected two types and their options left and right, got"
+    two = "expected two types, and options with the keys left and right, got"
     for kind, options, message in (
         ("arm", {"device": Side(log, "left", silent=True)}, "lerobot:arm: ConnectionError: no servo answers"),
         ("arm", {"turns": 1}, "lerobot:arm: ValueError: "),
         ("toaster", {}, "lerobot: expected one of the types that LeRobot registers, got 'toaster'"),
-        ("arm", {"device": Pair(left, right)}, "robot: the policy's state has 3 numbers, the robot has 6"),
-        ("arm+arm+arm", each, f"lerobot:arm+arm+arm: {two} 3 and right, left"),
-        ("arm+arm", {}, f"lerobot:arm+arm: {two} 2 and none"),
+        ("arm", {"device": Pair(left, right)}, "robot: the policy's state has 3 values, but the robot has 6"),
+        ("arm+arm+arm", each, f"lerobot:arm+arm+arm: {two} 3 types and the keys right, left"),
+        ("arm+arm", {}, f"lerobot:arm+arm: {two} 2 types and the keys none"),
     ):
         refused(RobotError, message, open_lerobot, kind, options, POLICY)
     for kind, options, message in (
@@ -310,8 +314,8 @@ def test_what_lerobots_arm_sees_and_says() -> None:
         (bus, policy, "cameras: the policy requires front; the robot has top. Map it with --rename top=front"),
         (two, policy, "cameras: the policy requires front; the robot has top, side. Map it with --rename NEW=front,"),
         (Bus(), policy, "cameras: the policy requires front; the robot has none"),
-        (blind, POLICY, "robot: expected all joints of its actions in its state too; grip.pos is missing there"),
-        (Bus(), {**POLICY, "action": {"dim": 2}}, "robot: the policy's action has 2 numbers, the robot has 3 joints"),
+        (blind, POLICY, "robot: expected all joints of its actions in its state too, but its state has no grip.pos"),
+        (Bus(), {**POLICY, "action": {"dim": 2}}, "robot: the policy's action has 2 values, but the robot has 3"),
     ):  # fmt: skip
         refused(RobotError, message, LeRobotArm, robot, wanted)
 
@@ -339,7 +343,7 @@ def test_numbers_without_names_keep_their_order() -> None:
     found.act(np.float32([1, 2, 3]))
     np.testing.assert_array_equal(robot.sent[0], [3, 1, 2])
     unnamed = {"state": {"dim": 3}, "action": {"dim": 3}}
-    said = "rename_joint: expected joints of the policy, which names none, got grip"
+    said = "rename_joint: expected joints of the policy, but it names none, got grip"
     refused(RobotError, said, ordered, robot, unnamed, {"grip": "jaw"})
     other = Arm(None)
     assert ordered(other, POLICY, {}) is other
@@ -424,7 +428,7 @@ def test_a_run_takes_joints_and_limits_by_name(tmp_path: Path, capsys: pytest.Ca
     assert (np.float32(rows)[:, 0] == 0.25).all()
     other = ("--robot-options", '{"gripper": "jaw", "opening": "gap"}')
     assert main(["run", str(BLOCKS), *PLAIN, *robot, *other]) == 1
-    assert "map them, such as --set rename_joint=gap=opening" in capsys.readouterr().err
+    assert "map the robot's joints, such as --set rename_joint=gap=opening" in capsys.readouterr().err
     mapped = ("--set", "rename_joint=gap=opening", "--set", "rename_joint=jaw=gripper")
     assert main(["run", str(BLOCKS), *PLAIN, *robot, *other, *mapped]) == 0
     capsys.readouterr()
@@ -496,9 +500,11 @@ def test_the_modules_of_an_arms_cameras_are_imported(tmp_path: Path, monkeypatch
         ]
         assert lerobot_config(dict, {"cameras": {"front": {"index_or_path": 0}}})  # LeRobot rejects this one
         for kind in ("webcam", "elsewhere", "..elsewhere", "opencv.x"):
-            with pytest.raises(ValueError, match="named lerobot_camera_NAME$") as caught:
+            with pytest.raises(
+                ValueError, match="package named lerobot_camera_NAME that registers it$"
+            ) as caught:
                 lerobot_config(dict, {"cameras": {"front": {"type": kind}}})
-            told = f"cameras.front.type: expected one of intelrealsense, opencv, got {kind!r}; a type of your own"
+            told = f"cameras.front.type: expected one of intelrealsense, opencv, got {kind!r}; to add a type of your"
             assert str(caught.value).startswith(told)
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "lerobot"]:
@@ -528,5 +534,5 @@ def test_an_installed_plugin_of_lerobot_is_found(tmp_path, monkeypatch) -> None:
     with pytest.raises(KeyError) as caught:
         lerobot_choice(arms, base, "robot_dri")
     assert str(caught.value).startswith(
-        "expected one of robot_dry, teleoperator_dry, got 'robot_dri'; a type"
+        "expected one of robot_dry, teleoperator_dry, got 'robot_dri'; to add a type"
     )

@@ -140,7 +140,7 @@ def test_the_only_end_of_an_mjcf_is_its_tip(tmp_path: Path, monkeypatch: pytest.
         chain(two)
     assert chain(two, tip="thumb").joints == ("i", "k")
     assert chain(body.format("arm", "i", body.format("hand", "j", "")), tip="arm").joints == ("i",)
-    with pytest.raises(KinematicsError, match="base: expected a body above hand, got thumb"):
+    with pytest.raises(KinematicsError, match="base: expected a body between the world and hand, got thumb"):
         chain(two, tip="hand", base="thumb")
     monkeypatch.setitem(sys.modules, "mujoco", None)
     with pytest.raises(KinematicsError, match="MJCF needs the package mujoco"):
@@ -159,23 +159,27 @@ LIMIT = '<limit lower="-1" upper="1"/>'
     [
         ("<robot", {}, "not well-formed|no element|unclosed"),
         ("<!DOCTYPE x><robot/>", {}, "expected a description without a document type"),
-        ("<sdf/>", {}, r"expected URDF \(robot\) or MJCF \(mujoco\), got 'sdf'"),
+        ("<sdf/>", {}, r"expected a URDF file \(robot\) or an MJCF file \(mujoco\), got 'sdf'"),
         (URDF.format("fixed", ""), {}, "expected joints between a and b, got none"),
         (
             URDF.format("floating", ""),
             {},
-            "joint j: expected revolute, continuous or prismatic, got floating",
+            "joint j: expected the type revolute, continuous or prismatic, got floating",
         ),
         (
             URDF.format("revolute", LIMIT + '<mimic joint="k"/>'),
             {},
             "joint j: expected a joint that takes commands",
         ),
-        (URDF.format("revolute", LIMIT + '<axis xyz="0 0 0"/>'), {}, "joint j: expected an axis and a range"),
+        (
+            URDF.format("revolute", LIMIT + '<axis xyz="0 0 0"/>'),
+            {},
+            "joint j: expected an axis that is not 0",
+        ),
         (
             URDF.format("revolute", '<limit lower="1" upper="-1"/>'),
             {},
-            "joint j: expected an axis and a range",
+            "joint j: expected an axis that is not 0",
         ),
         (
             URDF.format("revolute", '<origin xyz="0 nan 0"/>'),
@@ -189,7 +193,11 @@ LIMIT = '<limit lower="-1" upper="1"/>'
         ),
         (URDF.format("revolute", LIMIT), {"tip": "c"}, "tip: expected one of b, got 'c'"),
         (URDF.format("revolute", LIMIT), {"base": "c"}, "base: expected one of a, b, got 'c'"),
-        (URDF.format("revolute", LIMIT), {"tip": "a", "base": "b"}, "base: expected a link above a, got b"),
+        (
+            URDF.format("revolute", LIMIT),
+            {"tip": "a", "base": "b"},
+            "base: expected a link between the root and a, got b",
+        ),
         (
             "<robot><link/><link/></robot>",
             {},
@@ -198,7 +206,7 @@ LIMIT = '<limit lower="-1" upper="1"/>'
         (
             "<robot><link name='a'/><joint name='j'><parent/><child link='a'/></joint></robot>",
             {},
-            "joint j: expected the link of parent and child, got none",
+            "joint j: expected the attribute link of parent and child, one is missing",
         ),
         ("<mujoco><worldbody><body pos='x'/></worldbody></mujoco>", {}, "bad format|Error"),
     ],
@@ -386,7 +394,7 @@ def test_a_singular_pose_is_refused_and_left() -> None:
             reason = str(no)
             break
     assert re.match(
-        r"singular: wrist_1_joint.* would move without the tip: .* expected at least 0.02", reason
+        r"singular pose: wrist_1_joint.* would move without moving the tip: .* expected at least 0.02", reason
     ), reason
     assert 0.0 < bench.angles()[4] < 0.4
     bench.state[1] = 0.01  # a person has brought it there
@@ -410,7 +418,7 @@ def test_numbers_of_no_rotation_are_refused_by_name(form: str, turn: list[float]
     policy = {"cameras": [], **{what: {"dim": size} for what in ("state", "action")}}
     robot, bench = arm_of(policy=policy, action=f"xyz,{form},gripper", state=f"xyz,{form},gripper")
     seen = robot.observe()["state"]
-    with pytest.raises(NoCommand, match=f"the {form} of a row is no rotation: it has {why}"):
+    with pytest.raises(NoCommand, match=f"the {form} of an action is not a rotation: it has {why}"):
         robot.act(np.float32([*seen[:3], *turn, 0.0]))
     assert not bench.sent
     robot.act(seen)  # its own pose is one
@@ -446,7 +454,7 @@ def test_an_arm_of_five_joints_reaches_the_place() -> None:
     assert len(chain.joints) == 5
     bench = Bench(chain)
     with pytest.raises(
-        KinematicsError, match="rotation: expected at least 6 joints for exact, base to wrist_2_link has 5"
+        KinematicsError, match="rotation: exact needs at least 6 joints, and base to wrist_2_link has 5"
     ):
         EndEffector(bench, chain, KinematicsOptions.parse({"rotation": "exact"}), POSES, 20.0)
     robot = EndEffector(bench, chain, KinematicsOptions(), POSES, 20.0)
@@ -487,11 +495,11 @@ def test_names_say_what_the_numbers_are(names: tuple[str, ...], offsets: tuple[i
         (
             ("m", "mm", "m"),
             "xyz",
-            "action.xyz: expected one unit for all numbers, the policy states m, mm, m",
+            "action.xyz: expected the same unit for all values, got m, mm, m from the policy",
         ),
-        ((), "xyz*0", "action.xyz: expected a size above 0"),
+        ((), "xyz*0", "action.xyz: expected a number above 0 after *"),
         ((), "abc", "action: expected xyz, rpy"),
-        ((), "xyz,rpy,quat", "action: expected one place and one rotation"),
+        ((), "xyz,rpy,quat", "action: expected at most one position"),
     ],
 )
 def test_units_are_the_bundles_or_are_refused(units: tuple[str, ...], text: str, message: str) -> None:
@@ -515,16 +523,16 @@ def test_units_are_taken_from_the_bundle() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tips": "x"}, "tips: unknown; known are tip, base"),
+        ({"tips": "x"}, "tips: unknown option; use one of tip, base"),
         ({"tip": 3}, "tip: expected a text, got"),
         ({"unit": "turns"}, "unit: expected one of rad, deg, got 'turns'"),
         ({"within": 3}, "within: expected 2 numbers above 0"),
         ({"singular": -1}, "singular: expected one number above 0"),
-        ({"velocity": [1, 2]}, "velocity: expected one number above 0, or 6"),
+        ({"velocity": [1, 2]}, "velocity: expected a number above 0, or a list of 6"),
         ({"rotation": "keep", "action": "joints"}, "action: expected poses, got 'joints'"),
-        ({"action": "xyz,rpy"}, "action: expected 7 numbers, as the policy has, got 6"),
-        ({"state": "dxyz,rotvec,gripper"}, "state: expected no offsets"),
-        ({"action": "xyz*1,gripper,gripper,gripper,gripper"}, "expected 4 numbers besides the arm's"),
+        ({"action": "xyz,rpy"}, "action: expected a layout with 7 values, as the policy has, got 6"),
+        ({"state": "dxyz,rotvec,gripper"}, "state: expected no deltas"),
+        ({"action": "xyz*1,gripper,gripper,gripper,gripper"}, "expected 4 values in addition to the arm's"),
         ({"state": "xyz,gripper,gripper,gripper,gripper"}, "state: expected at most 1 grippers"),
     ],
 )
@@ -835,7 +843,7 @@ def test_a_stretched_arm_is_singular_and_may_be_bent() -> None:
         else:
             with pytest.raises(NoCommand, match=f"expected at least {limit:g}$") as no:
                 arm.act(row)
-            assert no.value.reason == "singular: a, b would move without the tip"
+            assert no.value.reason == "singular pose: a, b would move without moving the tip"
     assert len(robot.sent) == 1
     robot.state[0] = 0.01
     bent = planar_robot(robot, singular=0.3)
@@ -855,8 +863,8 @@ def test_a_rotation_is_what_the_action_and_the_arm_have() -> None:
         options = KinematicsOptions.parse({"action": action, "state": "xyz,gripper"})
         assert EndEffector(Bench(chain), chain, options, policy_of(size), 20.0).rotation == rotation
     for options, message in (
-        ({"rotation": "near"}, "rotation: expected a rotation in the action for near, got none"),
-        ({"rotation": "exact"}, "rotation: expected a rotation in the action for exact, got none"),
+        ({"rotation": "near"}, "rotation: near needs a rotation in the action"),
+        ({"rotation": "exact"}, "rotation: exact needs a rotation in the action"),
         (
             {"action": "quat", "state": "quat"},
             "action: expected a position of the tip (xyz or dxyz), got none",
@@ -874,7 +882,7 @@ def test_a_rotation_is_what_the_action_and_the_arm_have() -> None:
         10.0,
     )
     np.testing.assert_allclose(found.observe()["state"], [0.7, 1.0, 0.7, 0.2], atol=1e-6)
-    with pytest.raises(RobotError, match=re.escape("expected 3 numbers, a, b and 1 more, got shape [2]")):
+    with pytest.raises(RobotError, match=re.escape("expected 3 values (a, b and 1 more), got shape [2]")):
         found._checked([1.0, 2.0])
     assert found.motion is None
     assert planar_robot(Two()).motion == {"kind": "absolute"}
@@ -903,7 +911,9 @@ def test_where_an_arm_is_is_known_of_any_robot() -> None:
             KnownArm(robot, planar(), ("b", "jaw", "a"), units=units)
     assert facts_of(KnownArm(robot, planar(), ("b.pos", "jaw", "a.pos"), spare=1)).points is not None
     for spare, got in ((0, "jaw"), (2, "jaw")):
-        with pytest.raises(RobotError, match=f"expected {spare} numbers besides the arm's.*, got {got}$"):
+        with pytest.raises(
+            RobotError, match=f"expected {spare} values in addition to the arm's.*, got {got}$"
+        ):
             KnownArm(robot, planar(), ("b", "jaw", "a"), spare=spare)
     with pytest.raises(RobotError, match="got none$"):
         KnownArm(robot, planar(), ("b", "a"), spare=1)
@@ -948,10 +958,10 @@ def test_parts_follow_each_other(text: str, units: tuple[str, ...], parts: list[
     [
         ("dquat", (), "got 'dquat'"),
         ("dgripper", (), "got 'dgripper'"),
-        ("xyz,xyz", (), "action: expected one place and one rotation, got 'xyz,xyz'"),
-        ("xyz*inf", (), "action.xyz: expected a size above 0 behind *, got 'inf'"),
-        ("xyz*", (), "action.xyz: expected a size above 0 behind *, got ''"),
-        ("xyz*-1", (), "action.xyz: expected a size above 0 behind *, got '-1'"),
+        ("xyz,xyz", (), "action: expected at most one position (xyz) and one rotation, got 'xyz,xyz'"),
+        ("xyz*inf", (), "action.xyz: expected a number above 0 after *, got 'inf'"),
+        ("xyz*", (), "action.xyz: expected a number above 0 after *, got ''"),
+        ("xyz*-1", (), "action.xyz: expected a number above 0 after *, got '-1'"),
         ("quat", ("rad",) * 4, "action.quat: expected the unit none, the policy states 'rad'"),
         ("xyz", ("m", "", "m"), "action.xyz: expected the unit m, cm or mm, the policy states ''"),
         ("rotvec", ("1",) * 3, "action.rotvec: expected the unit rad or deg, the policy states '1'"),

@@ -644,15 +644,15 @@ def test_an_ensemble_goes_on_behind_its_oldest_chunk() -> None:
 
 def test_what_a_handover_takes_behind_its_name() -> None:
     for text, most in (
-        ("freeze:1", "freeze takes at most 0"),
-        ("naive:1", "naive takes at most 0"),
-        ("aligned:1", "aligned takes at most 0"),
-        ("ensemble:0.1:2", "ensemble takes at most 1"),
-        ("ensemble:cosine:0.1:2:3", "ensemble takes at most 3"),
-        ("aggregate:average:1", "aggregate takes at most 1"),
-        ("rtc:guided:exp:1:2", "rtc takes at most 3"),
+        ("freeze:1", "freeze has at most 0"),
+        ("naive:1", "naive has at most 0"),
+        ("aligned:1", "aligned has at most 0"),
+        ("ensemble:0.1:2", "ensemble has at most 1"),
+        ("ensemble:cosine:0.1:2:3", "ensemble has at most 3"),
+        ("aggregate:average:1", "aggregate has at most 1"),
+        ("rtc:guided:exp:1:2", "rtc has at most 3"),
     ):
-        with pytest.raises(ValueError, match=f"^handover: {most} settings, got '{text}'$"):
+        with pytest.raises(ValueError, match=f"^handover: {most} settings after the colon, got '{text}'$"):
             parse_handover(text)
     for text, beta, schedule in (
         ("rtc:guided", 5.0, "exp"),
@@ -682,13 +682,13 @@ def test_numbers_of_a_handover_at_their_bounds() -> None:
     ("text", "message"),
     [
         ("late", "handover: expected one of freeze"),
-        ("naive:1", "takes at most 0"),
+        ("naive:1", "has at most 0"),
         ("aggregate:median", "aggregate: expected one of weighted_average"),
         ("ensemble:x", "ensemble: expected a number"),
         ("ensemble:cosine:x", "ensemble:cosine: expected a number"),
         ("ensemble:cosine:nan", "alpha: expected a finite number"),
         ("ensemble:cosine:0.1:2.5", "ensemble:cosine: expected a number of chunks from 1 on, got '2.5'"),
-        ("ensemble:cosine:0.1:2:3", "takes at most 3"),
+        ("ensemble:cosine:0.1:2:3", "has at most 3"),
         ("rtc:soft", "rtc: expected one of guided"),
         ("rtc::zeros:5", "rtc: expected one of guided"),  # settings of no method would be dropped
         ("rtc:trained:zeros", "rtc:trained has no settings"),
@@ -698,7 +698,7 @@ def test_numbers_of_a_handover_at_their_bounds() -> None:
         ("aligned+stop:1", r"expected \+halt:LIMIT"),
         ("aligned+halt:1+halt:2", "halt: expected a number, got '1.halt:2'"),
         ("aligned+halt:0", "halt: expected a number > 0"),
-        ("freeze+halt:1", "halt: needs aligned, ensemble, aggregate or rtc, got freeze"),
+        ("freeze+halt:1", "halt: only aligned, ensemble, aggregate and rtc can halt, got freeze"),
     ],
 )
 def test_bad_handovers_are_named(text: str, message: str) -> None:
@@ -939,7 +939,7 @@ def test_each_number_whose_steps_are_limited_has_to_be_known(name: str) -> None:
 def test_limits_begin_where_something_says_the_robot_is() -> None:
     """Its state says where it stands, of positions; commands that hold at a number of their own say it themselves."""
     given = {"velocity": [1, None, 2], "names": ["x", "y", "grip"]}
-    said = r"limits.velocity: expected a motion .* got neither for {}"
+    said = r"limits.velocity: the robot's position before its first command is unknown for {}"
     columns = {"action": [0, 1], "state": [0, 1]}
     for motion, missing in (
         (None, "x, grip"),
@@ -1061,7 +1061,7 @@ def test_a_policy_that_states_its_chunks_is_held_to_them() -> None:
     assert not controller.arrived(0, np.zeros((9, 2)))
     controller.ask(0, 0)
     assert controller.arrived(0, np.zeros((8, 2)))
-    with pytest.raises(SettingsError, match="chunk_size: expected 0 to 8192 rows"):
+    with pytest.raises(SettingsError, match="chunk_size: expected 0 to 8192 actions"):
         Settings(10.0, chunk_size=10**9)
 
 
@@ -1131,7 +1131,7 @@ def test_limits_from_files_and_metadata(tmp_path: Path) -> None:
         {"limits": {"low": 1}, "dim": "1"},
         ["a"],
     ):
-        with pytest.raises(LimitsError, match="^action: expected its dim and its limits as a table, got"):
+        with pytest.raises(LimitsError, match="^action: expected a number `dim` and a table `limits`, got"):
             Limits.from_metadata({"action": action})
     assert Limits.from_metadata({"action": {"dim": 2}}) is None
     stuck = Limits.parse({"low": 1, "high": 1, "still": 1}, 1)  # a joint with one place
@@ -1144,7 +1144,7 @@ def test_limits_from_files_and_metadata(tmp_path: Path) -> None:
         ({"lowest": 1}, r"limits.lowest: expected one of .*, got an unknown key; did you mean 'low'"),
         ({"low": [1]}, "limits.low: expected 2 numbers"),
         ({"low": 2, "high": 1}, "limits.low: expected at most high"),
-        ({"low": [0, 2], "high": 1}, "limits.low: expected at most high, got 2.0 > 1.0 at 1"),
+        ({"low": [0, 2], "high": 1}, "limits.low: expected at most high, got 2.0 > 1.0 for value 1"),
         ({"velocity": 0}, "limits.velocity: expected numbers above 0"),
         ({"velocity": [1, 0]}, "limits.velocity: expected numbers above 0, got 0.0"),
         ({"high": 1, "still": [0, 2]}, "limits.still: expected numbers from low to high"),
@@ -1153,8 +1153,11 @@ def test_limits_from_files_and_metadata(tmp_path: Path) -> None:
         ({"high": [1, True]}, "limits.high: expected numbers"),
         ({"high": [1, float("nan")]}, "limits.high: expected numbers, got NaN"),
         ({"names": ["a"]}, "limits.names: expected 2"),
-        ({"names": "ab"}, "limits.names: expected texts, one per number of a command, got 'ab'"),
-        ({"names": ["a", 2]}, "limits.names: expected texts, one per number of a command, got"),
+        (
+            {"names": "ab"},
+            "limits.names: expected a list of texts, one for each value of a command, got 'ab'",
+        ),
+        ({"names": ["a", 2]}, "limits.names: expected a list of texts, one for each value of a command, got"),
         ({"when": "pray"}, "limits.when: expected clip or hold"),
     ],
 )
@@ -1178,11 +1181,13 @@ def test_limits_of_named_numbers_follow_their_order() -> None:
 def test_limits_of_as_many_numbers_as_a_command_may_have() -> None:
     assert (Limits.parse({}, 1).dim, Limits.parse({"low": -1}, 8192).low.tolist()) == (1, [-1.0] * 8192)
     for dim in (0, 8193, -1):
-        with pytest.raises(LimitsError, match=f"limits: expected 1 to 8192 numbers in a command, got {dim}$"):
+        with pytest.raises(LimitsError, match=f"limits: expected 1 to 8192 values in a command, got {dim}$"):
             Limits.parse({}, dim)
     edge = Limits.parse({"low": [1, 3], "high": [1, 4], "velocity": 1e-9, "still": [1, 4]}, 2)
     assert edge.still.tolist() == [1.0, 4.0]  # both ends are in a range, which may be one number
-    with pytest.raises(LimitsError, match=re.escape("limits.low: expected at most high, got 3.0 > 2.0 at 1")):
+    with pytest.raises(
+        LimitsError, match=re.escape("limits.low: expected at most high, got 3.0 > 2.0 for value 1")
+    ):
         Limits.parse({"low": [1, 3], "high": [1, 2]}, 2)
     some = Limits.parse(
         {"velocity": [1, None, None], "jump": [None, None, 2], "workspace_high": [None, 1, None]}, 3
@@ -1332,10 +1337,10 @@ def test_rows_are_real_numbers_of_a_shape() -> None:
         ([[1, 2], [3]], 2, "a chunk: expected numbers, got list"),
         ([["a"]], 1, "a chunk: expected real numbers, got <U1"),
         ([[1j]], 1, "a chunk: expected real numbers, got complex128"),
-        ([1, 2], 2, "a chunk: expected 2 to 3 rows of 2 numbers, got shape [2]"),
+        ([1, 2], 2, "a chunk: expected 2 to 3 actions of 2 numbers, got shape [2]"),
         ([[1, 2]], 2, "got shape [1, 2]"),
         ([[1, 2]] * 4, 2, "got shape [4, 2]"),
-        ([[1, 2]] * 2, 3, "a chunk: expected 2 to 3 rows of 3 numbers, got shape [2, 2]"),
+        ([[1, 2]] * 2, 3, "a chunk: expected 2 to 3 actions of 3 numbers, got shape [2, 2]"),
         ([[1, 2]] * 2, 1, "got shape [2, 2]"),
         ([[1], [1e39]], 1, "a chunk is not finite"),
         ([[1], [np.nan]], 1, "a chunk is not finite"),
@@ -1347,7 +1352,7 @@ def test_rows_are_real_numbers_of_a_shape() -> None:
 
 def test_rows_of_any_width_have_one() -> None:
     assert checked_rows(np.ones((3, 5)), 0).shape == (3, 5)
-    with pytest.raises(RowsError, match="expected 1 to 1024 rows of numbers, got shape"):
+    with pytest.raises(RowsError, match="expected 1 to 1024 actions of numbers, got shape"):
         checked_rows(np.ones((3, 0)), 0)
 
 
@@ -1484,12 +1489,12 @@ def test_what_rows_are_measured_from() -> None:
     np.testing.assert_array_equal(wider.position(state, 3), [20, np.nan, 10])
     assert wider.placed(3).tolist() == [True, False, True]
     assert wider.roll(state, np.float32([[7, 5, 8]])).tolist() == [9, 8, 9, 7]
-    with pytest.raises(ValueError, match=r"expected a state of 3 numbers \(as the action\), got 4"):
+    with pytest.raises(ValueError, match=r"expected a state of 3 values \(as many as the action\), got 4"):
         absolute.roll(state, rows)
     for columns in (((), ()), ((0, 1), (0,))):
-        with pytest.raises(ValueError, match="columns: expected as many"):
+        with pytest.raises(ValueError, match="motion: expected lists of indices of equal length"):
             Relative(*columns)
-    with pytest.raises(ValueError, match="columns: expected as many"):
+    with pytest.raises(ValueError, match="motion: expected lists of indices of equal length"):
         Absolute((0, 1), (0,))
     assert type(parse_motion(None)) is Motion
     for kind in (7, "warp"):
@@ -1524,7 +1529,9 @@ def test_what_a_chunk_commands_and_where_a_robot_is() -> None:
     assert not Motion().placed(2).any()
     assert relative.apart(np.float32([1, 2, 3]), np.float32([1, 4.5, 2])) == 2.5
     for columns in (((0,), ()), ((), (0,)), ((0,), (0, 1))):
-        with pytest.raises(ValueError, match=f"at least one, got {len(columns[0])} and {len(columns[1])}$"):
+        with pytest.raises(
+            ValueError, match=f"at least 1, in action and state, got {len(columns[0])} and {len(columns[1])}$"
+        ):
             Absolute(*columns)
     with pytest.raises(ValueError, match="future: needs a motion"):
         Motion().roll(state, rows)
@@ -1566,7 +1573,10 @@ def test_future_state_is_that_of_the_answer() -> None:
         ({"hz": 10, "handover": "x"}, "handover: expected one of"),
         ({"hz": 10, "motion": {"kind": "warp"}}, "motion.kind: expected one of"),
         ({"hz": 10, "motion": {"kind": "relative"}}, "motion: "),
-        ({"hz": 10, "motion": {"kind": "relative", "action": [0], "state": [0, 1]}}, "columns: expected"),
+        (
+            {"hz": 10, "motion": {"kind": "relative", "action": [0], "state": [0, 1]}},
+            "motion: expected lists of indices",
+        ),
     ],
 )
 def test_bad_settings_are_named(given: dict[str, Any], message: str) -> None:
@@ -1603,8 +1613,8 @@ def test_settings_at_their_bounds() -> None:
         ("motion", 3, "expected Mapping or NoneType, got 3"),
         ("committed_rows", -1, "expected 0 or more, got -1"),
         ("refine", -1, "expected 0 or more control steps, got -1"),
-        ("chunk_size", -1, "expected 0 to 8192 rows, got -1"),
-        ("chunk_size", 8193, "expected 0 to 8192 rows, got 8193"),
+        ("chunk_size", -1, "expected 0 to 8192 actions, got -1"),
+        ("chunk_size", 8193, "expected 0 to 8192 actions, got 8193"),
     ):
         with pytest.raises(SettingsError, match=f"^{name}: {re.escape(message)}"):
             Settings(**{"hz": 20.0, name: value})
@@ -1645,7 +1655,10 @@ def test_settings_at_their_bounds() -> None:
     with pytest.raises(SettingsError, match="^fusion: expected"):
         Settings(20.0, fusion="mean").controller(1)
     motion = {"kind": "relative", "action": [0], "state": [5]}  # the state has no such number
-    with pytest.raises(SettingsError, match="^limits.velocity: expected a motion .*got neither for 0, 1$"):
+    with pytest.raises(
+        SettingsError,
+        match="^limits.velocity: the robot's position before its first command is unknown for 0, 1",
+    ):
         Settings(20.0, motion=motion, limits={"velocity": 1.0}).check_start(2, 3)
     assert Settings(20.0).committed_rows == 0
     for more in ({"substeps": 2}, {"future": True}, {"speed": 0.5}, {"refine": 1}):

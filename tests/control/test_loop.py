@@ -207,7 +207,11 @@ def test_a_loop_begins_with_what_its_settings_say() -> None:
     assert (loop.controller.driver, loop.controller.paused, loop.stopped) == ("policy", False, False)
     assert isinstance(loop.source, Requester)
     for wanted, more, message in (
-        ({"refine": 2}, {}, "refine: expected an adapter's max_age with one, else 0, got 2"),
+        (
+            {"refine": 2},
+            {},
+            "refine: expected the adapter's max_age with an edge adapter, and 0 without, got 2",
+        ),
         ({"fusion": "average"}, {}, "fusion: expected \"\" for requested chunks, got 'average'"),
     ):
         with pytest.raises(SettingsError, match=message):
@@ -327,7 +331,7 @@ def test_skipped_periods_cost_their_rows() -> None:
     [
         (Outcome(reason="RequestTimeout: no answer"), "RequestTimeout: no answer"),
         (np.full((4, 1), np.nan, np.float32), "a chunk is not finite"),
-        (np.zeros((0, 1), np.float32), "a chunk: expected 1 to 1024 rows of 1 numbers, got shape [0, 1]"),
+        (np.zeros((0, 1), np.float32), "a chunk: expected 1 to 1024 actions of 1 numbers, got shape [0, 1]"),
     ],
 )
 def test_a_bad_answer_holds_in_its_step_and_the_next_good_one_resumes(bad: Any, reason: str) -> None:
@@ -536,7 +540,7 @@ def test_the_first_command_is_limited_from_where_the_robot_stands(motion: dict[s
 
 
 def test_limits_that_nothing_says_where_to_begin_are_refused_before_the_robot_moves() -> None:
-    with pytest.raises(SettingsError, match="expected a motion that tells the robot's position"):
+    with pytest.raises(SettingsError, match="the robot's position before its first command is unknown"):
         loop_of(limits={"velocity": 1.5})
     loop, arm = loop_of(limits={"velocity": 1.5, "still": 0}, answer=lambda _: np.full((10, 1), 3.0))
     loop.run(4)
@@ -549,7 +553,7 @@ def test_a_robot_whose_place_its_state_does_not_say_is_not_moved() -> None:
     arm.position = np.zeros(2, np.float32)
     report = loop.run(10)
     assert (report.executed, UNPLACED in report.held) == (0, True)
-    with pytest.raises(SettingsError, match="has 1 numbers and the state 2. Set a motion with columns"):
+    with pytest.raises(SettingsError, match="has 1 values and the state 2. Set a motion with indices"):
         loop.settings.check_start(1, 2)
     columns = {"kind": "absolute", "action": [0], "state": [1]}
     loop, arm = loop_of(limits={"velocity": 1.5}, motion=columns, answer=lambda _: np.full((10, 1), 3.0))
@@ -1021,7 +1025,9 @@ def test_a_connection_is_closed_where_it_is_given_up() -> None:
     assert until(requester, 0.0).reason == "ClientError: " + "x" * 400
     assert closed == [0]
     requester.ask({}, 1.0)
-    with pytest.raises(RuntimeError, match="^a request is in progress$"):
+    with pytest.raises(
+        RuntimeError, match="^a request is already in progress; wait for its outcome, or cancel it$"
+    ):
         requester.ask({}, 1.0)
     assert requester._worker is not None
     left = requester._worker.thread
@@ -1133,7 +1139,7 @@ def test_a_journal_repeats_every_decision(tmp_path: Path) -> None:
             {**ask, "step": 1 + (1 << 53)},
             f"step: expected a whole number up to {1 << 53}, got {1 + (1 << 53)}",
         ),
-        ({**arrived, "actions": [[0.0]] * 8193}, "actions: expected at most 8192 rows, got 8193"),
+        ({**arrived, "actions": [[0.0]] * 8193}, "actions: expected at most 8192 actions, got 8193"),
     ):
         path.write_text("\n".join([*begun, json.dumps(event)]))
         if why:
@@ -1303,7 +1309,8 @@ def test_a_journal_that_cannot_go_on_ends_and_says_so_once(
         journal.put("said", {"by": value})
     journal.close()
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["begin", "said"]
-    assert caplog.messages == ["the journal ends: set does not go into a journal"]
+    prefix = "the decision log ends here, because the file cannot be written:"
+    assert caplog.messages == [f"{prefix} a decision log cannot store a value of type set"]
 
 
 def test_a_full_disk_ends_a_journal_and_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -1314,7 +1321,8 @@ def test_a_full_disk_ends_a_journal_and_no_run(tmp_path: Path, caplog: pytest.Lo
         for number in range(3):
             journal.put("said", {"by": "x" * 9999 * number})
         journal.close()  # the report of a run would be lost with an error here
-    assert caplog.messages == ["the journal ends: [Errno 28] No space left on device"]
+    prefix = "the decision log ends here, because the file cannot be written:"
+    assert caplog.messages == [f"{prefix} [Errno 28] No space left on device"]
 
 
 @given(

@@ -118,7 +118,7 @@ class Promises(RuleBasedStateMachine):
     def tick(self, skipped: int) -> None:
         self.step += skipped
         command = self.controller.command(self.step)
-        with pytest.raises(ValueError, match="committed"):
+        with pytest.raises(ValueError, match="already has its command"):
             self.controller.command(self.step)  # never two commands in one period
         assert command.step == self.step
         expected = "paused" if self.controller.paused else self.must_hold

@@ -212,7 +212,7 @@ def test_a_named_pose_comes_from_the_limits_file_or_the_robot(tmp_path: Path) ->
         ([0.1], "rest: expected 2 numbers"),
         ([0.1, float("nan")], "rest: expected finite numbers"),
         ({"a": 1}, "rest: expected a, b, got a"),
-        ([0.1, 1.5], "rest: expected a pose inside the limits, got one beyond them at b"),
+        ([0.1, 1.5], "rest: expected a pose inside the limits, got a pose that exceeds the limits of b"),
     ],
 )
 def test_a_pose_that_does_not_fit_is_rejected_before_anything_moves(rest: Any, message: str) -> None:

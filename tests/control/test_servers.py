@@ -256,7 +256,9 @@ def test_a_policy_that_was_replaced_before_it_is_described_is_not_taken_for_the_
         opened = [replaced(at, control_hz=10.0)]
         call.policy.infer({**GOOD, "state": np.float32([0.5, 0.5])})
         opened.append(replaced(at))
-        with pytest.raises(UnsafeChunk, match="has replaced the policy that computed this answer; ask again"):
+        with pytest.raises(
+            UnsafeChunk, match="has replaced the policy that computed this answer; send the request again"
+        ):
             call._servers.fitted.check(call.policy)
         call({**GOOD, "state": np.float32([0.5, 0.5])}, WAIT_S)
         call.close()
@@ -284,7 +286,7 @@ def test_a_stream_sends_nothing_to_another_policy_than_the_robot_was_fitted_to()
         alone = StreamLink(wrong.native, 20.0, policy=policy)
         until(lambda: alone.errors, "the refusal")
         assert (
-            "another policy than the robot was fitted to: action.names: expected a, b, got b, a"
+            "another policy than at the start of this run: action.names: expected a, b, got b, a"
             in alone.error
         )
         assert not alone.send([0.0, 0.0], 0.0)

@@ -247,7 +247,7 @@ def test_a_stream_is_limited_from_where_the_robot_stands() -> None:
     loop.run(2)
     np.testing.assert_allclose(robot.done[:2], [0.1, 0.2], atol=1e-6)
     for motion in (None, {"kind": "relative", "action": [0, 1], "state": [0, 1]}):
-        with pytest.raises(SettingsError, match="expected a motion that tells the robot's position"):
+        with pytest.raises(SettingsError, match="the robot's position before its first command is unknown"):
             of(limits={"velocity": 1.0}, motion=motion)
     with pytest.raises(SettingsError, match="motion.kind"):
         of(motion={"kind": "warp"})
@@ -528,7 +528,7 @@ def test_nothing_is_known_before_the_first_sample() -> None:
     assert not loop.controller.arrived(0, lies)
     assert (
         loop.controller.faults.first
-        == "a window: expected times of sample and frame up to 0.100 s, got 5 and 5"
+        == "a window: expected times of its sample and its frame up to the present, 0.100 s, got 5 and 5"
     )
     for beyond in (0, 1):  # the furthest node that a delay reaches, and the next one
         far = StreamWindow(1001 + beyond, np.ones((1, 2), np.float32), 0.0, 0.0)

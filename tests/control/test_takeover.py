@@ -268,7 +268,7 @@ def test_a_leader_that_is_elsewhere_is_not_followed(
     [
         (None, SILENT),
         ([math.nan, 0.0, 0.0], "the leader's row is not finite"),
-        ([0.0], "the leader's row: expected 1 to 1 rows of 3 numbers"),
+        ([0.0], "the leader's row: expected 1 to 1 actions of 3 numbers"),
         (["x", "y", "z"], "the leader's row: expected real numbers"),
         (RuntimeError("unplugged"), "the leader failed: RuntimeError: unplugged"),
     ],
@@ -470,12 +470,14 @@ def test_a_button_takes_over_and_pausing_ends_it() -> None:
 
 
 def test_how_near_is_near_has_to_be_known() -> None:
-    with pytest.raises(LeaderError, match="--takeover: expected --motion"):
+    with pytest.raises(LeaderError, match="--takeover: expected a motion"):
         Takeover(Hand([0.0] * DIM), Motion(), DIM, None, 0.1)
-    with pytest.raises(LeaderError, match="align: expected .*; 0, 1, 2 has no range"):
+    with pytest.raises(LeaderError, match="align: expected .*, but 0, 1, 2 has no range"):
         Takeover(Hand([0.0] * DIM), Absolute(), DIM, None)
     Takeover(Hand([0.0] * DIM), Offsets((0, 1), (0, 1)), DIM, None)  # offsets are nowhere
-    with pytest.raises(LeaderError, match="0 has no range in the limits from which 0.05 could be taken$"):
+    with pytest.raises(
+        LeaderError, match="The default is 0.05 of each joint's range, but 0 has no range in the limits$"
+    ):
         Takeover(Hand([0.0] * DIM), Relative((0,), (0,)), DIM, None)
     near = Takeover(Hand([0.0] * DIM), Absolute(), DIM, Limits.parse(LIMITS, DIM))
     assert near._near.tolist() == [0.2] * DIM
@@ -537,7 +539,7 @@ def test_a_leader_is_near_where_the_robot_is_known_to_be() -> None:
     assert (takeover.apart, told) == ("", [2])
     hand.at = [0.0] * 2
     takeover.follow(controller, 3, None)
-    assert takeover.apart.startswith("the leader's row: expected 1 to 1 rows of 3 numbers")
+    assert takeover.apart.startswith("the leader's row: expected 1 to 1 actions of 3 numbers")
 
 
 def test_leaders_without_places_are_followed_at_once_and_others_where_all_are_known() -> None:

@@ -56,7 +56,7 @@ class TrajectoryModel(RuleBasedStateMachine):
             self.sent[step] = float(node.row[0])
         self.committed = step
         self.nodes = [found for found in self.nodes if found[0] > step]
-        with pytest.raises(ValueError, match="has been committed"):
+        with pytest.raises(ValueError, match="already has its command"):
             self.real.take(step)
 
     @rule(step=st.integers(0, 50))
@@ -176,7 +176,7 @@ def test_rules_of_fusion() -> None:
         ((1.1, 1.0), "fusion: expected weights from 0 to 1, got 1.1 and 1.0"),
         ((0.5, -0.1), "fusion: expected weights from 0 to 1, got 0.5 and -0.1"),
         ((0.5, 1.1), "fusion: expected weights from 0 to 1, got 0.5 and 1.1"),
-        ((0.5, 0.5, -1), "fusion: expected 0 or more rows, got -1"),
+        ((0.5, 0.5, -1), "fusion: expected 0 or more actions, got -1"),
     ):
         with pytest.raises(ValueError, match=message):
             Fusion(*given)

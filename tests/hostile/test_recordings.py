@@ -111,7 +111,7 @@ def bombs() -> dict[str, tuple[bytes, str]]:
         ),
         "a promise": (
             archive(record(state=(plain(bytes(99))[0], 200 << 20, 0))),
-            "of 6 packed ones, got 209715200",
+            "from 6 packed bytes, got 209715200",
         ),
         "LZMA": (archive(record(), zipfile.ZIP_LZMA), "got method 14"),
         "many rows": (

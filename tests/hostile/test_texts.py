@@ -74,7 +74,7 @@ def test_aliases_are_counted_with_what_they_stand_for(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 2 * len(texts)
     for line in lines:
-        assert "with all aliases, got more" in line or "no alias inside its own value" in line
+        assert "with all aliases, got more" in line or "an alias inside its own value" in line
         assert len(line) < 400
 
 
@@ -186,8 +186,8 @@ def test_numbers_that_no_float_holds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"names": 5}', "names: expected texts"),
-        ('{"names": [[1], 2]}', "names: expected texts"),
+        ('{"names": 5}', "names: expected a list of texts"),
+        ('{"names": [[1], 2]}', "names: expected a list of texts"),
         ('{"low": 1' + "0" * 400 + "}", "low: expected numbers, got a number of 1329 bits"),
         ('{"low": true}', "low: expected numbers, got True"),
         ('{"low": "1"}', "low: expected numbers, got '1'"),
@@ -210,7 +210,7 @@ def test_limits(tmp_path: Path, text: str, said: str) -> None:
 def test_limits_of_a_width_that_no_robot_has() -> None:
     """Of a server's metadata: a single number counts for every joint, and would be written out for all of them."""
     for dim in (10**12, 0):
-        with pytest.raises(LimitsError, match="expected 1 to 8192 numbers in a command"):
+        with pytest.raises(LimitsError, match="expected 1 to 8192 values in a command"):
             Limits.from_metadata({"action": {"dim": dim, "limits": {"low": 0}}})
     for action in (
         {"limits": {"low": 0}},
@@ -218,7 +218,7 @@ def test_limits_of_a_width_that_no_robot_has() -> None:
         {"dim": 2, "limits": [1]},
         5,
     ):
-        with pytest.raises(LimitsError, match="action: expected its dim and its limits as a table"):
+        with pytest.raises(LimitsError, match="action: expected a number `dim` and a table `limits`"):
             Limits.from_metadata({"action": action})
 
 
@@ -291,10 +291,13 @@ COMMAND = {
         ({**ASK, "state": "abc"}, "state: expected numbers, got 'abc'"),
         ({**ASK, "state": [[1], [2]]}, r"state: expected numbers, got \[\[1\], \[2\]\]"),
         ({**ASK, "state": [10**400]}, "state: expected numbers"),
-        ({**ARRIVED, "actions": [[1], [2, 3]]}, "actions: expected rows of as many numbers each"),
-        ({**ARRIVED, "actions": 5}, "actions: expected rows"),
+        (
+            {**ARRIVED, "actions": [[1], [2, 3]]},
+            "actions: expected actions with the same number of values each",
+        ),
+        ({**ARRIVED, "actions": 5}, "actions: expected actions"),
         ({**ARRIVED, "actions": [["1", "2"]]}, "actions: expected"),
-        ({**ARRIVED, "actions": [[0]] * 9000}, "actions: expected at most 8192 rows"),
+        ({**ARRIVED, "actions": [[0]] * 9000}, "actions: expected at most 8192 actions"),
         ({**COMMAND, "command": 5}, "command: expected an object"),
         ({**COMMAND, "command": {**COMMAND["command"], "clipped": 5}}, "clipped: expected texts"),
         ({**COMMAND, "command": {**COMMAND["command"], "row": {"a": 1}}}, "row: expected numbers"),
@@ -307,7 +310,7 @@ COMMAND = {
         ({"event": "failed", "step": 1, "reason": 5}, "reason: expected a text"),
         (
             {"event": "refined", "step": 1, "rows": [[[[[0]]]]], "state": None},
-            "rows: expected rows of numbers",
+            r"rows: expected actions \(lists of numbers\)",
         ),
         ({"event": 5}, "expected an object with an event"),
     ],
@@ -331,14 +334,18 @@ def test_lines_of_a_journal_are_bounded(tmp_path: Path) -> None:
         with pytest.raises(JournalError, match="line 2: expected at most 16777216 bytes"):
             reader(path)
     path.write_bytes(json.dumps(BEGIN).encode() + b"\n\xff\n")
-    with pytest.raises(JournalError, match="not a journal"):
+    with pytest.raises(JournalError, match="not a decision log"):
         repeat(path)
 
 
 def test_a_journal_begins_with_its_schema(tmp_path: Path) -> None:
-    path, first = tmp_path / "run.jsonl", ": line 1: expected the beginning of a journal"
+    path, first = tmp_path / "run.jsonl", r": line 1: expected the first event of a decision log \(begin\)"
     other = {**BEGIN, "schema": "sinew.control/0"}
-    for events, said in (([], ": empty"), ([{"event": "stood"}], first), ([other], first)):
+    for events, said in (
+        ([], ": the decision log is empty"),
+        ([{"event": "stood"}], first),
+        ([other], first),
+    ):
         path.write_text("".join(json.dumps(each) + "\n" for each in events))
         with pytest.raises(JournalError, match=f"^{path}{said}$"):
             repeat(path)

@@ -252,7 +252,7 @@ def test_keys_of_roles_open_what_their_role_needs(tmp_path: Path) -> None:
         for wrong in ("", "robot:rrr", "metrics", "with:colons"):
             assert status(address, "GET", "/metrics", {"X-API-Key": wrong}) == 401
     file.write_text("metrics:\n")
-    with pytest.raises(SinewError, match="expected a key after the role metrics:"):
+    with pytest.raises(SinewError, match="expected ROLE:KEY, got metrics: without a key"):
         keys_in(file)
 
 

@@ -197,7 +197,7 @@ def test_a_scale_that_is_no_number_is_refused(server: Any, wire: str, scale: flo
 def test_clients_refuse_what_has_no_place_in_a_message() -> None:
     with Client("tcp://127.0.0.1:1", timeout=1) as client:
         for fields, name in (({"advantage": 3}, "advantage"), ({"guidance_scale": "2"}, "guidance_scale")):
-            with pytest.raises(InvalidObservation, match=f"^{name}: expected what fits its field"):
+            with pytest.raises(InvalidObservation, match=f"^{name}: expected a value that fits the field"):
                 client.infer({**SEEN, **fields})
 
 

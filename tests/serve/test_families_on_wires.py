@@ -123,9 +123,13 @@ def test_diffusion_answers_alike_on_every_wire(golden, tmp_path):
         three = replace(given, earlier=2 * tuple(given.earlier))
         with pytest.raises(ClientError, match="each camera once for each moment, of which there are 2"):
             client.infer(three)
-        with pytest.raises(ObservationError, match=r"earlier\[0\]: expected images and state of a moment"):
+        with pytest.raises(
+            ObservationError, match=r"earlier\[0\]: expected an observation step with images and state"
+        ):
             client.infer(replace(given, earlier=[given.images]))
-        with pytest.raises(ObservationError, match="the same cameras and numbers as each other"):
+        with pytest.raises(
+            ObservationError, match="the same cameras and state size in all observation steps"
+        ):
             client.infer(replace(given, earlier=[Moment({}, given.state)]))
         assert (client.spec.history, client.spec.noises()) == (2, (10, 16, 9))
 

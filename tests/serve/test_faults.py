@@ -605,4 +605,4 @@ def test_a_full_disk_costs_records_and_nothing_else(tmp_path):
     assert set(told["failed"]) == {"No space left on device"}
     assert told["free"] < 32 << 10
     assert told["more"] > 0
-    assert "the journal ends: [Errno 28]" in done.stderr
+    assert "the decision log ends here, because the file cannot be written: [Errno 28]" in done.stderr

@@ -109,7 +109,7 @@ def test_what_is_no_server_of_zeromq_is_told_at_once(said: bytes) -> None:
     with (
         peer(lambda made: (made.sendall(said), made.recv(1 << 16))) as address,
         Client(address, timeout=WAIT_S) as robot,
-        pytest.raises(ConnectionLost, match="not a ZeroMQ server"),
+        pytest.raises(ConnectionLost, match="not a Sinew server"),
     ):
         robot.infer(OBSERVATION)
 
@@ -139,7 +139,9 @@ def test_replies_of_any_bytes() -> None:
 )
 def test_addresses_that_are_none(address: str) -> None:
     for kind in (Client, AsyncClient):
-        with pytest.raises(ClientError, match="expected tcp://HOST:PORT of the native protocol"):
+        with pytest.raises(
+            ClientError, match="expected tcp://HOST:PORT with the port of the native protocol"
+        ):
             kind(address)
 
 

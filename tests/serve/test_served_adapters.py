@@ -244,10 +244,12 @@ def test_records_are_replayed_with_their_adapters(
 def test_a_server_that_does_not_know_adapters_is_noticed() -> None:
     """Protobuf passes over fields that it does not know: an older server would answer with the base."""
     reply = schema.PredictResponse(horizon=1, dim=1, actions=[0.0])
-    with pytest.raises(UnsafeChunk, match="adapter: expected an answer of 'arm', got one of the base"):
+    with pytest.raises(
+        UnsafeChunk, match="adapter: expected an answer from 'arm', got an answer from the base"
+    ):
         protocol.accepted(reply, of("arm", 1), 0.0, None, None)
     reply.adapter = "kitchen"
-    with pytest.raises(ClientError, match="expected an answer of 'the base', got one of 'kitchen'"):
+    with pytest.raises(ClientError, match="expected an answer from 'the base', got an answer from 'kitchen'"):
         protocol.accepted(reply, GOOD, 0.0, None, None)
     assert protocol.accepted(reply, of("kitchen", 1), 0.0, None, None).adapter == "kitchen"
 

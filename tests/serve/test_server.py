@@ -573,7 +573,7 @@ def test_client_before_server_and_retries(bundle, tmp_path):
 
 def test_client_misuse():
     with pytest.raises(
-        ClientError, match="expected tcp://HOST:PORT of the native protocol .* got 'nonsense'"
+        ClientError, match="expected tcp://HOST:PORT with the port of the native protocol .* got 'nonsense'"
     ):
         Client("nonsense")
     client = Client("tcp://127.0.0.1:1")

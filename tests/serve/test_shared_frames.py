@@ -141,7 +141,7 @@ def test_a_server_that_knows_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     before = len(list(DESCRIPTORS.iterdir()))
     with served(tmp_path / "s", Puppet()) as address, Client(address, timeout=WAIT_S) as client:
         client.infer({**GOOD, "images": {"front": FRAMES[0]}})
-        assert client.frames == "in the message: the server knows no shared memory"
+        assert client.frames == "in the message: the server does not support shared memory"
     assert len(list(DESCRIPTORS.iterdir())) == before
 
 
@@ -160,12 +160,13 @@ def test_frames_that_are_written_while_they_are_read(tmp_path: Path) -> None:
 
         policy.run = write  # type: ignore[method-assign]
         with pytest.raises(
-            ServerError, match="generation: expected frames to stay in shared memory.*generation 3"
+            ServerError,
+            match="generation: expected .*, got 3: the client has overwritten the frames in shared memory",
         ):
             client.infer(large)
         for end, told in ((b"\xe0\x07\x63", 99), (b"", 0)):  # of a field of its own, or none
             frames().placed = lambda parts, end=end: [*shared.SharedFrames.placed(frames(), parts)[:-1], end]
-            with pytest.raises(ServerError, match=rf"got generation \d in the place of {told}"):
+            with pytest.raises(ServerError, match=rf"expected {told}, got \d: the client has overwritten"):
                 client.infer(large)
         policy.seen.clear()  # frames where they lie
 

@@ -60,7 +60,7 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
                 assert off <= (1e-6 if form == "fp32" else 0.1)
                 sizes[form] = robot.last.nbytes
                 assert robot.last.server_ms > 0
-                with pytest.raises(ClientError, match="answers Client.context"):
+                with pytest.raises(ClientError, match="call Client.context"):
                     client.infer({"images": observation.images, "state": observation.state, "prompt": "go"})
                 with pytest.raises(ServerError, match="state: expected") as refused:
                     client.context({"images": observation.images, "state": [1.0], "prompt": "go"})
@@ -126,7 +126,7 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
         with Client(at.native, timeout=WAIT_S) as client:
             with pytest.raises(SinewError, match=r"expected a policy context.FORM"):
                 SplitPolicy(policy, client)
-            with pytest.raises(ClientError, match="answers with actions"):
+            with pytest.raises(ClientError, match="returns actions and no context"):
                 client.context({"images": observation.images, "state": observation.state, "prompt": "go"})
             monkeypatch.setattr("sinew.stream.split.fingerprint", lambda _path: "another file")
             with (

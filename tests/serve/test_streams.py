@@ -478,7 +478,10 @@ def test_a_stream_of_a_policy_of_other_units_that_takes_its_place_is_not_followe
             found = replace(found, metadata={**found.metadata, "policy": {**about, "action": action}})
             server.service.policies.put(DEFAULT, found)
             if unit:
-                until(lambda: loop.tick(loop.pace.next()) or "fitted to: action.units" in link.error, "why")
+                until(
+                    lambda: loop.tick(loop.pace.next()) or "start of this run: action.units" in link.error,
+                    "why",
+                )
                 assert loop.controller.newest.deployment not in (0, found.number)
                 assert link.faults.counts["UnsafeChunk"]
             else:

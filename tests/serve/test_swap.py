@@ -419,7 +419,7 @@ def test_a_form_is_what_the_policy_states():
     with pytest.raises(UnsafeChunk) as error:
         Fitted(ARM.to_dict()).check(SimpleNamespace(spec=replace(ARM, control_hz=10.0, embodiment="aloha")))
     assert str(error.value) == (
-        "what answers has another policy than the robot was fitted to: control_hz: expected 20, got 10;"
+        "the server has another policy than at the start of this run: control_hz: expected 20, got 10;"
         " embodiment: expected droid, got aloha"
     )
 

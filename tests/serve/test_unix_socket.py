@@ -103,7 +103,7 @@ def test_a_socket_of_another_user_gets_no_key(monkeypatch: pytest.MonkeyPatch) -
                 assert stranger.stdout.readline() == "listening\n"
 
                 with pytest.raises(
-                    SinewError, match=r"expected a server of user \d+ or of root, got one of user"
+                    SinewError, match=r"expected a server of user \d+ or of root, got a server of user"
                 ):
                     ask(f"ipc://{path}")
                 assert stranger.stdout.readline() == "\n"  # not a byte

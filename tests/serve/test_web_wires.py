@@ -250,7 +250,7 @@ def test_any_path_and_the_dialect(server):
 @pytest.mark.parametrize(
     ("payload", "text"),
     [
-        (b"\xc1", "MessagePack: expected plain types, got type 0xc1"),
+        (b"\xc1", "MessagePack: expected a plain MessagePack type, got type 0xc1"),
         (arrays.pack([1, 2]), "expected a map"),
         (arrays.pack({**OBSERVED, "observation/state": STATE[:3]}), r"state: expected shape \[8\]"),
         (arrays.pack({**OBSERVED, "endpoint": "kill"}), "endpoint: expected infer or reset"),

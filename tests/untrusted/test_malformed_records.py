@@ -22,7 +22,7 @@ HOSTILE: tuple[Any, ...] = (None, 5, 10**300, -1.5, "text", [], [[1], 2], {}, {"
         (5, "options: expected an object, got 5"),
         ({"within": [10**400, 1]}, "within: expected 2 numbers above 0"),
         ({"singular": 10**400}, "singular: expected one number above 0"),
-        ({"\ud800" * 200: 1}, "unknown; known are"),
+        ({"\ud800" * 200: 1}, "unknown option; use one of"),
     ],
 )
 def test_options_of_an_end_effector(options: Any, message: str) -> None:

@@ -36,7 +36,9 @@ class Addresses:
     def __init__(self, address: str | Sequence[str]):
         addresses = [split_address(each) for each in ([address] if isinstance(address, str) else address)]
         if len({policy for _, policy in addresses}) != 1:
-            raise ClientError(f"address: expected one or more, of one policy, got {address!r}")
+            raise ClientError(
+                f"address: expected one or more addresses, all with the same policy, got {address!r}"
+            )
         self.all = tuple(each for each, _ in addresses)
         # `given` has the addresses as the user wrote them, with the policy's name. `all` has them without that name.
         self.given = (address,) if isinstance(address, str) else tuple(address)

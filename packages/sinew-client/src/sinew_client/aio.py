@@ -203,7 +203,7 @@ class AsyncClient(BaseClient):
         if self._opening is not None:
             self._opening.cancel()
         for link in list(self._links):
-            link.end(ClosedError("the client is closed"))
+            link.end(ClosedError("the client is closed; create a new client"))
         self._links.clear()
         await asyncio.sleep(0)  # the event loop closes the sockets during this call
 
@@ -229,7 +229,9 @@ class AsyncClient(BaseClient):
         if self._loop is None:
             self._loop = loop
         elif self._loop is not loop:
-            raise ClientError("the client belongs to the event loop in which it was first used")
+            raise ClientError(
+                "the client belongs to another event loop; create one AsyncClient in each event loop"
+            )
         try:
             attempt = next(asking)
             while True:
@@ -298,12 +300,14 @@ class AsyncClient(BaseClient):
             if error is None and self._link is not None:
                 return self._link  # type: ignore[no-any-return]
             if self._closed:
-                raise ClosedError("the client is closed")
+                raise ClosedError("the client is closed; create a new client")
             if isinstance(error, ConnectionLost):
                 # Do not try again: the program at this address is not a Sinew server.
                 raise error
             if len(self.addresses) > 1:
-                raise ConnectionLost(f"no server answers at {self.address}") from error
+                raise ConnectionLost(
+                    f"no server answers at {self.address}; is `sinew serve` running there?"
+                ) from error
             await asyncio.sleep(max(0.0, min(pause, end - time.monotonic())))
             if time.monotonic() >= end:
                 break
@@ -326,7 +330,9 @@ class AsyncClient(BaseClient):
         await asyncio.wait({task}, timeout=max(0.0, end - time.monotonic()))
         if not task.done():
             return socket.timeout("timed out")
-        return ClosedError("the client is closed") if task.cancelled() else task.exception()
+        return (
+            ClosedError("the client is closed; create a new client") if task.cancelled() else task.exception()
+        )
 
     def _take(self, task: Any) -> None:
         """Use the connection that ``task`` has opened for the next requests, or close it if the client is closed."""
@@ -446,7 +452,9 @@ class AsyncLink(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def _broken(self) -> ConnectionLost:
-        return ConnectionLost(f"the connection to {self._address} broke before the answer came")
+        return ConnectionLost(
+            f"the connection to {self._address} broke before the answer arrived; send the request again"
+        )
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -461,7 +469,7 @@ class AsyncLink(asyncio.BufferedProtocol):
             while (message := self._framing.next()) is not None:
                 self._hand_over(payload_of(message, 0))
         except zmtp.ZmtpError as error:
-            self.end(ConnectionLost(f"the other end is not a ZeroMQ server: {error}"))
+            self.end(ConnectionLost(f"the program at this address is not a Sinew server: {error}"))
         except ConnectionLost as error:
             self.end(error)
         else:
@@ -498,7 +506,7 @@ class AsyncLink(asyncio.BufferedProtocol):
         except ClientError as error:
             refusal = error
         else:
-            refusal = ClientError("a reply without a request id")
+            refusal = ClientError("the server sent a reply without a request id")
         for answer in self.waiting.values():
             if not answer.done():
                 answer.set_exception(refusal)

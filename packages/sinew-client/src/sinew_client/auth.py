@@ -63,8 +63,8 @@ def keys_in(path: Path) -> tuple[str, ...]:
         why = getattr(error, "strerror", None) or error
         raise SinewError(f"--api-key-file {path}: {why}") from error
     if not keys:
-        raise SinewError(f"--api-key-file {path}: the file is empty")
+        raise SinewError(f"--api-key-file {path}: the file is empty; write a key into it")
     for line in keys:
         if not role_and_key(line)[1]:
-            raise SinewError(f"--api-key-file {path}: expected a key after the role {line}")
+            raise SinewError(f"--api-key-file {path}: expected ROLE:KEY, got {line} without a key")
     return keys

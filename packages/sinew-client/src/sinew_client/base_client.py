@@ -199,7 +199,9 @@ class BaseClient:
         self._heard(reply.deployment)
         self._warn(reply.warnings)
         if not reply.context:
-            raise ClientError(f"{self.address}: the policy {self.policy!r} answers with actions")
+            raise ClientError(
+                f"{self.address}: the policy {self.policy!r} returns actions and no context; call `infer`"
+            )
         return reply.context, protocol.decode_timing(reply)
 
     def _control(
@@ -245,7 +247,7 @@ class BaseClient:
             # `others` is the number of addresses that this round has not tried yet.
             for others in range(count - 1, -1, -1):
                 if self._closed:
-                    raise ClosedError("the client is closed")
+                    raise ClosedError("the client is closed; create a new client")
                 place, begin = addresses.place, time.monotonic()
                 if begin >= end:
                     break

@@ -338,7 +338,9 @@ class Client(BaseClient):
         except ConnectionLost as error:
             return error
         except OSError as error:
-            lost = ConnectionLost(f"the connection to {self.address} broke before the answer came")
+            lost = ConnectionLost(
+                f"the connection to {self.address} broke before the answer arrived; send the request again"
+            )
             lost.__cause__ = error
             return lost
         finally:
@@ -413,7 +415,9 @@ class Client(BaseClient):
             except OSError as error:
                 self._connecting(error)
                 if len(self.addresses) > 1:
-                    raise ConnectionLost(f"no server answers at {self.address}") from error
+                    raise ConnectionLost(
+                        f"no server answers at {self.address}; is `sinew serve` running there?"
+                    ) from error
             time.sleep(max(0.0, min(pause, end - time.monotonic())))
         return None
 

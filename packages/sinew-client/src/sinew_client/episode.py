@@ -74,7 +74,7 @@ class ActionQueue:
         spec = policy.spec
         whole = isinstance(rows, (int, np.integer)) and not isinstance(rows, bool)
         if rows is not None and not (whole and 1 <= rows <= spec.chunk_size):
-            raise ClientError(f"rows: expected 1 to {spec.chunk_size}, got {rows!r}")
+            raise ClientError(f"rows: expected 1 to {spec.chunk_size} (the actions of a chunk), got {rows!r}")
         self.policy, self.session = policy, session
         self._blend = spec.temporal_ensemble if rows is None else None
         self.rows = 1 if self._blend is not None else rows or spec.n_action_steps or spec.chunk_size

@@ -97,14 +97,16 @@ class Fitted:
             if self._form is None and type(error) is ClientError:
                 return  # the server sends no description (for example vla.cpp), so there is nothing to compare
             raise
-        where = getattr(server, "address", "what answers")
+        where = getattr(server, "address", "the server")
         if getattr(server, "exchanged", False):
-            raise UnsafeChunk(f"{where} has replaced the policy that computed this answer; ask again")
+            raise UnsafeChunk(
+                f"{where} has replaced the policy that computed this answer; send the request again"
+            )
         if self._form is None:
             self._form = described
         if others := differing(self._form, described):
             raise UnsafeChunk(
-                f"{where} has another policy than the robot was fitted to: {'; '.join(others.values())}"
+                f"{where} has another policy than at the start of this run: {'; '.join(others.values())}"
             )
 
 

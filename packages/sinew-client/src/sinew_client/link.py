@@ -49,7 +49,7 @@ def place_of(address: str) -> tuple:
     """
     if address.startswith("ipc://"):
         if not hasattr(socket, "AF_UNIX"):
-            raise ClientError(f"{address}: expected tcp://HOST:PORT on a system without Unix sockets")
+            raise ClientError(f"{address}: this system has no Unix sockets; use tcp://HOST:PORT")
         return (address[len("ipc://") :],)
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
@@ -111,8 +111,9 @@ def check_owner(made: socket.socket) -> None:
     _process, user, _group = _CREDENTIALS.unpack(credentials)
     if user not in (os.geteuid(), 0):
         raise ConnectionLost(
-            f"ipc://{made.getpeername()}: expected a server of user {os.geteuid()} or of root, got one of user {user};"
-            " nothing was sent. Start the server as the user of the robot, in a folder that others cannot write"
+            f"ipc://{made.getpeername()}: expected a server of user {os.geteuid()} or of root, got a server of user"
+            f" {user}; nothing was sent. Start the server as the user of the robot, with a socket in a folder that"
+            " other users cannot write"
         )
 
 
@@ -186,7 +187,9 @@ def payload_of(message: zmtp.Message, before: int) -> bytes:
     """
     *head, payload = message.frames or [b""]
     if message.count != before + 1 or len(message.frames) != message.count or any(head):
-        raise ConnectionLost(f"expected a reply of one frame, got {message.count} and {message.size} bytes")
+        raise ConnectionLost(
+            f"expected a reply of one frame, got {message.count} frames with {message.size} bytes"
+        )
     return bytes(payload)
 
 
@@ -343,7 +346,7 @@ class Link:
         try:
             return self._framing.next()
         except zmtp.ZmtpError as error:
-            raise ConnectionLost(f"the other end is not a ZeroMQ server: {error}") from error
+            raise ConnectionLost(f"the program at this address is not a Sinew server: {error}") from error
 
     def _answer(self, end: float) -> None:
         """Send the messages that the ZeroMQ protocol itself requires: greeting, handshake, PONG."""

@@ -44,9 +44,9 @@ def load_module(name: str, what: str) -> Any:
             raise ModuleError(
                 f"{what}: no module {missing!r}; searched {here}, PYTHONPATH and the installed packages"
             ) from error
-        raise ModuleError(f"{what}: {name} needs the module {missing!r}, which is not installed") from error
+        raise ModuleError(f"{what}: {name} needs the module {missing!r}; install it") from error
     except Exception as error:
-        raise ModuleError(f"{what}: importing {name}: {type(error).__name__}: {error}") from error
+        raise ModuleError(f"{what}: importing {name} failed: {type(error).__name__}: {error}") from error
 
 
 def load_named(text: str, what: str) -> Any:

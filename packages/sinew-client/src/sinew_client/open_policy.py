@@ -102,11 +102,11 @@ class OpenPolicy:
     def _refuse_closed(self) -> None:
         """Raise :class:`ClosedError` if the policy is closed, or if this process is a fork."""
         if self._closed:
-            raise ClosedError("the policy is closed")
+            raise ClosedError("the policy is closed; open it again")
         if self._process != (now := os.getpid()):
             raise ClosedError(
-                f"the policy was opened in process {self._process} and cannot be used in its fork {now}: open it in"
-                " each process, or start processes with spawn"
+                f"the policy was opened in process {self._process} and cannot be used in the forked process {now}; open"
+                " the policy in each process"
             )
 
     def __enter__(self: Self) -> Self:

@@ -70,9 +70,9 @@ def split_address(address: str) -> tuple:
     host, _, port = place.rpartition(":")
     if scheme not in ("", "tcp", "tls") or not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ClientError(
-            "address: expected tcp://HOST:PORT of the native protocol (5555 unless `--wire native:PORT` says"
-            " otherwise), tls://HOST:PORT if the server has --tls-cert,"
-            f" or the ipc:///PATH that `--wire native:ipc:///PATH` names, got {address!r}"
+            "address: expected tcp://HOST:PORT with the port of the native protocol (5555, or PORT of"
+            " `sinew serve --wire native:PORT`), tls://HOST:PORT if the server has --tls-cert,"
+            f" or ipc:///PATH if it has `--wire native:ipc:///PATH`, got {address!r}"
         )
     return f"{scheme or 'tcp'}://{place}", policy
 
@@ -210,8 +210,8 @@ def accepted_all(reply, observations: Sequence[Mapping[str, Any]], chunk: Callab
     """
     if len(reply.answers) != len(observations):
         raise ClientError(
-            f"the reply: expected {len(observations)} answers, got {len(reply.answers)}; update a server that does"
-            " not support several observations in a message"
+            f"the reply: expected {len(observations)} answers, got {len(reply.answers)}; update the server, because"
+            " old servers do not support several observations in a message"
         )
 
     def outcome(answer, observation: Mapping[str, Any]):
@@ -233,7 +233,7 @@ def _moments(observation: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], lis
     earlier = observation.get("earlier")
     earlier = () if earlier is None else earlier
     if not isinstance(earlier, (list, tuple)):
-        raise InvalidObservation("earlier", "a list of moments", str(type(earlier)))
+        raise InvalidObservation("earlier", "a list of observation steps", str(type(earlier)))
     newest = Moment(observation["images"], observation["state"])
     frames: list[tuple[str, Any]] = []
     states: list[np.ndarray] = []
@@ -242,7 +242,9 @@ def _moments(observation: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], lis
         if isinstance(each, Mapping) and set(each) == {"images", "state"}:
             each = Moment(**each)
         if not isinstance(each, Moment):
-            raise InvalidObservation(prefix[:-1], "images and state of a moment", str(type(each)))
+            raise InvalidObservation(
+                prefix[:-1], "an observation step with images and state", str(type(each))
+            )
         if not isinstance(each.images, Mapping):
             raise InvalidObservation(
                 f"{prefix}images", "a dict of camera name to frame", str(type(each.images))
@@ -251,7 +253,9 @@ def _moments(observation: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], lis
         states.append(floats(f"{prefix}state", each.state, 1))
         if set(each.images) != set(newest.images) or len(states[-1]) != len(states[0]):
             raise InvalidObservation(
-                prefix[:-1] or "earlier", "the same cameras and numbers as each other", "others"
+                prefix[:-1] or "earlier",
+                "the same cameras and state size in all observation steps",
+                "different ones",
             )
     return frames, states
 
@@ -387,14 +391,15 @@ def accepted(
     chunk = decode_chunk(reply, asked, max_rows, 0 if words_alone else 1)
     if chunk.adapter != (observation.get("adapter") or ""):
         raise UnsafeChunk(
-            f"adapter: expected an answer of {observation.get('adapter') or 'the base'!r}, got one of"
-            f" {shown(chunk.adapter) if chunk.adapter else 'the base'}; update a server that ignores adapters"
+            f"adapter: expected an answer from {observation.get('adapter') or 'the base'!r}, got an answer from"
+            f" {shown(chunk.adapter) if chunk.adapter else 'the base'}; update the server, because old servers ignore"
+            " adapters"
         )
     if max_age is not None:
         now, taken = time.perf_counter(), observation.get("time")
         age = now - asked + (0.0 if taken is None else max(0.0, time.time() - (now - asked) - taken))
         if age > max_age:
-            raise LateChunk(f"the observation is {age:.3f} s old, and max_age is {max_age:g} s")
+            raise LateChunk(f"the observation is {age:.3f} s old, which is more than max_age ({max_age:g} s)")
     if limits is not None:
         check_limits(chunk, limits)
     return chunk
@@ -418,14 +423,14 @@ def decode_rows(reply, max_rows: int, least: int = 1) -> np.ndarray:
     # Check the counts before an array of this size is allocated.
     count, horizon, dim = len(reply.actions), reply.horizon, reply.dim
     if count != horizon * dim or not (least <= horizon and dim >= 1):
-        raise ClientError(f"the reply holds {count} numbers for {horizon} actions of {dim} dimensions")
+        raise ClientError(f"the reply has {count} numbers for {horizon} actions with {dim} values each")
     if horizon > max_rows or dim > MAX_DIM:
         raise UnsafeChunk(
-            f"the reply: expected at most {max_rows} rows of at most {MAX_DIM} numbers, got {horizon} of {dim}"
+            f"the reply: expected at most {max_rows} actions of at most {MAX_DIM} values, got {horizon} of {dim}"
         )
     actions = np.array(reply.actions, dtype=np.float32).reshape(horizon, dim)
     if not np.isfinite(actions).all():
-        raise UnsafeChunk("the reply holds actions that are not finite")
+        raise UnsafeChunk("the reply has actions that are not finite")
     return actions
 
 
@@ -446,7 +451,7 @@ def decode_chunk(reply, asked: float | None = None, max_rows: int = MAX_ROWS, le
         UnsafeChunk: The actions must not be executed.
     """
     if reply.context:
-        raise ClientError("the reply holds a context and no actions: this policy answers Client.context")
+        raise ClientError("the reply has a context and no actions; call Client.context for this policy")
     return ActionChunk(
         actions=decode_rows(reply, max_rows, least),
         timing=decode_timing(reply),
@@ -481,7 +486,9 @@ def check_limits(chunk: ActionChunk, limits) -> None:
     low, high = (np.asarray(each, np.float64) for each in limits)
     for each in (low, high):
         if each.ndim and each.shape != chunk.actions.shape[1:]:
-            raise ClientError(f"limits: expected {chunk.actions.shape[1]} numbers, got {_describe(each)}")
+            raise ClientError(
+                f"limits: expected {chunk.actions.shape[1]} numbers (one per value), got {_describe(each)}"
+            )
     within = (chunk.actions >= low) & (chunk.actions <= high)  # comparisons with a NaN limit are False
     outside = np.argwhere(~within)
     if outside.size:
@@ -645,7 +652,7 @@ def floats(name: str, value, *ndim: int) -> np.ndarray:
             array = array.astype(np.float32)
     if array.ndim not in ndim:
         expected = " or ".join(map(str, ndim))
-        raise InvalidObservation(name, f"{expected} dimension(s)", _describe(array))
+        raise InvalidObservation(name, f"an array with {expected} dimension(s)", _describe(array))
     return array
 
 
@@ -653,7 +660,9 @@ def _assign(name: str, setter, *arguments) -> None:
     try:
         setter(*arguments)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidObservation(name, f"what fits its field ({error})", shown(arguments[-1])) from error
+        raise InvalidObservation(
+            name, f"a value that fits the field ({error})", shown(arguments[-1])
+        ) from error
 
 
 def _describe(array: np.ndarray) -> str:

@@ -58,7 +58,7 @@ class SharedFrames:
 
     def __init__(self, size: int):
         self.size, self._generation = size, 0
-        self.state = f"{SENT}: the server knows no shared memory"
+        self.state = f"{SENT}: the server does not support shared memory"
         self._descriptor = os.memfd_create("sinew-frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self._descriptor, 0, HEADER + size)
@@ -81,7 +81,7 @@ class SharedFrames:
                 or self.state
             )
         except ServerError as error:
-            self.state = f"{SENT}: the server rejected it: {error}"
+            self.state = f"{SENT}: the server rejected shared memory: {error}"
         finally:
             os.close(self._descriptor)  # the server has its own copy of the descriptor
 
@@ -123,12 +123,12 @@ def offered(size: int, ask: Callable[[list], str]) -> Any:
         The :class:`SharedFrames`. If memory cannot be shared, an object that has only ``state`` with the reason.
     """
     if not AVAILABLE or size >> 32:
-        why = "they are 4 GiB or more" if AVAILABLE else "this Python has no memfd_create"
+        why = "the frames have 4 GiB or more" if AVAILABLE else "this Python has no memfd_create"
         return SimpleNamespace(state=f"{SENT}: {why}")
     try:
         frames = SharedFrames(size)
     except OSError as error:
-        return SimpleNamespace(state=f"{SENT}: no memory for them: {error}")
+        return SimpleNamespace(state=f"{SENT}: no memory for the frames: {error}")
     frames.offer(ask)
     return frames
 
@@ -170,7 +170,7 @@ class ReceivedFrames:
             self.state = self._open(descriptor, limit)
         # These errors mean that the descriptor is not a memory file, or that no address space is free.
         except (OSError, ValueError) as error:
-            self.state = f"{SENT}: expected a sealed file of memory, got one that says {error}"
+            self.state = f"{SENT}: expected a sealed file of memory, got {error}"
         finally:
             os.close(descriptor)
 
@@ -201,7 +201,7 @@ class ReceivedFrames:
         """
         if not (at >= HEADER and at + size <= len(self._bytes)):
             place = f"{size} bytes from {HEADER} to {len(self._bytes)} in shared memory"
-            raise ObservationError(name, place, f"them at {at}")
+            raise ObservationError(name, place, f"bytes at {at}")
         return self._bytes[at : at + size].data
 
     def generation(self) -> int:
@@ -232,8 +232,8 @@ class LentFrames:
         """Raise :class:`RequestError` if the client has overwritten the frames of this request."""
         if (now := self._frames.generation()) != self._generation:
             raise RequestError(
-                f"generation: expected frames to stay in shared memory until they are answered, got generation {now} in"
-                f" the place of {self._generation}"
+                f"generation: expected {self._generation}, got {now}: the client has overwritten the frames in shared"
+                " memory before the answer"
             )
 
 

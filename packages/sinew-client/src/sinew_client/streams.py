@@ -131,7 +131,7 @@ class StreamLink:
         check_key_is_private(self._addresses.all, api_key)
         for key in self._options:
             if key not in OPTIONS:
-                raise ClientError("stream: {}: unknown option; known are {}".format(key, ", ".join(OPTIONS)))
+                raise ClientError("stream: {}: unknown option; use one of {}".format(key, ", ".join(OPTIONS)))
         self._ids = itertools.count(1)
         self.sent = self.dropped = self.errors = 0
         self.error, self.label, self.faults = "", "", Faults()
@@ -237,7 +237,9 @@ class StreamLink:
                 self._note(error)
                 continue
             if 0 not in (self._deployment, window.deployment) and window.deployment != self._deployment:
-                self._note(ConnectionLost(f"{self.present} has replaced its policy; connecting again"))
+                self._note(
+                    ConnectionLost(f"{self.present} has replaced its policy; the client connects again")
+                )
                 with self._changed:
                     if self._link is not None:
                         # Drop the connection, because the next connection compares the new policy with the old one.
@@ -400,7 +402,7 @@ def decode_window(payload: bytes, max_rows: int = protocol.MAX_ROWS) -> StreamWi
         raise ClientError("the message is not a window of a stream")
     rows, about = protocol.decode_rows(reply, max_rows, least=0), reply.window
     if not np.isfinite([about.sample_time, about.frame_time]).all():
-        raise UnsafeChunk("a window holds times that are not finite")
+        raise UnsafeChunk("a window has times that are not finite")
     return StreamWindow(
         step=about.step,
         rows=rows,

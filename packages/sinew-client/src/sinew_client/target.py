@@ -108,7 +108,7 @@ class Target:
                 )
             package = "sinew-vla-eval" if self.kind == EXPERT else "sinew-vla"
             raise ClientError(
-                f"{named(self.text)}: expected tcp://HOST:PORT; for anything else, install the package {package}"
+                f"{named(self.text)}: expected tcp://HOST:PORT; to open anything else, install the package {package}"
             )
         policy: Policy = opener(self.place, **options)
         return policy

@@ -64,7 +64,7 @@ class VectorSpec:
         names = self.names or tuple(map(str, range(self.dim)))
         units = self.units or ("",) * self.dim
         if len(names) != len(units):
-            raise ValueError(f"units: expected {len(names)}, one for each name, got {len(units)}")
+            raise ValueError(f"units: expected {len(names)} units, one for each name, got {len(units)}")
         return tuple(f"{name} [{unit}]" if unit else name for name, unit in zip(names, units))
 
 
@@ -147,7 +147,7 @@ def history_problem(moments: int, stride: int) -> str:
         return f"history: expected 1 to {MAX_HISTORY}, got {moments}"
     if stride < 1 or (moments - 1) * stride > MAX_HISTORY_STEPS:
         most = MAX_HISTORY_STEPS // max(1, moments - 1)
-        return f"history_stride: expected 1 to {most} control steps between {moments} moments, got {stride}"
+        return f"history_stride: expected 1 to {most} control steps between {moments} observation steps, got {stride}"
     return ""
 
 
@@ -569,7 +569,9 @@ def _read(path: str, form: str, given: Any) -> Any:
         try:
             return float(given) if form == "float" else given
         except OverflowError:  # the integer is too large for float64
-            raise ClientError(f"{path}: expected a number of float64, got {shown(given)}") from None
+            raise ClientError(
+                f"{path}: expected a number that fits into float64, got {shown(given)}"
+            ) from None
     if form.startswith("Literal["):
         known = [word.strip(" \"'") for word in form[len("Literal[") : -1].split(",")]
         if given not in known:
@@ -578,11 +580,11 @@ def _read(path: str, form: str, given: Any) -> Any:
     if form.startswith("tuple["):
         inner = form[len("tuple[") : -1]
         if not isinstance(given, (list, tuple)) or len(given) > _MOST:
-            raise ClientError(f"{path}: expected a list of at most {_MOST}, got {shown(given)}")
+            raise ClientError(f"{path}: expected a list of at most {_MOST} values, got {shown(given)}")
         # The annotation is either tuple[T, ...] for any length, or lists the type of each element.
         kinds = [inner[: -len(", ...")]] * len(given) if inner.endswith(", ...") else inner.split(", ")
         if len(kinds) != len(given):
-            raise ClientError(f"{path}: expected a list of {len(kinds)}, got {len(given)}")
+            raise ClientError(f"{path}: expected a list of {len(kinds)} values, got {len(given)}")
         return tuple(_read(f"{path}[{at}]", kinds[at], each) for at, each in enumerate(given))
     if form == "dict[str, str]":
         if not isinstance(given, Mapping) or len(given) > _MOST:

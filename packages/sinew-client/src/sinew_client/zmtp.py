@@ -159,11 +159,11 @@ class Framing:
         if have[:1] not in (b"", b"\xff") or (len(have) > 9 and not have[9] & 1):
             raise ZmtpError("expected a ZMTP greeting, got other bytes")
         if len(have) > 10 and have[10] < 3:
-            raise ZmtpError(f"it speaks ZMTP {have[10]}, and ZeroMQ 4 with ZMTP 3 is expected")
+            raise ZmtpError(f"expected ZMTP 3 (ZeroMQ 4), got ZMTP {have[10]}")
         if len(have) < len(GREETING):
             return False
         if bytes(have[12:32]).rstrip(b"\0") != b"NULL":
-            raise ZmtpError("its security mechanism is not NULL")
+            raise ZmtpError("expected the security mechanism NULL, got another mechanism")
         self._start += len(GREETING)
         self._greeted = True
         kind = b"\x0bSocket-Type" + len(self.kind).to_bytes(4, "big") + self.kind
@@ -180,17 +180,17 @@ class Framing:
             return False
         flags, head, size = have[0], 2, have[1]
         if flags & ~7 or (flags & _COMMAND and flags & _MORE):
-            raise ZmtpError(f"a frame has the flags {flags:#04x}")
+            raise ZmtpError(f"expected valid flags of a frame, got {flags:#04x}")
         if flags & _LONG:
             if len(have) < 9:
                 return False
             head, size = 9, int.from_bytes(have[1:9], "big")
         if flags & _COMMAND:
             if size > MAX_COMMAND:
-                raise ZmtpError(f"a command has {size} bytes")
+                raise ZmtpError(f"expected a command of at most {MAX_COMMAND} bytes, got {size} bytes")
             keep = True
         elif not self.ready:
-            raise ZmtpError("a message came before the handshake")
+            raise ZmtpError("expected the handshake first, got a message")
         else:
             self._count += 1
             self._size += size
@@ -237,12 +237,14 @@ class Framing:
             kind = _property(body, b"socket-type")
             if kind not in PEERS[self.kind]:
                 expected = b" or ".join(PEERS[self.kind][:2]).decode()
-                raise ZmtpError(f"its socket is a {kind[:20]!r}, and {expected} is expected")
+                raise ZmtpError(f"expected a socket of type {expected}, got {kind[:20]!r}")
             self.ready = True
         elif name == b"ERROR":  # the body is the length of a text in one byte, and the text
-            raise ZmtpError(f"it refuses the connection: {shown(body[1:].decode('ascii', 'replace'), 300)}")
+            raise ZmtpError(
+                f"the peer rejects the connection: {shown(body[1:].decode('ascii', 'replace'), 300)}"
+            )
         elif not self.ready:
-            raise ZmtpError(f"its command is {name[:20]!r}")
+            raise ZmtpError(f"expected the command READY, got {name[:20]!r}")
         elif name == b"PING" and len(self.replies) < KEPT_FRAMES:
             # A PING has a time to live (2 bytes) and a context of at most 16 bytes, which the PONG returns.
             self.replies.append(_command(b"PONG", body[2:18]))
@@ -280,7 +282,7 @@ def _property(body: bytes, wanted: bytes) -> bytes:
         at += 1 + body[at]
         size = int.from_bytes(body[at : at + 4], "big")
         if len(body) < at + 4 + size:
-            raise ZmtpError("its READY is cut off")
+            raise ZmtpError("expected a complete READY command, got one that is cut off")
         if name.lower() == wanted:
             return body[at + 4 : at + 4 + size]
         at += 4 + size

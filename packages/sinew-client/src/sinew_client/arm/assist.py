@@ -220,7 +220,9 @@ class Assist:
             self.failed[outcome.reason] += 1
             if outcome.kind:
                 self.faults.add(outcome.kind, f"the far policy: {outcome.reason}")
-            logger.warning("the far policy did not assist: %s", outcome.reason)
+            logger.warning(
+                "the far policy sent no usable chunk, so the near policy continues: %s", outcome.reason
+            )
             return
         then, state = self._sent
         try:
@@ -229,7 +231,7 @@ class Assist:
         except ValueError as error:
             self.failed[f"the far policy: {error}"] += 1
             self.faults.add("bad_chunk", f"the far policy: {error}")
-            logger.warning("the far policy did not assist: %s", error)
+            logger.warning("the far policy sent no usable chunk, so the near policy continues: %s", error)
             return
         self._answered = now
         self.answered += 1
@@ -261,8 +263,8 @@ class Assist:
         distance = disagreement(targets, self._motion.targets(second, observation.get("state")))
         if distance == 0.0 and draw == 1:
             raise ClientError(
-                "assist: uncertainty: expected a policy that draws noise, got two equal answers; use every or"
-                " disagreement"
+                "assist: uncertainty: expected a policy that draws noise, got two equal answers; use the rule every or"
+                " disagreement instead"
             )
         return distance
 

@@ -128,7 +128,9 @@ def parse_parts(
     forms = [part.form for part in parts if part.form != "gripper"]
     turns = [form for form in forms if form not in ("xyz", "joints")]
     if len(turns) > 1 or len(set(forms)) < len(forms):
-        raise KinematicsError(f"{what}: expected one place and one rotation, got {text!r:.80}")
+        raise KinematicsError(
+            f"{what}: expected at most one position (xyz) and one rotation, got {text!r:.80}"
+        )
     return tuple(parts)
 
 
@@ -163,7 +165,7 @@ def _unit(units: Sequence[str], form: str, field: str) -> float:
             raise KinematicsError(f"{field}: expected the unit {allowed}, the policy states {text!r:.40}")
     if len(sizes) > 1:
         raise KinematicsError(
-            f"{field}: expected one unit for all numbers, the policy states {', '.join(units)}"
+            f"{field}: expected the same unit for all values, got {', '.join(units)} from the policy"
         )
     return sizes.pop()
 
@@ -174,7 +176,7 @@ def _size(text: str, field: str) -> float:
     except ValueError:
         size = math.nan
     if not 0.0 < size < math.inf:
-        raise KinematicsError(f"{field}: expected a size above 0 behind *, got {text!r:.40}")
+        raise KinematicsError(f"{field}: expected a number above 0 after *, got {text!r:.40}")
     return size
 
 
@@ -260,7 +262,7 @@ class KinematicsOptions:
         types = {field.name: field.type for field in fields(cls)}
         for name, value in values.items():
             if name not in types:
-                raise KinematicsError(f"{named(name)}: unknown; known are {', '.join(types)}")
+                raise KinematicsError(f"{named(name)}: unknown option; use one of {', '.join(types)}")
             if types[name] == "str" and not isinstance(value, str):
                 raise KinematicsError(f"{name}: expected a text, got {shown(value)}")
         options = cls(**values)
@@ -302,18 +304,20 @@ class KinematicsOptions:
         text = stated or parts_of(names, tuple(offsets))
         if not text:
             raise KinematicsError(
-                f"{what}: the policy's names ({', '.join(names) or 'none'}) do not tell the parts of its pose;"
-                f" set them, such as"
+                f"{what}: the layout of the pose cannot be derived from the names {', '.join(names) or '(none)'};"
+                f" set it, such as"
                 f""" --set kinematics_options='{{"{what}": "xyz,rotvec,gripper"}}'"""
             )
         parsed = parse_parts(text, about.get("units") or (), what, joints)
         wrong = [part for part in parsed if part.form == "joints" if what == "action"]
         if wrong or (what == "state" and any(part.offset for part in parsed)):
-            raise KinematicsError(f"{what}: expected {'poses' if wrong else 'no offsets'}, got {text!r:.80}")
+            raise KinematicsError(
+                f"{what}: expected {'poses' if wrong else 'no deltas (dxyz)'}, got {text!r:.80}"
+            )
         size = parsed[-1].first + parsed[-1].size
         if size != int(about["dim"]):
             raise KinematicsError(
-                f"{what}: expected {about['dim']} numbers, as the policy has, got {size} of {text!r}"
+                f"{what}: expected a layout with {about['dim']} values, as the policy has, got {size} from {text!r}"
             )
         return parsed
 
@@ -363,7 +367,7 @@ class KnownArm:
         unit = unit or facts_of(robot).joint_unit or " or ".join(sorted(stated)) or "rad"
         if unit not in ("rad", "deg"):
             raise RobotError(
-                f"robot: expected joints in radians or degrees, got {unit}; LeRobot's arms have degrees with"
+                f"robot: expected joints in radians or degrees, got {unit}; for LeRobot's arms, add"
                 """ --robot-options '{"use_degrees": true}'"""
             )
         self._radians = np.where(chain.slides, 1.0, math.pi / 180 if unit == "deg" else 1.0)
@@ -449,7 +453,7 @@ class EndEffector(KnownArm):
         self.state = options.parts(policy, "state", len(had))
         if _grippers(self.state) > len(self._others):
             raise KinematicsError(
-                f"state: expected at most {len(self._others)} grippers, as the robot has, got {_text(self.state)}"
+                f"state: expected at most {len(self._others)} grippers (the robot's), got {_text(self.state)}"
             )
         if not any(part.form == "xyz" for part in self.action):
             raise KinematicsError("action: expected a position of the tip (xyz or dxyz), got none")
@@ -460,13 +464,13 @@ class EndEffector(KnownArm):
         )
         if self.rotation in ("exact", "near") and not turned:
             raise KinematicsError(
-                f"rotation: expected a rotation in the action for {self.rotation}, got none"
+                f"rotation: {self.rotation} needs a rotation in the action, got an action without one; use keep or free"
             )
         self._weight = {"free": 0.0, "near": SOFT}.get(self.rotation, 1.0)
         if self.rotation == "exact" and not whole:
             raise KinematicsError(
-                f"rotation: expected at least 6 joints for exact, {chain.base} to {chain.tip} has {size}; near brings"
-                " the tip to its place with the rotation as near as it can be"
+                f"rotation: exact needs at least 6 joints, and {chain.base} to {chain.tip} has {size}; use near, which"
+                " reaches the position and approaches the rotation"
             )
         # These are the observed joints. A command sets them to None until the robot is observed again.
         self._now: np.ndarray | None = None
@@ -587,8 +591,8 @@ class EndEffector(KnownArm):
         numbers = np.asarray(state, np.float64)
         if numbers.shape != (self._width,):
             raise RobotError(
-                f"robot: expected {self._width} numbers, {', '.join(self.chain.joints)} and"
-                f" {self._width - len(self._places)} more, got shape {list(numbers.shape)}"
+                f"robot: expected {self._width} values ({', '.join(self.chain.joints)} and"
+                f" {self._width - len(self._places)} more), got shape {list(numbers.shape)}"
             )
         return numbers
 
@@ -659,7 +663,7 @@ class EndEffector(KnownArm):
                 goal = place + (turn @ values if own else values) if part.offset else values
             else:
                 if why := undetermined(values):
-                    raise NoCommand(f"the {part.form} of a row is no rotation", f"it has {why}")
+                    raise NoCommand(f"the {part.form} of an action is not a rotation", f"it has {why}")
                 about = _FORMS[part.form][1](values)
                 turned = (turn @ about if own else about @ turn) if part.offset else about
         return goal, turned
@@ -693,7 +697,7 @@ class EndEffector(KnownArm):
         if after.least < min(self.options.singular, before.least):
             both = [name for name, share in zip(chain.joints, after.joints) if share > INVOLVED]
             raise NoCommand(
-                f"singular: {', '.join(both)} would move without the tip",
+                f"singular pose: {', '.join(both)} would move without moving the tip",
                 f"the least singular value is {after.least:.2g}, expected at least {self.options.singular:g}",
             )
         fastest = np.abs(joints - start) / self._period
@@ -752,7 +756,7 @@ def _matched(chain: Chain, had: Sequence[str], renames: Mapping[str, str], spare
     matches = match_joints(chain.joints, arm or had, renames, "kinematics")
     if spare is not None and len(had) - len(matches) != spare:
         raise RobotError(
-            f"robot: expected {spare} numbers besides the arm's (the action's grippers), got"
+            f"robot: expected {spare} values in addition to the arm's joints (the grippers of the action), got"
             f" {', '.join(name for name in had if name not in matches) or 'none'}"
         )
     return [list(had).index(name) for name in matches]
@@ -765,7 +769,7 @@ def _velocities(chain: Chain, limits: Any) -> np.ndarray:
     each = list(limits) if isinstance(limits, (list, tuple)) else [limits] * len(chain.joints)
     if not _positive(each, len(chain.joints)):
         raise KinematicsError(
-            f"velocity: expected one number above 0, or {len(chain.joints)}, got {shown(limits)}"
+            f"velocity: expected a number above 0, or a list of {len(chain.joints)} such numbers, got {shown(limits)}"
         )
     return np.array(each, np.float64)
 

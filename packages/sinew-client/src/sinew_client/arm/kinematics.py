@@ -287,7 +287,9 @@ def read_chain(path: Path, tip: str = "", base: str = "") -> Chain:
     except ElementTree.ParseError as error:
         raise KinematicsError(f"{path}: {error}") from error
     if root.tag not in ("robot", "mujoco"):
-        raise KinematicsError(f"{path}: expected URDF (robot) or MJCF (mujoco), got {root.tag!r:.40}")
+        raise KinematicsError(
+            f"{path}: expected a URDF file (robot) or an MJCF file (mujoco), got {root.tag!r:.40}"
+        )
     try:
         links = _urdf(root, tip, base) if root.tag == "robot" else _mjcf(path, tip, base)
         return _chain(*links)
@@ -302,10 +304,12 @@ def _urdf(root: Any, tip: str, base: str) -> tuple[list[_Joint], str, str]:
     for joint in root.findall("joint"):
         parent, child = (joint.find(end) for end in ("parent", "child"))
         if parent is None or child is None:
-            raise KinematicsError(f"joint {joint.get('name')}: expected parent and child, got one without")
+            raise KinematicsError(
+                f"joint {joint.get('name')}: expected the elements parent and child, one is missing"
+            )
         if parent.get("link") is None or child.get("link") is None:
             raise KinematicsError(
-                f"joint {joint.get('name')}: expected the link of parent and child, got none"
+                f"joint {joint.get('name')}: expected the attribute link of parent and child, one is missing"
             )
         above[child.get("link")] = (joint, parent.get("link"))
     links = [link.get("name") for link in root.findall("link")]
@@ -318,9 +322,11 @@ def _urdf(root: Any, tip: str, base: str) -> tuple[list[_Joint], str, str]:
         joint, at = above[at]
         joints.append(_urdf_joint(joint))
         if len(joints) > len(above):
-            raise KinematicsError(f"expected links that hang from each other, got a circle at {at}")
+            raise KinematicsError(
+                f"expected a tree of links, got a cycle at {at}; correct the parent of this link"
+            )
     if base and at != base:
-        raise KinematicsError(f"base: expected a link above {tip}, got {base}")
+        raise KinematicsError(f"base: expected a link between the root and {tip}, got {base}")
     return joints[::-1], at, tip
 
 
@@ -370,7 +376,7 @@ def _mjcf(path: Path, tip: str, base: str) -> tuple[list[_Joint], str, str]:
         joints += _mjcf_body(model, at)[::-1]
         at = int(model.body_parentid[at])
     if bodies[at] != base:
-        raise KinematicsError(f"base: expected a body above {tip}, got {base}")
+        raise KinematicsError(f"base: expected a body between the world and {tip}, got {base}")
     return joints[::-1], base, tip
 
 
@@ -405,19 +411,22 @@ def _chain(parts: list[_Joint], base: str, tip: str) -> Chain:
             continue
         if part.kind not in ("revolute", "continuous", "prismatic"):
             raise KinematicsError(
-                f"joint {part.name}: expected revolute, continuous or prismatic, got {part.kind}"
+                f"joint {part.name}: expected the type revolute, continuous or prismatic, got {part.kind}"
             )
         length = float(np.linalg.norm(part.axis))
         if not (length > 0.0 and part.low <= part.high):
             raise KinematicsError(
-                f"joint {part.name}: expected an axis and a range, got {part.axis.tolist()}, {part.low} to {part.high}"
+                f"joint {part.name}: expected an axis that is not 0 and a lower limit up to the upper one, got"
+                f" {part.axis.tolist()}, {part.low} to {part.high}"
             )
         moving.append(
             _Joint(part.name, part.kind, place, turn, part.axis / length, part.low, part.high, part.velocity)
         )
         place, turn = np.zeros(3), np.eye(3)
     if not moving:
-        raise KinematicsError(f"expected joints between {base} and {tip}, got none")
+        raise KinematicsError(
+            f"expected joints between {base} and {tip}, got none; choose another tip or base"
+        )
     return Chain(
         tuple(joint.name for joint in moving),
         *(np.array([getattr(joint, name) for joint in moving]) for name in ("place", "turn", "axis")),
@@ -437,7 +446,7 @@ def _named(name: str, frames: list[str], only: Any, what: str) -> str:
     if name not in frames or not name:
         names = ", ".join((list(only) or frames)[:20])
         raise KinematicsError(
-            f"{what}: expected {f'one of {names}' if names else 'a frame, and the file has none'}, got {name!r}"
+            f"{what}: expected {f'one of {names}' if names else 'a frame, but the file has no frames'}, got {name!r}"
         )
     return name
 

@@ -101,7 +101,7 @@ def open_lerobot_leader(
         teleoperators = importlib.import_module("lerobot.teleoperators")
     except ImportError as error:
         raise LeaderError(
-            f"--takeover lerobot:{kind} needs the package lerobot in this environment ({error})"
+            f"--takeover lerobot:{kind} needs the package lerobot; install it in this environment ({error})"
         ) from error
     try:
         choice = lerobot_choice(teleoperators, teleoperators.TeleoperatorConfig, kind)
@@ -134,5 +134,5 @@ def open_leader(text: str, options: Mapping[str, Any]) -> Any:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise LeaderError(f"--takeover {text}: {type(error).__name__}: {error}") from error
     if not callable(getattr(leader, "read", None)):
-        raise LeaderError(f"--takeover {text}: expected a class with a method read, got one without")
+        raise LeaderError(f"--takeover {text}: expected a class with a method `read`; add this method")
     return leader

@@ -64,8 +64,8 @@ class Takeover(LoopListener):
     ):
         if not np.any(motion.posed(dim)):
             raise LeaderError(
-                "--takeover: expected --motion absolute, relative or offsets, which tells whether the leader must have"
-                " the robot's position, got none"
+                "--takeover: expected a motion (absolute, relative or offsets), which determines whether the leader"
+                " must be aligned with the robot, got none; set --motion"
             )
         self.leader, self.shadow = leader, shadow
         self._dim, self._placed = dim, motion.placed(dim)
@@ -77,8 +77,8 @@ class Takeover(LoopListener):
             span = np.full(dim, np.inf) if limits is None else limits.high - limits.low
             if lost := [self._names[at] for at in np.flatnonzero(self._placed & ~np.isfinite(span))]:
                 raise LeaderError(
-                    f"align: expected the largest difference between leader and robot; {', '.join(lost)} has no"
-                    f" range in the limits from which {ALIGN_SHARE:g} could be taken"
+                    f"align: expected a number, the largest difference between leader and robot. The default is"
+                    f" {ALIGN_SHARE:g} of each joint's range, but {', '.join(lost)} has no range in the limits"
                 )
             self._near[self._placed] = ALIGN_SHARE * span[self._placed]
         self.apart = ""  # the reason why the leader is not aligned yet

@@ -88,15 +88,15 @@ class Adapter:
         """
         form, cameras = self.form, [each["name"] for each in policy["cameras"]]
         facts: list[tuple[str, Any, Any]] = [
-            ("rows of a chunk", form.chunk, policy.get("chunk_size", form.chunk)),
-            ("numbers of an action", form.action, policy["action"]["dim"]),
-            ("numbers of the state", form.state, policy["state"]["dim"]),
+            ("actions per chunk", form.chunk, policy.get("chunk_size", form.chunk)),
+            ("values of an action", form.action, policy["action"]["dim"]),
+            ("values of the state", form.state, policy["state"]["dim"]),
             ("control rate", form.hz, hz),
         ]
         facts += [("camera", eye.name, eye.name if eye.name in cameras else cameras) for eye in form.cameras]
         for name, expected, got in facts:
             if expected != got:
-                raise AdapterError(f"edge adapter of {form.policy}: {name}: expected {expected}, got {got}")
+                raise AdapterError(f"edge adapter for {form.policy}: {name}: expected {expected}, got {got}")
 
     def see(self, images: Mapping[str, np.ndarray]) -> np.ndarray:
         """Compute the features of one observation.
@@ -203,7 +203,9 @@ class Adapter:
                         f"{name}: expected [out, {channels}, k, k] with k up to 15, got {list(shape)}"
                     )
                 if min(eye.height, eye.width) < shape[2]:
-                    raise AdapterError(f"{name}: expected a kernel within the frame, got {shape[2]}")
+                    raise AdapterError(
+                        f"{name}: expected a kernel that is not larger than the frame, got {shape[2]}"
+                    )
                 shapes[name], channels = shape, shape[0]
                 shapes[f"camera.{eye.name}.{i}.bias"] = (channels,)
             features += 3 * channels

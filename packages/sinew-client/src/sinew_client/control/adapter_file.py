@@ -83,7 +83,7 @@ class Form:
         if set(values) != names:
             odd = min(set(values) ^ names)
             raise AdapterError(
-                f"{KEY}: {odd}: " + ("expected, and not there" if odd in names else "expected no such field")
+                f"{KEY}: {odd}: " + ("the field is missing" if odd in names else "unknown field")
             )
         for name in ("chunk", "action", "state", "rows", "max_age", "blocks"):
             _whole(name, values[name], 1 << 12)
@@ -94,10 +94,12 @@ class Form:
         ):
             raise AdapterError(f"{KEY}: hz: expected a number above 0, got {shown(values['hz'])}")
         if not isinstance(values["policy"], str) or not isinstance(values["motion"], dict):
-            raise AdapterError(f"{KEY}: expected a text as policy and an object as motion")
+            raise AdapterError(
+                f"{KEY}: expected a text in the field policy and an object in the field motion"
+            )
         cameras = values["cameras"]
         if not isinstance(cameras, list) or not cameras:
-            raise AdapterError(f"{KEY}: cameras: expected a list of them, got {shown(cameras)}")
+            raise AdapterError(f"{KEY}: cameras: expected a list of cameras, got {shown(cameras)}")
         settings = {name: values[name] for name in names - {"schema"}}
         return cls(**{**settings, "cameras": [_eye(each) for each in cameras]})
 
@@ -141,7 +143,9 @@ def parse(data: bytes) -> tuple[Form, dict[str, np.ndarray]]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, AdapterError):
             raise
-        raise AdapterError(f"{KEY}: expected a JSON text of that name in __metadata__") from None
+        raise AdapterError(
+            f"{KEY}: expected a JSON text with this name in __metadata__ of the file's header"
+        ) from None
     return form, {name: _tensor(name, entry, body) for name, entry in header.items()}
 
 
@@ -168,7 +172,9 @@ def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
     try:
         header = parse_json(data[8 : 8 + length])
     except UntrustedError as error:
-        raise AdapterError(f"expected a safetensors file, its header is not JSON: {error}") from None
+        raise AdapterError(
+            f"expected a safetensors file, got one whose header is not JSON: {error}"
+        ) from None
     if not isinstance(header, dict):
         raise AdapterError(f"expected a safetensors file with an object as header, got {shown(header)}")
     return header, data[8 + length :]
@@ -182,4 +188,6 @@ def _tensor(name: str, entry: Any, body: bytes) -> np.ndarray:
             raise ValueError(f"bytes {begin} to {end} of {len(body)}")
         return np.frombuffer(body[begin:end], dtype).reshape(shape)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise AdapterError(f"{name}: expected F16 or F32 with its shape and its bytes: {error!r}") from None
+        raise AdapterError(
+            f"{name}: expected dtype F16 or F32, a shape and a byte range that fits, got {error!r}"
+        ) from None

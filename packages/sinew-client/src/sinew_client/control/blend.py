@@ -31,7 +31,7 @@ class Fusion:
         if not (0.0 <= self.near <= 1.0 and 0.0 <= self.far <= 1.0):
             raise ValueError(f"fusion: expected weights from 0 to 1, got {self.near} and {self.far}")
         if self.rows < 0:
-            raise ValueError(f"fusion: expected 0 or more rows, got {self.rows}")
+            raise ValueError(f"fusion: expected 0 or more actions, got {self.rows}")
 
     def weight(self, distance: int) -> float:
         """Return the weight of the new action that is ``distance`` actions after the first new action."""

@@ -99,7 +99,7 @@ class Handover:
         if not self.halt > 0.0:
             raise ValueError(f"halt: expected a number > 0, got {self.halt}")
         if self.halt < math.inf and not self.timed:
-            raise ValueError(f"halt: needs aligned, ensemble, aggregate or rtc, got {self.method}")
+            raise ValueError(f"halt: only aligned, ensemble, aggregate and rtc can halt, got {self.method}")
 
     @property
     def stops(self) -> bool:
@@ -177,7 +177,7 @@ def parse_handover(text: str) -> Handover:
     method, *rest = text.split(":")
     most = {"ensemble": 3 if rest[:1] == ["cosine"] else 1, "aggregate": 1, "rtc": 3}.get(method, 0)
     if len(rest) > most:
-        raise ValueError(f"handover: {method} takes at most {most} settings, got {text!r}")
+        raise ValueError(f"handover: {method} has at most {most} settings after the colon, got {text!r}")
     if method == "ensemble" and rest[:1] == ["cosine"]:
         _, alpha, newest = _three(rest)
         if newest is not None and not (newest.isdecimal() and int(newest)):

@@ -94,7 +94,7 @@ class Journal:
                         # Flush, so that the log has every event until now even if the process is killed.
                         self._file.flush()
             except (OSError, TypeError) as error:
-                logger.warning("the journal ends: %s", error)
+                logger.warning("the decision log ends here, because the file cannot be written: %s", error)
                 writes = False
 
 
@@ -106,7 +106,7 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"{type(value).__name__} does not go into a journal")
+    raise TypeError(f"a decision log cannot store a value of type {type(value).__name__}")
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,9 @@ def repeat(path: Path) -> Repeated:
         try:
             if controller is None:
                 if event["event"] != "begin" or event["schema"] != SCHEMA:
-                    raise JournalError(f"{path}: line {number}: expected the beginning of a journal")
+                    raise JournalError(
+                        f"{path}: line {number}: expected the first event of a decision log (begin)"
+                    )
                 tolerance = 0.0 if event.get("computed") == _arithmetic() else TOLERANCE
                 settings = Settings(**event["settings"])
                 controller = settings.controller(event["dim"])
@@ -194,7 +196,7 @@ def repeat(path: Path) -> Repeated:
         except Exception as error:  # events in a wrong order or with wrong widths can raise any exception
             raise JournalError(f"{path}: line {number}: {type(error).__name__}: {error!s:.300}") from error
     if moves is None:
-        raise JournalError(f"{path}: empty")
+        raise JournalError(f"{path}: the decision log is empty")
     return Repeated(commands, holds, differences, torn, tuple(moves.worst()), rounded)
 
 
@@ -238,12 +240,12 @@ def read_events(path: Path) -> Iterator[Any]:
             yield number, event
     except TornLineError as error:
         if not number:
-            raise JournalError(f"{path}: not a journal: {error}") from None
+            raise JournalError(f"{path}: not a decision log: {error}") from None
         yield number + 1, {"event": TORN}
     except UntrustedError as error:
-        raise JournalError(f"{path}: not a journal: {error}") from None
+        raise JournalError(f"{path}: not a decision log: {error}") from None
     except OSError as error:
-        raise JournalError(f"{path}: not a journal: {error!s:.300}") from error
+        raise JournalError(f"{path}: not a decision log: {error!s:.300}") from error
 
 
 def _check(event: dict[str, Any]) -> None:
@@ -311,13 +313,15 @@ def _vector(name: str, value: Any) -> None:
 def _rows(name: str, value: Any) -> None:
     """Check a chunk. Any shape with up to 4 dimensions is allowed, because invalid chunks are logged too."""
     if not isinstance(value, list) or not _are_numbers(value, 4):
-        raise ValueError(f"{name}: expected rows of numbers, got {shown(value)}")
+        raise ValueError(f"{name}: expected actions (lists of numbers), got {shown(value)}")
     if len(value) > MAX_DIM:
-        raise ValueError(f"{name}: expected at most {MAX_DIM} rows, got {len(value)}")
+        raise ValueError(f"{name}: expected at most {MAX_DIM} actions, got {len(value)}")
     try:
         np.array(value, np.float64)
     except ValueError:
-        raise ValueError(f"{name}: expected rows of as many numbers each, got {shown(value)}") from None
+        raise ValueError(
+            f"{name}: expected actions with the same number of values each, got {shown(value)}"
+        ) from None
 
 
 def _are_numbers(value: Any, depth: int) -> bool:

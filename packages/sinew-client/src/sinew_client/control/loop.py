@@ -101,7 +101,7 @@ class Loop:
     ):
         if bool(settings.refine) != any(each.refines for each in listeners):
             raise SettingsError(
-                f"refine: expected an adapter's max_age with one, else 0, got {settings.refine}"
+                f"refine: expected the adapter's max_age with an edge adapter, and 0 without, got {settings.refine}"
             )
         settings.check_start(dim)
         if bool(settings.fusion) != getattr(source, "continuous", False):

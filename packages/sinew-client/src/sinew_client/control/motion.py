@@ -92,7 +92,7 @@ class Motion:
     def roll(self, state: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Predict the state [S] after ``targets`` [d, D] were executed, for requests in advance (VLASH)."""
         raise ValueError(
-            "future: needs a motion (absolute, relative or offsets), got none; set --motion, or omit --future"
+            "future: needs a motion (absolute, relative or offsets), got none; set --motion, or omit future"
         )
 
 
@@ -112,7 +112,7 @@ class _Columns(Motion):
     def __post_init__(self) -> None:
         if len(self.action) != len(self.state) or not self.action:
             raise ValueError(
-                "columns: expected as many of the state as of the action, at least one, got"
+                "motion: expected lists of indices of equal length, at least 1, in action and state, got"
                 f" {len(self.action)} and {len(self.state)}"
             )
 
@@ -173,7 +173,7 @@ class Absolute(_Columns):
             return super().roll(state, targets)
         if len(targets) and targets.shape[1] != len(state):
             raise ValueError(
-                f"future: expected a state of {targets.shape[1]} numbers (as the action), got {len(state)}"
+                f"future: expected a state of {targets.shape[1]} values (as many as the action), got {len(state)}"
             )
         return np.asarray(targets[-1], np.float32) if len(targets) else state
 

@@ -72,7 +72,7 @@ class Planner:
             self._say(answer)
         except BaseException:
             self.failures += 1
-            logger.exception("the planner failed; the instruction stays")
+            logger.exception("the planner failed, so the instruction does not change")
         else:
             self.changes += 1
 

@@ -137,9 +137,9 @@ class Reporter:
         except (ClientError, OSError) as error:
             if isinstance(error, ServerError) and kind_of(error):
                 self.refused.add(address)
-                logger.info("%s takes no reports of this robot: %s", address, error)
+                logger.info("%s rejects the reports of this robot, so it gets no more: %s", address, error)
             else:
-                logger.debug("a report was not taken: %s", error)
+                logger.debug("a report could not be sent: %s", error)
 
 
 def _points(facts: RobotFacts) -> tuple[float, ...]:

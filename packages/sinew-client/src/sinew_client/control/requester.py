@@ -94,7 +94,7 @@ class Requester:
             RuntimeError: A request is in progress.
         """
         if self.busy:
-            raise RuntimeError("a request is in progress")
+            raise RuntimeError("a request is already in progress; wait for its outcome, or cancel it")
         self._look(now)
         self._answer, self._sent = SimpleQueue(), now
         try:

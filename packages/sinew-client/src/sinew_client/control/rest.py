@@ -111,7 +111,7 @@ def rest_of(
         clipped = within(np.array(pose), motion, [limits])
         if beyond := [limits.name(int(at)) for at in np.flatnonzero(clipped != np.array(pose))]:
             raise SettingsError(
-                f"rest: expected a pose inside the limits, got one beyond them at {', '.join(beyond)}"
+                f"rest: expected a pose inside the limits, got a pose that exceeds the limits of {', '.join(beyond)}"
             )
     return pose, ()
 
@@ -153,7 +153,7 @@ def pose_of(given: Any, names: Sequence[str], dim: int, where: str = "rest") -> 
             )
         given = [given[name] for name in names]
     if not isinstance(given, (list, tuple, np.ndarray)) or (dim and len(given) != dim):
-        expected = f"{dim or 'a list of'} numbers, one per number of a command"
+        expected = f"{dim or 'a list of'} numbers, one for each value of a command"
         raise SettingsError(f"{where}: expected {expected}, got {shown(given)}")
     for value in given:
         number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
@@ -274,7 +274,9 @@ class RestPose(LoopListener):
         if reason := self._stays():
             self._ends(reason)
             return
-        logger.warning("the robot returns to its %s; a second signal or q stops it at once", self._name())
+        logger.warning(
+            "the robot returns to its %s; press q, or Ctrl-C a second time, to stop it at once", self._name()
+        )
         loop.source.cancel()
         self._begin()
         self._goes = loop.returning = True

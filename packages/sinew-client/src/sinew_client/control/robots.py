@@ -79,7 +79,7 @@ class Pair:
         degrees = [getattr(each.config, "use_degrees", None) for each in (left, right)]
         if degrees[0] != degrees[1]:
             raise RobotError(
-                f"use_degrees: expected the same of both arms, got {degrees[0]} and {degrees[1]}"
+                f"use_degrees: expected the same value for both arms, got {degrees[0]} and {degrees[1]}"
             )
         self.config = left.config
 
@@ -162,12 +162,12 @@ class LeRobotArm:
         missing = [name for name in had if name not in features]
         if missing:
             raise RobotError(
-                f"robot: expected all joints of its actions in its state too; {missing[0]} is missing there"
+                f"robot: expected all joints of its actions in its state too, but its state has no {missing[0]}"
             )
         for what in ("state", "action"):
             if int(policy[what].get("dim", len(had))) != len(had):
                 raise RobotError(
-                    f"robot: the policy's {what} has {policy[what]['dim']} numbers, the robot has {len(had)}"
+                    f"robot: the policy's {what} has {policy[what]['dim']} values, but the robot has {len(had)}"
                     f" joints: {', '.join(had)}"
                 )
         self._states, self.joints = joints_of(policy, had, had, joints or {})
@@ -258,7 +258,7 @@ def joints_of(
     if unknown:
         allowed = [name for what in ("state", "action") for name in policy[what].get("names") or ()]
         raise RobotError(
-            f"rename_joint: expected joints of the policy, {', '.join(dict.fromkeys(allowed)) or 'which names none'},"
+            f"rename_joint: expected joints of the policy, {', '.join(dict.fromkeys(allowed)) or 'but it names none'},"
             f" got {', '.join(unknown)}"
         )
     return orders[0], orders[1]
@@ -302,7 +302,7 @@ def match_joints(
             example = f"such as --set rename_joint={spare[0]}={lost[0]}"
         raise RobotError(
             f"robot: the policy's {what} has the joints {', '.join(wanted)}, the robot {', '.join(had) or 'none'}; map"
-            f" them, {example}"
+            f" the robot's joints, {example}"
         )
     return matches
 
@@ -332,8 +332,8 @@ def open_lerobot(
     kinds = kind.split("+")
     if len(kinds) > 1 and (len(kinds) > 2 or sorted(options) != ["left", "right"]):
         raise RobotError(
-            f"lerobot:{kind}: expected two types and their options left and right, got {len(kinds)} and"
-            f" {', '.join(options) or 'none'}"
+            f"lerobot:{kind}: expected two types, and options with the keys left and right, got {len(kinds)} types and"
+            f" the keys {', '.join(options) or 'none'}"
         )
     try:
         robots = importlib.import_module("lerobot.robots")
@@ -481,11 +481,13 @@ def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
     types = ", ".join(registered) or "the types that LeRobot registers"
     if broken:
         others = "; ".join(f"{name}: {why}" for name, why in broken.items())
-        raise ImportError(f"expected one of {types}, got {kind!r}; these could not be imported: {others}")
+        raise ImportError(
+            f"expected one of {types}, got {kind!r}; these modules could not be imported: {others}"
+        )
     plugin = f"lerobot_{package.__name__.rpartition('.')[2].removesuffix('s')}_"
     raise UnknownTypeError(
-        f"expected one of {types}, got {kind!r}; a type of your own comes with an installed package named"
-        f" {plugin}NAME"
+        f"expected one of {types}, got {kind!r}; to add a type of your own, install a package named {plugin}NAME that"
+        " registers it"
     )
 
 
@@ -549,7 +551,7 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
     if names is None:
         if given:
             raise RobotError(
-                "rename_joint: expected a robot with names of its joints (attribute joints), got one without"
+                "rename_joint: expected a robot that names its joints; add an attribute `joints` with their names"
             )
         return robot
     each = names if isinstance(names, Mapping) else {"state": names, "action": names}
@@ -564,7 +566,7 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
     for what in ("state", "action"):
         dim = policy[what].get("dim")  # the dimension is None if the policy's numbers are poses
         if dim is not None and len(each[what]) != int(dim):
-            raise RobotError(f"robot: joints: expected {dim} names of its {what}, got {len(each[what])}")
+            raise RobotError(f"robot: joints: expected {dim} names for its {what}, got {len(each[what])}")
     if not (given or policy["state"].get("names") or policy["action"].get("names")):
         return robot
     states, actions = joints_of(policy, each["state"], each["action"], given)
@@ -656,7 +658,9 @@ def renamed(images: Mapping[str, Any], cameras: Mapping[str, str]) -> dict[str, 
     """
     for camera in cameras.values():
         if camera not in images:
-            raise RobotError(f"--rename: the robot has {', '.join(images) or 'none'}, and no {camera}")
+            raise RobotError(
+                f"--rename: expected a camera of the robot ({', '.join(images) or 'none'}), got {camera}"
+            )
     sources = set(cameras.values())
     others = {name: frame for name, frame in images.items() if name not in sources}
     return {**others, **{name: images[camera] for name, camera in cameras.items()}}

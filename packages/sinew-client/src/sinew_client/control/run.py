@@ -111,7 +111,9 @@ class RunPlan:
         facts = facts_of(robot)
         hz = chosen.pop("hz", None) or facts.hz or policy.get("control_hz")
         if not hz:
-            raise SettingsError("hz: expected a rate in Hz; neither the policy nor the robot states one")
+            raise SettingsError(
+                "hz: neither the policy nor the robot states a control rate; set it with --hz"
+            )
         instruction, notes = _prompt(prompt, facts, policy)
         action = policy.get("action") or {}
         state = policy.get("state") or {}
@@ -189,7 +191,9 @@ def _prompt(prompt: str | None, facts: RobotFacts, policy: Mapping[str, Any]) ->
     own = facts.task()
     chosen = prompt or own or str(policy.get("default_prompt") or "")
     if not chosen:
-        raise SettingsError("prompt: expected an instruction; neither the policy nor the robot has one")
+        raise SettingsError(
+            "prompt: neither the policy nor the robot has an instruction; set it with --prompt"
+        )
     if prompt and own and prompt != own:
         return (
             chosen,

@@ -60,7 +60,9 @@ def checked_rows(
     fits = rows.ndim == 2 and least <= len(rows) <= most and 0 < rows.shape[1] == (dim or rows.shape[1])
     if not fits:
         width = f"{dim} numbers" if dim else "numbers"
-        raise RowsError(f"{what}: expected {least} to {most} rows of {width}, got shape {list(rows.shape)}")
+        raise RowsError(
+            f"{what}: expected {least} to {most} actions of {width}, got shape {list(rows.shape)}"
+        )
     # Numbers that are too large for float32 become infinite here. The check below rejects them.
     with np.errstate(over="ignore"):
         rows = np.asarray(rows, np.float32)
@@ -116,7 +118,7 @@ class Limits:
             if np.any(low > high):
                 joint = int(np.argmax(low > high))
                 raise LimitsError(
-                    f"limits.{first}: expected at most {last}, got {low[joint]} > {high[joint]} at {joint}"
+                    f"limits.{first}: expected at most {last}, got {low[joint]} > {high[joint]} for value {joint}"
                 )
         for name in RATES:
             if np.any(getattr(self, name) <= 0):
@@ -164,7 +166,7 @@ class Limits:
             LimitsError: A key is unknown, or a value does not fit.
         """
         if not 1 <= dim <= MAX_DIM:
-            raise LimitsError(f"{where}: expected 1 to {MAX_DIM} numbers in a command, got {dim}")
+            raise LimitsError(f"{where}: expected 1 to {MAX_DIM} values in a command, got {dim}")
         keys = {*_NAMES, "names", "when"}
         for key in given:
             if key not in keys:
@@ -180,10 +182,10 @@ class Limits:
         names = given.get("names") or ()
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise LimitsError(
-                f"{where}.names: expected texts, one per number of a command, got {shown(names)}"
+                f"{where}.names: expected a list of texts, one for each value of a command, got {shown(names)}"
             )
         if names and len(names) != dim:
-            raise LimitsError(f"{where}.names: expected {dim}, got {len(names)}")
+            raise LimitsError(f"{where}.names: expected {dim} names, got {len(names)}")
         return cls(*vectors, tuple(names), given.get("when", "clip"))
 
     @classmethod
@@ -229,7 +231,7 @@ class Limits:
         if not table:
             return None
         if not isinstance(table, dict) or not isinstance(action.get("dim"), int):
-            raise LimitsError(f"action: expected its dim and its limits as a table, got {shown(action)}")
+            raise LimitsError(f"action: expected a number `dim` and a table `limits`, got {shown(action)}")
         return cls.parse({"names": action.get("names"), **table}, action["dim"], "action.limits")
 
     def ordered(self, names: Sequence[str], where: str = "limits") -> Limits:
@@ -267,7 +269,9 @@ def _vector(value: Any, dim: int, field: str, sign: int) -> np.ndarray:
     values: list[Any] = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value] * dim
     kinds = (int, float, np.integer, np.floating, type(None))
     if len(values) != dim:
-        raise LimitsError(f"{field}: expected {dim} numbers, one per number of a command, got {len(values)}")
+        raise LimitsError(
+            f"{field}: expected {dim} numbers, one for each value of a command, got {len(values)}"
+        )
     try:
         if not all(isinstance(x, kinds) and not isinstance(x, bool) for x in values):
             raise TypeError("no number")

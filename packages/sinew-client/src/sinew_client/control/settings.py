@@ -148,7 +148,7 @@ class Settings:
         if self.refine < 0:
             raise SettingsError(f"refine: expected 0 or more control steps, got {self.refine}")
         if not 0 <= self.chunk_size <= LARGEST_CHUNK:
-            raise SettingsError(f"chunk_size: expected 0 to {LARGEST_CHUNK} rows, got {self.chunk_size}")
+            raise SettingsError(f"chunk_size: expected 0 to {LARGEST_CHUNK} actions, got {self.chunk_size}")
         for name in _OF_CHUNKS if self.fusion else ():
             if getattr(self, name) != getattr(Settings, name):
                 raise SettingsError(
@@ -220,12 +220,12 @@ class Settings:
             )
         if self.future and type(player.motion) is Motion:
             raise SettingsError(
-                "future: needs a motion (absolute, relative or offsets), got none; set --motion, or omit --future"
+                "future: needs a motion (absolute, relative or offsets), got none; set --motion, or omit future"
             )
         if self.refine and player.handover.method == "rtc":
             raise SettingsError(
-                f"handover: {self.handover} cannot be combined with an edge adapter, which changes the actions that the"
-                " server was told to continue; choose a --handover without real-time chunking"
+                f"handover: {self.handover} cannot be combined with an edge adapter, because the adapter changes the"
+                " actions that the server continues; choose a --handover without real-time chunking"
             )
         if self.substeps > 1 and not isinstance(player.motion, (Absolute, Relative)):
             raise SettingsError(
@@ -299,8 +299,8 @@ def check_workspace(limits: Limits, motion: Motion) -> None:
     lost = [limits.name(int(at)) for at in np.flatnonzero(limits.boxed & ~motion.posed(limits.dim))]
     if lost:
         raise SettingsError(
-            "limits.workspace_low, limits.workspace_high: need a motion that tells the pose of a command (absolute, or"
-            f" relative or offsets of these columns), got none for {', '.join(lost)}; set --motion"
+            "limits.workspace_low, limits.workspace_high: need a motion that determines the position after a command"
+            f" (absolute, or relative or offsets with these values), got none for {', '.join(lost)}; set --motion"
         )
 
 
@@ -328,12 +328,12 @@ def check_start(limits: Limits, motion: Motion, state_dim: int | None = None) ->
         if placed[lost].all():
             columns = list(range(limits.dim))
             raise SettingsError(
-                f"{needs}: the robot's position before its first command is unknown: a command has {limits.dim} numbers"
-                f" and the state {state_dim}. Set a motion with columns, such as"
-                f' {{"kind": "absolute", "action": {columns}, "state": {columns}}} for the first {limits.dim}'
+                f"{needs}: the robot's position before its first command is unknown: a command has {limits.dim} values"
+                f" and the state {state_dim}. Set a motion with indices, such as"
+                f' {{"kind": "absolute", "action": {columns}, "state": {columns}}} for the first {limits.dim} values'
             )
         raise SettingsError(
-            f"{needs}: expected a motion that tells the robot's position before its first command (absolute: its state)"
-            " or limits.still, the command of a standing robot (0 for velocities and delta actions); got neither for"
-            f" {missing}"
+            f"{needs}: the robot's position before its first command is unknown for {missing}. Set --motion absolute if"
+            " commands are positions, or set limits.still, the command of a standing robot (0 for velocities and delta"
+            " actions)"
         )

@@ -41,13 +41,15 @@ class Filter:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.share <= 1.0:
-            raise ValueError(f"filter: expected a share above 0, at most 1, got {self.share:g}")
+            raise ValueError(f"filter: expected a share above 0 and at most 1, got {self.share:g}")
         if self.lag > MAX_LAG:
             raise ValueError(
                 f"filter: expected a delay of at most {MAX_LAG:g} control steps, got {self.lag:.3g}"
             )
         if len(set(self.columns)) < len(self.columns) or min(self.columns, default=0) < 0:
-            raise ValueError(f"filter: expected different columns from 0 on, got {list(self.columns)}")
+            raise ValueError(
+                f"filter: expected different indices of values, from 0 on, got {list(self.columns)}"
+            )
 
     @property
     def lag(self) -> float:
@@ -122,7 +124,7 @@ class Smoothing:
     def __init__(self, design: Filter, posed: np.ndarray):
         if max(design.columns, default=0) >= len(posed):
             raise ValueError(
-                f"filter: expected columns below {len(posed)}, got {', '.join(map(str, design.columns))}"
+                f"filter: expected indices of values below {len(posed)}, got {', '.join(map(str, design.columns))}"
             )
         mask = np.isin(np.arange(len(posed)), design.columns) if design.columns else posed
         self.design, self.mask = design, mask if mask.any() else np.ones(len(posed), bool)

@@ -102,7 +102,7 @@ class Trajectory:
             ValueError: The step is already committed. An action is never executed twice.
         """
         if step < self._next:
-            raise ValueError(f"step {step} has been committed, the next one is {self._next}")
+            raise ValueError(f"step {step} already has its command; the next step is {self._next}")
         # Commit the step before reading its action, so that no writer can change the action afterwards.
         self._next = step + 1
         node = self._nodes.get(step)

@@ -197,11 +197,13 @@ class StreamController(BaseController):
         now, reach = max(0.0, self._time) + AHEAD_S, step + self.hz * AHEAD_S + MAX_DELAY
         if not (0.0 <= window.sample_time <= now and -math.inf < window.frame_time <= now):
             raise RowsError(
-                f"a window: expected times of sample and frame up to {now:.3f} s, got {window.sample_time:g} and"
-                f" {window.frame_time:g}"
+                f"a window: expected times of its sample and its frame up to the present, {now:.3f} s, got"
+                f" {window.sample_time:g} and {window.frame_time:g}"
             )
         if not window.step <= reach:
-            raise RowsError(f"a window: expected to begin up to node {int(reach)}, got {window.step}")
+            raise RowsError(
+                f"a window: expected its first waypoint to be at most {int(reach)}, got {window.step}"
+            )
         return rows
 
     def _put(self, window: StreamWindow, rows: np.ndarray) -> None:

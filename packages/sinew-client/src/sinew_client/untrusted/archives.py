@@ -117,7 +117,7 @@ class Archive:
             UntrustedError: The archive has no such entry, or the entry is damaged.
         """
         if name not in self._infos:
-            raise UntrustedError("an entry of this name", "nothing", named(name))
+            raise UntrustedError("an entry with this name", "no such entry", named(name))
         info = self._infos[name]
         try:
             data = memoryview(bytearray(info.file_size))
@@ -147,11 +147,11 @@ class Archive:
             name = info.filename
             where = named(name)
             if name in entries:
-                raise UntrustedError("each entry once", "this one twice", where)
+                raise UntrustedError("each entry once", "this entry twice", where)
             if paths and not _is_inside(name):
-                raise UntrustedError("a relative path inside the archive", "another", where)
+                raise UntrustedError("a relative path inside the archive", "another path", where)
             if info.flag_bits & _ENCRYPTED:
-                raise UntrustedError("an entry without a password", "an encrypted one", where)
+                raise UntrustedError("an entry without a password", "an encrypted entry", where)
             if info.compress_type not in methods:
                 words = " or ".join(
                     {STORED: "stored", DEFLATED: "deflated"}.get(each, str(each)) for each in methods
@@ -159,7 +159,7 @@ class Archive:
                 raise UntrustedError(f"an entry that is {words}", f"method {info.compress_type}", where)
             most = DENSEST * info.compress_size + STEP
             if info.file_size > most:
-                packed = f"at most {most} bytes of {info.compress_size} packed ones"
+                packed = f"at most {most} unpacked bytes from {info.compress_size} packed bytes"
                 raise UntrustedError(packed, str(info.file_size), where)
             entries[name] = info
         size = os.fstat(self._file.fileno()).st_size
@@ -222,7 +222,7 @@ class Npz:
             UntrustedError: The file has no such array, or the array is damaged.
         """
         if name not in self:
-            raise UntrustedError("an array", "nothing", named(name))
+            raise UntrustedError("an array with this name", "no such array", named(name))
         try:
             return parse_npy(self._archive.read(f"{name}.npy").toreadonly())
         except UntrustedError as error:

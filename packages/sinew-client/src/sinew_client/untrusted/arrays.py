@@ -97,7 +97,7 @@ def raw_array(data: memoryview, dtype: str, shape: Sequence[int], order: str = "
         array([0., 0.], dtype=float32)
     """
     if not (_NUMBER.fullmatch(dtype) or _TEXT.fullmatch(dtype)):
-        raise UntrustedError("numbers, truth values or text as dtype", repr(dtype[:20]))
+        raise UntrustedError("a dtype of numbers, booleans or text", repr(dtype[:20]))
     if len(shape) > MAX_DIMENSIONS:
         raise UntrustedError(f"at most {MAX_DIMENSIONS} dimensions", str(len(shape)))
     item = np.dtype(dtype)
@@ -106,7 +106,7 @@ def raw_array(data: memoryview, dtype: str, shape: Sequence[int], order: str = "
         extent, expected = extent * max(1, side), expected * side
     # Count an axis of length 0 as 1, as numpy does: numpy also rejects huge shapes of arrays without elements.
     if extent > MAX_EXTENT:
-        raise UntrustedError("a shape that can be", f"{list(shape)}"[:200])
+        raise UntrustedError("a shape of at most 1 TiB", f"{list(shape)}"[:200])
     if expected != len(data) or item.itemsize == 0:
         text = " x ".join(map(str, shape)) or "1"
         raise UntrustedError(f"{expected} bytes ({text} {item})", f"{len(data)}")
@@ -115,5 +115,5 @@ def raw_array(data: memoryview, dtype: str, shape: Sequence[int], order: str = "
     if item.kind == "U" and flat.size:
         points = flat.view(f"{item.byteorder}u4")
         if points.max() > 0x10FFFF or ((points >= 0xD800) & (points < 0xE000)).any():
-            raise UntrustedError("Unicode text", "code points that are no characters")
+            raise UntrustedError("Unicode text", "numbers that are not Unicode characters")
     return flat.reshape(shape, order="F" if order == "F" else "C")

@@ -117,7 +117,7 @@ class _Reader:
         if first in _CONSTANTS:
             return _CONSTANTS[first]
         # The value is an extension type, or begins with 0xc1, which MessagePack does not use.
-        raise UntrustedError("plain types", f"type 0x{first:02x}")
+        raise UntrustedError("a plain MessagePack type", f"type 0x{first:02x}")
 
     def array(self, count: int, depth: int) -> list[Any]:
         return [self.value(depth + 1) for _ in range(count)]
@@ -128,7 +128,7 @@ class _Reader:
             key = self.value(depth + 1)
             if not isinstance(key, str):
                 if not isinstance(key, memoryview):
-                    raise UntrustedError("text as key", type(key).__name__)
+                    raise UntrustedError("a text as key", type(key).__name__)
                 key = self.decoded(key)
             if key in values:
                 raise UntrustedError("each key once", f"{key[:40]!r} twice")

@@ -215,7 +215,9 @@ def parse_toml(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) ->
         try:
             import tomli as tomllib  # Python before 3.11 has no tomllib
         except ImportError:
-            raise ValueError("TOML needs Python 3.11 or the package tomli; JSON works everywhere") from None
+            raise ValueError(
+                "TOML needs Python 3.11 or the package tomli; install tomli, or write JSON"
+            ) from None
     # Limit the number of parts of a dotted key such as a.b.c, because the parser's time grows with its square. A key of
     # 256 kB would need hours.
     if any(line.count(".") > 4 * max_depth for line in _TOML_TEXT.sub("", text).splitlines()):
@@ -297,7 +299,7 @@ def parse_yaml(text: str, *, finite: bool = True) -> Any:
         raise UntrustedError(f"at most {MAX_DEPTH} levels of containers", "more") from None
     # For unknown tags, the constructors of PyYAML raise KeyError, AttributeError and other errors.
     except Exception as error:
-        raise UntrustedError("YAML of plain values", f"another text ({reason(error)})") from error
+        raise UntrustedError("YAML with plain values", f"another text ({reason(error)})") from error
     check_values(value, finite=finite)
     return value
 
@@ -350,7 +352,7 @@ def _size(yaml: Any, node: Any, known: dict[int, int]) -> int:
     """
     size = known.get(id(node))
     if size == 0:
-        raise UntrustedError("no alias inside its own value", "one")
+        raise UntrustedError("aliases outside their own value", "an alias inside its own value")
     if size is None:
         known[id(node)] = 0
         parts: list[Any] = []
