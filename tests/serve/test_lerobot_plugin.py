@@ -113,10 +113,13 @@ def test_the_plugin_acts_as_the_direct_client(release: str, plugin: Path, tmp_pa
         # Of rows to execute this checkpoint names no number, so they are a quarter of its chunk; another names one.
         np.testing.assert_array_equal(found["5"], expected(server.address, seen, 32 // 4))
         assert found["6"] == 10
-    assert str(found["2"]) == "action: expected (7,) as the robot or environment takes it, got [4] of blocks"
-    assert str(found["3"]) == "policy.cameras: expected cameras of blocks: ['front', 'wrist'], got 'wrst'"
     assert (
-        str(found["4"]) == "policy.n_action_steps: expected at most 32, the rows of a chunk of blocks, got 33"
+        str(found["2"]) == "action: expected shape (7,), as the robot or environment has, got [4] from blocks"
+    )
+    assert str(found["3"]) == "policy.cameras: expected cameras of blocks (front, wrist), got 'wrst'"
+    assert (
+        str(found["4"])
+        == "policy.n_action_steps: expected at most 32, the actions of a chunk of blocks, got 33"
     )
 
 
@@ -130,7 +133,7 @@ def test_what_an_episode_is_begun_with(release: str, plugin: Path) -> None:
     assert plain == marked
     assert plain["warnings"] == []
     assert unknown.pop("warnings") == [
-        "options: expected of LeRobot's own keys only lerobot_new_rollout, got lerobot_scene=3, which is not followed"
+        "options: the only supported option of LeRobot is lerobot_new_rollout, got lerobot_scene=3, which is ignored"
     ]
     assert unknown == {key: plain[key] for key in unknown}
     assert "blue" in blue["task"]
@@ -148,7 +151,7 @@ SPEC = {
     "action": {"dim": 2},
     "chunk_size": 20,
 }
-CHUNK = "ValueError: actions: expected [20, 2] as the policy puppet says of itself, got "
+CHUNK = "ValueError: actions: expected shape [20, 2], as the policy puppet states, got "
 FAR = "tcp://198.51.100.7:5555"  # nobody's; it is refused before anybody is asked
 
 
@@ -213,8 +216,9 @@ def test_what_neither_a_server_nor_a_folder_may_do(release: str, plugin: Path, t
         "ValueError: observation.images.front: expected floats in [0, 1], got nan to nan",
     ]
     assert folder == (
-        f"ValueError: policy.address: {FAR} is what the configuration of {tmp_path} says, and SINEW_API_KEY is not sent"
-        f" where you did not say: give --policy.type=sinew --policy.address={FAR}, or take the key away"
+        f"ValueError: policy.address: {FAR} comes from the configuration of {tmp_path}, so SINEW_API_KEY is not sent"
+        f" there. If you trust this address, pass --policy.type=sinew --policy.address={FAR}. Otherwise"
+        " unset SINEW_API_KEY"
     )
     assert found[17:] == [[1, 2], [1, 2]]
     # Of two moments, an episode's first stands for the one before it: of control steps, and not of requests.
@@ -265,30 +269,33 @@ def test_what_lerobots_rollout_may_not_ask_for(release: str, plugin: Path) -> No
     refused = f"ValueError: inference.rtc.enabled: expected false, got true: {cannot}"
     assert found[:3] + found[6:7] == [
         (
-            "ValueError: inference.type: expected sync, got rtc: the policy puppet reads 2 moments, one of each control"
-            " step, and LeRobot's rtc engine shows it those of its requests"
+            "ValueError: inference.type: expected sync, got rtc: the policy puppet needs the observations"
+            " of 2 control steps, and LeRobot's rtc engine provides only those of its requests"
         ),
         f"{refused}: {why}",
-        f"{refused}: engine onnx has no guidance no-jacobian",
-        f"ValueError: policy.handover: expected one without rtc, got rtc: {cannot}: {why}",
+        f"{refused}: engine onnx does not support the guidance no-jacobian",
+        f"ValueError: policy.handover: expected a method other than rtc, got rtc: {cannot}: {why}",
     ]
-    assert [each.partition(", got ")[0].partition(", for goal")[0] for each in found[3:6] + found[7:14]] == [
-        "ValueError: inference.rtc.debug: expected false",
-        "ValueError: policy.handover: expected none beside --inference.type=rtc, which plays chunks itself",
-        "ValueError: policy.motion: expected absolute",
+    assert [each.partition(", got ")[0].partition(", so it is")[0] for each in found[3:6] + found[7:14]] == [
+        "ValueError: inference.rtc.debug: expected false, because the solver runs in the server",
+        (
+            "ValueError: policy.handover: cannot be combined with --inference.type=rtc, which merges chunks itself;"
+            " omit one of them"
+        ),
+        "ValueError: policy.motion: the policy puppet does not state what its actions are relative to",
         "ValueError: handover: expected one of freeze, naive, aligned, ensemble, aggregate, rtc",
         "ValueError: policy.replan: expected STEPS, full, queue:FRACTION or disagreement:LIMIT,STEPS",
-        "ValueError: policy.replan: expected none without policy.handover",
-        "ValueError: policy.n_action_steps: expected 0 beside policy.handover",
+        "ValueError: policy.replan: needs policy.handover",
+        "ValueError: policy.n_action_steps: cannot be combined with policy.handover",
         "ValueError: policy.motion: expected absolute or nothing",
-        "ValueError: use_torch_compile: expected false",
+        "ValueError: use_torch_compile: expected false, because the policy has no torch model here",
         "ValueError: observation.state: expected one robot with policy.handover",
     ]
     assert found[14].startswith(
         "ValueError: inference.rtc.enabled: expected false, got true: the policy act cannot"
     )
     assert found[15:18] == 3 * [[1, 2]]
-    assert found[18].endswith("says that its actions are relative, got absolute")
+    assert found[18].endswith("states that its actions are relative, got absolute; omit --policy.motion")
     assert found[19] == [100 + 1 + 2] * 2
 
 

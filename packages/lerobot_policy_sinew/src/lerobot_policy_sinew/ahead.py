@@ -93,14 +93,14 @@ class Ahead:
         says = stated(policy)
         if given and says and says != given:
             raise ValueError(
-                f"policy.motion: expected nothing, as the policy {spec.name[:LONGEST]} says that its actions are"
-                f" {says['kind']}, got {motion}"
+                f"policy.motion: the policy {spec.name[:LONGEST]} states that its actions are {says['kind']}, got"
+                f" {motion}; omit --policy.motion"
             )
         if not (given or says):
             raise ValueError(
-                "policy.motion: expected absolute, for goal positions as LeRobot's arms take them, got nothing, and the"
-                f" policy {spec.name[:LONGEST]} does not say what its actions are measured from, so nobody knows how a"
-                " robot is held that waits for a chunk"
+                f"policy.motion: the policy {spec.name[:LONGEST]} does not state what its actions are relative to, so"
+                " it is unknown how to hold the robot while it waits for a chunk. If actions are goal positions, as for"
+                " LeRobot's arms, pass --policy.motion=absolute"
             )
         self._still = parse_motion(given or says).still(spec.action.dim)
         try:
@@ -124,10 +124,13 @@ class Ahead:
         if played.method == "rtc":
             kind = played.guidance or ("trained" if spec.committed_rows else "guided")
             refuse_unguided(
-                spec, said(backend), kind, f"policy.handover: expected one without rtc, got {handover}"
+                spec,
+                said(backend),
+                kind,
+                f"policy.handover: expected a method other than rtc, got {handover}",
             )
         self._settings = self._plan.settings
-        logger.info("sinew: %s; asks by the rule %s", self._plan.choice, self._settings.replan)
+        logger.info("sinew: %s; rule for the next request: %s", self._plan.choice, self._settings.replan)
         self.begin()
 
     def begin(self) -> None:

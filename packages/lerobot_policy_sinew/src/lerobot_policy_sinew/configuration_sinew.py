@@ -58,16 +58,17 @@ class SinewConfig(PreTrainedConfig):
         for name in ("replan", "motion"):
             if getattr(self, name) and not self.handover:
                 raise ValueError(
-                    f"policy.{name}: expected none without policy.handover, got {getattr(self, name)!r}"
+                    f"policy.{name}: needs policy.handover, got {getattr(self, name)!r}; add --policy.handover=auto"
                 )
         if self.handover and self.n_action_steps:
             raise ValueError(
-                f"policy.n_action_steps: expected 0 beside policy.handover, got {self.n_action_steps}; policy.replan"
-                " says when to ask"
+                f"policy.n_action_steps: cannot be combined with policy.handover, got {self.n_action_steps}; use"
+                " --policy.replan instead"
             )
         if self.motion not in ("", "absolute"):
             raise ValueError(
-                f"policy.motion: expected absolute or nothing, got {self.motion!r}; what else there is, the policy says"
+                f"policy.motion: expected absolute or nothing, got {self.motion!r}; the policy itself must state any"
+                " other motion"
             )
 
     @property
@@ -83,7 +84,7 @@ class SinewConfig(PreTrainedConfig):
         return None
 
     def get_optimizer_preset(self):
-        raise NotImplementedError("a policy of type sinew is served, not trained")
+        raise NotImplementedError("a policy of type sinew cannot be trained; train the original checkpoint")
 
     def get_scheduler_preset(self):
         return None

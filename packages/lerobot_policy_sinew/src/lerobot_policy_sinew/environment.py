@@ -139,7 +139,7 @@ def _for_the_task(options: Mapping[str, Any] | None) -> dict[str, Any]:
         if key not in MARKERS:
             known = ", ".join(MARKERS)
             warnings.warn(
-                f"options: expected of LeRobot's own keys only {known}, got {key}={value!r}, which is not followed",
+                f"options: the only supported option of LeRobot is {known}, got {key}={value!r}, which is ignored",
                 stacklevel=3,
             )
     return options

@@ -57,7 +57,7 @@ def opened(config: SinewConfig) -> Policy:
         import sinew  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"--policy.bundle needs the package sinew-vla, and its import failed: {error}"
+            f"--policy.bundle needs the package sinew-vla; install it in this environment ({error})"
         ) from error
     return connect(config.bundle, engine=config.engine, device=config.compute)
 
@@ -83,7 +83,9 @@ class SinewPolicy(PreTrainedPolicy):
     def __init__(self, config: SinewConfig, dataset_stats=None, dataset_meta=None):
         super().__init__(config)
         if config.compile_model:
-            raise ValueError("use_torch_compile: expected false, got true: the policy computes elsewhere")
+            raise ValueError(
+                "use_torch_compile: expected false, because the policy has no torch model here, got true"
+            )
         self.backend = opened(config)
         spec = self.backend.spec
         dim, name = spec.action.dim, spec.name[:LONGEST_NAME]
@@ -92,12 +94,14 @@ class SinewPolicy(PreTrainedPolicy):
         wanted = (config.output_features or {}).get(ACTION)
         if wanted is not None and tuple(wanted.shape) != (dim,):
             raise ValueError(
-                f"action: expected {wanted.shape} as the robot or environment takes it, got [{dim}] of {name}"
+                f"action: expected shape {wanted.shape}, as the robot or environment has, got [{dim}] from {name}"
             )
         known = [camera.name for camera in spec.cameras]
         strange = [camera for camera in config.cameras.values() if camera not in known]
         if strange:
-            raise ValueError(f"policy.cameras: expected cameras of {name}: {known}, got {strange[0]!r}")
+            raise ValueError(
+                f"policy.cameras: expected cameras of {name} ({', '.join(known)}), got {strange[0]!r}"
+            )
         self._motion = parse_motion(stated(spec.to_dict()))
         self._ahead: Ahead | None = None
         self._rows = 0
@@ -174,7 +178,8 @@ class SinewPolicy(PreTrainedPolicy):
         """
         if self._ahead is not None:
             raise ValueError(
-                "policy.handover: expected none beside --inference.type=rtc, which plays chunks itself"
+                "policy.handover: cannot be combined with --inference.type=rtc, which merges chunks itself; omit one of"
+                " them"
             )
         self._rtc = Continued(getattr(self.config, "rtc_config"), self.backend.spec, said(self.backend))  # noqa: B009
 
@@ -214,7 +219,7 @@ class SinewPolicy(PreTrainedPolicy):
         if rtc is None:
             if prev_chunk_left_over is not None:
                 raise ValueError(
-                    "prev_chunk_left_over: expected --inference.type=rtc, of whose settings nobody told"
+                    "prev_chunk_left_over: call init_rtc_processor first, as --inference.type=rtc does"
                 )
             return self._chunks(batch, seen, (), noise)
         if len(seen.state) != 1:
@@ -299,7 +304,7 @@ class SinewPolicy(PreTrainedPolicy):
             # A server may have replaced its policy after the plugin read the policy's specification.
             if chunk.shape != self._form:
                 raise ValueError(
-                    f"actions: expected {list(self._form)} as the policy {self._called} says of itself,"
+                    f"actions: expected shape {list(self._form)}, as the policy {self._called} states,"
                     f" got {list(chunk.shape)}"
                 )
             # LeRobot's robots expect goal positions, so convert actions that are relative to the observed state.
@@ -340,7 +345,7 @@ class SinewPolicy(PreTrainedPolicy):
         Raises ValueError for a batch of several robots.
         """
         if noise is not None:
-            raise ValueError("noise: expected none with policy.handover, whose chunks nobody waits for")
+            raise ValueError("noise: cannot be combined with policy.handover; pass --policy.seed instead")
         seen, task = self._seen(batch), batch.get("task") or ""
         tasks = [task] if isinstance(task, str) else list(task)
         if len(seen.state) != 1 or len(tasks) != 1:
@@ -350,10 +355,10 @@ class SinewPolicy(PreTrainedPolicy):
         return torch.from_numpy(row)[None].to(batch[OBS_STATE].device)
 
     def forward(self, batch):
-        raise NotImplementedError("a policy of type sinew is served, not trained")
+        raise NotImplementedError("a policy of type sinew cannot be trained; train the original checkpoint")
 
     def get_optim_params(self):
-        raise NotImplementedError("a policy of type sinew is served, not trained")
+        raise NotImplementedError("a policy of type sinew cannot be trained; train the original checkpoint")
 
     @staticmethod
     def _session(index: int) -> str:
@@ -381,11 +386,11 @@ def _refuse_to_tell(key: str, config: SinewConfig) -> None:
         return
     if key:
         raise ValueError(
-            f"policy.address: {config.address} is what the configuration of {origin} says, and SINEW_API_KEY is not"
-            " sent where you did not say:"
-            f" give --policy.type=sinew --policy.address={config.address}, or take the key away"
+            f"policy.address: {config.address} comes from the configuration of {origin}, so SINEW_API_KEY is not sent"
+            f" there. If you trust this address, pass --policy.type=sinew --policy.address={config.address}. Otherwise"
+            " unset SINEW_API_KEY"
         )
-    logger.warning("sinew: %s says that %s sees the cameras and drives the robot", origin, config.address)
+    logger.warning("sinew: the configuration of %s sends camera frames to %s", origin, config.address)
 
 
 def rows_executed(config: SinewConfig, spec: PolicySpec) -> int:
@@ -404,20 +409,20 @@ def rows_executed(config: SinewConfig, spec: PolicySpec) -> int:
     chunk = spec.chunk_size
     if config.n_action_steps > chunk:
         raise ValueError(
-            f"policy.n_action_steps: expected at most {chunk}, the rows of a chunk of {spec.name[:LONGEST_NAME]},"
+            f"policy.n_action_steps: expected at most {chunk}, the actions of a chunk of {spec.name[:LONGEST_NAME]},"
             f" got {config.n_action_steps}"
         )
     if config.n_action_steps:
-        rows, why = config.n_action_steps, "as policy.n_action_steps says"
+        rows, why = config.n_action_steps, "as policy.n_action_steps states"
     elif spec.n_action_steps:
-        rows, why = spec.n_action_steps, "as the policy's checkpoint says"
+        rows, why = spec.n_action_steps, "as the policy's checkpoint states"
     else:
-        rows, why = parse_rule(REPLAN).horizon(chunk), f"{REPLAN}: its checkpoint does not say"
-    logger.info("sinew: %d of the %d rows of a chunk are executed, %s", rows, chunk, why)
+        rows, why = parse_rule(REPLAN).horizon(chunk), f"{REPLAN}, because its checkpoint states no number"
+    logger.info("sinew: %d of the %d actions of a chunk are executed, %s", rows, chunk, why)
     if (blend := ensemble_of(spec.to_dict())) is not None:
         logger.warning(
-            "sinew: the checkpoint was made for temporal ensembling (coefficient %g), which does not happen without"
-            " policy.handover: give --policy.handover=ensemble:%g --policy.replan=1",
+            "sinew: the checkpoint was trained for temporal ensembling (coefficient %g), which needs policy.handover;"
+            " pass --policy.handover=ensemble:%g --policy.replan=1",
             blend,
             blend,
         )

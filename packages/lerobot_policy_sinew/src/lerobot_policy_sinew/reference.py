@@ -54,7 +54,8 @@ class Reference(ServedPolicy):
         manifest = open_bundle(bundle).manifest
         if manifest.architecture != config.type:
             raise SinewError(
-                f"--bundle {bundle}: expected a bundle of {config.type} as {checkpoint} is, got {manifest.architecture}"
+                f"--bundle {bundle}: expected a bundle of the family {config.type}, as {checkpoint} has, got"
+                f" {manifest.architecture}"
             )
         self.device = torch.device(device)
         self._policy = get_policy_class(config.type).from_pretrained(str(checkpoint), config=config).eval()

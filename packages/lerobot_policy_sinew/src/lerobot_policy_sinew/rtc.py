@@ -51,7 +51,7 @@ def refuse_unguided(spec: PolicySpec, about: Mapping[str, Any], kind: str, refus
     """
     why, known = about.get("unguided"), about.get("guidance")
     if not why and isinstance(known, (list, tuple)) and kind not in known:
-        why = f"engine {about.get('engine')} has no guidance {kind}"
+        why = f"engine {about.get('engine')} does not support the guidance {kind}"
     if why:
         raise ValueError(
             f"{refused}: the policy {spec.name[:LONGEST]} cannot continue a running chunk: {str(why)[:LONGEST]}"
@@ -80,7 +80,7 @@ def left_over(given: np.ndarray, chunk: np.ndarray | None) -> slice:
         if np.array_equal(given[: end - start], rows[start:end]) and not given[end - start :].any():
             return slice(start, end)
     raise ValueError(
-        "prev_chunk_left_over: expected rows of the chunk before, filled up with zeros, got others"
+        "prev_chunk_left_over: expected actions of the last chunk, filled up with zeros, got other actions"
     )
 
 
@@ -102,12 +102,12 @@ class Continued:
     def __init__(self, settings: Any, spec: PolicySpec, about: Mapping[str, Any]):
         if spec.history > 1:
             raise ValueError(
-                f"inference.type: expected sync, got rtc: the policy {spec.name[:LONGEST]} reads {spec.history}"
-                " moments, one of each control step, and LeRobot's rtc engine shows it those of its requests"
+                f"inference.type: expected sync, got rtc: the policy {spec.name[:LONGEST]} needs the observations of"
+                f" {spec.history} control steps, and LeRobot's rtc engine provides only those of its requests"
             )
         if settings.debug:
             raise ValueError(
-                "inference.rtc.debug: expected false, got true: the steps of the solver are the server's"
+                "inference.rtc.debug: expected false, because the solver runs in the server, got true"
             )
         self._kind = ""  # kind of the guidance; "" executes one chunk after another without guidance
         if settings.enabled:
@@ -200,7 +200,8 @@ class Continued:
         if not self._told:
             self._told = True
             logger.warning(
-                "sinew: %s rows pass until an answer comes, and %s was trained to continue %d: guided instead",
+                "sinew: the answer arrives after %s actions, but %s was trained to continue at most %d; the chunks are"
+                " guided instead",
                 delay,
                 self._spec.name[:LONGEST],
                 most,
