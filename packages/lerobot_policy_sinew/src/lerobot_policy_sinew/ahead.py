@@ -178,10 +178,10 @@ class Ahead:
             time.sleep(self._settings.period)
 
     def _ask(self, observation: Mapping[str, Any], limit: float) -> np.ndarray:
-        given = {key: value for key, value in observation.items() if key != "time"}
+        fields = {key: value for key, value in observation.items() if key != "time"}
         if self._seed >= 0:
-            given["seed"] = self._seed + self.asked
+            fields["seed"] = self._seed + self.asked
         self.asked += 1
-        actions = self._backend.infer({**given, "session": self._session}, timeout=limit).actions
+        actions = self._backend.infer({**fields, "session": self._session}, timeout=limit).actions
         self._fitted.check(self._backend)
         return actions

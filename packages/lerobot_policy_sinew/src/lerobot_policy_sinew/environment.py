@@ -137,9 +137,10 @@ def _for_the_task(options: Mapping[str, Any] | None) -> dict[str, Any]:
     for key in [key for key in options if key.startswith(OWN)]:
         value = options.pop(key)
         if key not in MARKERS:
-            known = ", ".join(MARKERS)
+            supported_options = ", ".join(MARKERS)
             warnings.warn(
-                f"options: the only supported option of LeRobot is {known}, got {key}={value!r}, which is ignored",
+                f"options: the only supported option of LeRobot is {supported_options}, got {key}={value!r}, which is"
+                " ignored",
                 stacklevel=3,
             )
     return options

@@ -91,16 +91,16 @@ class SinewPolicy(PreTrainedPolicy):
         dim, name = spec.action.dim, spec.name[:LONGEST_NAME]
         self._form, self._called = (spec.chunk_size, dim), name
         self._fitted = Fitted(spec.to_dict())
-        wanted = (config.output_features or {}).get(ACTION)
-        if wanted is not None and tuple(wanted.shape) != (dim,):
+        feature = (config.output_features or {}).get(ACTION)
+        if feature is not None and tuple(feature.shape) != (dim,):
             raise ValueError(
-                f"action: expected shape {wanted.shape}, as the robot or environment has, got [{dim}] from {name}"
+                f"action: expected shape {feature.shape}, as the robot or environment has, got [{dim}] from {name}"
             )
-        known = [camera.name for camera in spec.cameras]
-        strange = [camera for camera in config.cameras.values() if camera not in known]
+        camera_names = [camera.name for camera in spec.cameras]
+        strange = [camera for camera in config.cameras.values() if camera not in camera_names]
         if strange:
             raise ValueError(
-                f"policy.cameras: expected cameras of {name} ({', '.join(known)}), got {strange[0]!r}"
+                f"policy.cameras: expected cameras of {name} ({', '.join(camera_names)}), got {strange[0]!r}"
             )
         self._motion = parse_motion(stated(spec.to_dict()))
         self._ahead: Ahead | None = None

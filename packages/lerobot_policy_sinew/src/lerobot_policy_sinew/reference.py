@@ -143,13 +143,13 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, required=True)
     parser.add_argument("--port", type=int, default=5556)
     parser.add_argument("--device", default="cpu")
-    given = parser.parse_args()
+    options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     try:
-        policy = Reference(given.checkpoint, given.bundle, given.device)
+        policy = Reference(options.checkpoint, options.bundle, options.device)
     except (SinewError, OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
-    serve(policy, given.port)
+    serve(policy, options.port)
 
 
 if __name__ == "__main__":

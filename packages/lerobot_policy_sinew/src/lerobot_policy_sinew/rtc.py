@@ -31,10 +31,10 @@ def said(backend: Any) -> Mapping[str, Any]:
     A server sends it in its metadata.
     """
     if hasattr(backend, "metadata"):
-        found = backend.metadata().get("server")
+        description = backend.metadata().get("server")
     else:
-        found = backend.describe() if hasattr(backend, "describe") else None
-    return found if isinstance(found, Mapping) else {}
+        description = backend.describe() if hasattr(backend, "describe") else None
+    return description if isinstance(description, Mapping) else {}
 
 
 def refuse_unguided(spec: PolicySpec, about: Mapping[str, Any], kind: str, refused: str) -> None:
@@ -49,8 +49,8 @@ def refuse_unguided(spec: PolicySpec, about: Mapping[str, Any], kind: str, refus
     Raises:
         ValueError: The engine does not support this guidance.
     """
-    why, known = about.get("unguided"), about.get("guidance")
-    if not why and isinstance(known, (list, tuple)) and kind not in known:
+    why, kinds = about.get("unguided"), about.get("guidance")
+    if not why and isinstance(kinds, (list, tuple)) and kind not in kinds:
         why = f"engine {about.get('engine')} does not support the guidance {kind}"
     if why:
         raise ValueError(
@@ -167,22 +167,22 @@ class Continued:
         if not self._kind or given is None:
             return {}
         with self._lock:
-            kept = left_over(given, self._chunk)
-            if self._targets is None or kept.start == kept.stop:
+            remaining = left_over(given, self._chunk)
+            if self._targets is None or remaining.start == remaining.stop:
                 return {}
-            rows = self._motion.rows(self._targets[kept], state)
-        found = {
+            rows = self._motion.rows(self._targets[remaining], state)
+        request_fields = {
             "previous": rows,
             "delay": min(int(delay or 0), len(rows)),
             "rtc": self._kind_for(delay, len(rows)),
         }
-        if found["rtc"] != "trained":
-            found |= {
+        if request_fields["rtc"] != "trained":
+            request_fields |= {
                 "horizon": max(0, self._spec.chunk_size - int(self._settings.execution_horizon)),
                 "schedule": self._settings.prefix_attention_schedule.value.lower(),
                 "beta": float(self._settings.max_guidance_weight),
             }
-        return found
+        return request_fields
 
     def _kind_for(self, delay: int | None, left: int) -> str:
         """Choose the kind of guidance for one request.

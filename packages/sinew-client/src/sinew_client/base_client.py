@@ -171,11 +171,11 @@ class BaseClient:
 
     def _said(self, reply: Any) -> dict:
         """Decode the description in a server's reply ({} without one), and store the server's deployment number."""
-        found = protocol.decode_metadata(reply) if reply.metadata else {}
+        description = protocol.decode_metadata(reply) if reply.metadata else {}
         if reply.deployment:  # only replies to METADATA have a deployment number
             self.deployment = reply.deployment
             self._heard(self._answered)
-        return found
+        return description
 
     def _heard(self, deployment: int) -> None:
         """Store the deployment number of an answer.

@@ -418,11 +418,11 @@ class Observation:
         Raises:
             ObservationError: A key is unknown or missing.
         """
-        known = {f.name for f in fields(cls)}
+        names = {f.name for f in fields(cls)}
         for key in mapping:
-            if key not in known:
+            if key not in names:
                 ours = OTHERS_WORDS.get(str(key), "")
-                raise ObservationError.unknown(key, [ours] if ours else sorted(known), ours)
+                raise ObservationError.unknown(key, [ours] if ours else sorted(names), ours)
         for key in ("images", "state"):
             if key not in mapping:
                 raise ObservationError(key, "a value", "nothing")
@@ -573,9 +573,9 @@ def _read(path: str, form: str, given: Any) -> Any:
                 f"{path}: expected a number that fits into float64, got {shown(given)}"
             ) from None
     if form.startswith("Literal["):
-        known = [word.strip(" \"'") for word in form[len("Literal[") : -1].split(",")]
-        if given not in known:
-            raise ClientError(f"{path}: expected one of {', '.join(known)}, got {shown(given)}")
+        choices = [word.strip(" \"'") for word in form[len("Literal[") : -1].split(",")]
+        if given not in choices:
+            raise ClientError(f"{path}: expected one of {', '.join(choices)}, got {shown(given)}")
         return given
     if form.startswith("tuple["):
         inner = form[len("tuple[") : -1]

@@ -521,8 +521,8 @@ class BaseController:
             self.guard.held()
 
     def _count(self, reason: str) -> None:
-        known = reason in self.held or len(self.held) < REASONS
-        self.held[reason if known else OTHER] += 1
+        has_own_counter = reason in self.held or len(self.held) < REASONS
+        self.held[reason if has_own_counter else OTHER] += 1
 
     def _tell(self, event: str, values: dict) -> None:
         for listener in self.listeners:

@@ -174,12 +174,12 @@ class LeRobotArm:
         for camera in (camera["name"] for camera in policy["cameras"]):
             name = self._cameras.setdefault(camera, camera)
             if name not in features:
-                known = [key for key, kind in features.items() if isinstance(kind, tuple)]
-                new = known[0] if len(known) == 1 else "NEW"
-                whose = "" if len(known) == 1 else ", NEW the robot's"
+                camera_names = [key for key, kind in features.items() if isinstance(kind, tuple)]
+                new = camera_names[0] if len(camera_names) == 1 else "NEW"
+                whose = "" if len(camera_names) == 1 else ", NEW the robot's"
                 raise RobotError(
-                    f"cameras: the policy requires {camera}; the robot has {', '.join(known) or 'none'}"
-                    + (f". Map it with --rename {new}={camera}{whose}" if known else "")
+                    f"cameras: the policy requires {camera}; the robot has {', '.join(camera_names) or 'none'}"
+                    + (f". Map it with --rename {new}={camera}{whose}" if camera_names else "")
                 )
         # In LeRobot's own arms, the suffix ".pos" marks a goal position in an action and a position in the state.
         absolute = all(name.endswith(".pos") for name in self.joints)
