@@ -142,7 +142,7 @@ def fit_offsets(
     if np.abs(slopes / scale - 1).max() > SAME_SCALE:
         return None
     motion = {"kind": "offsets", "action": columns, "state": numbers, "scale": float(f"{scale:.3g}")}
-    motion |= {"low": float(f"{low[columns].min():.3g}"), "high": float(f"{high[columns].max():.3g}")}
+    motion.update(low=float(f"{low[columns].min():.3g}"), high=float(f"{high[columns].max():.3g}"))
     return MotionFit(motion, float(explained[columns, numbers].min()), len(sums))
 
 
