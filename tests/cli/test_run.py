@@ -198,7 +198,7 @@ def test_a_robot_names_what_its_policy_does_not_and_what_nothing_bounds_is_said(
     limits.write_text(json.dumps({"velocty": 1}))
     with pytest.raises(ClientError, match="velocty: .* did you mean 'velocity'"):
         plan(POLICY)
-    with pytest.raises(ClientError, match="joints: expected 3 names of its state, got 2"):
+    with pytest.raises(ClientError, match="joints: expected 3 names for its state, got 2"):
         plan({**POLICY, "state": {"dim": 3}})
 
 

@@ -144,7 +144,7 @@ def test_client_refuses_what_it_cannot_send():
         ({"images": {"front": FRAME[..., 0]}}, r"images.front: .* got uint8 \[6, 8\]"),
         ({"images": {"front": FRAME.astype(np.int64)}}, "images.front: .* int64"),
         ({"images": [FRAME]}, "images: expected a dict"),
-        ({"state": [[1, 2, 3]]}, "state: expected 1 dimension"),
+        ({"state": [[1, 2, 3]]}, "state: expected an array with 1 dimension"),
         ({"state": "abc"}, "state: expected numbers"),
         ({"state": None}, "state: expected a value"),
         ({"seed": -1}, r"seed: .* got -1$"),

@@ -111,17 +111,17 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
                 assert begun.pop() == ("episode", f"context.{form}")
                 robot.close()
                 assert policy.infer(observation).actions.shape == wanted.shape  # the robot's is its own
-                for closed, who in (
-                    (robot.infer, "policy"),
-                    (robot.reset, "policy"),
-                    (client.context, "client"),
+                for closed, message in (
+                    (robot.infer, "the policy is closed; open it again"),
+                    (robot.reset, "the policy is closed; open it again"),
+                    (client.context, "the client is closed; create a new client"),
                 ):
-                    with pytest.raises(ClientError, match=f"^the {who} is closed$"):
+                    with pytest.raises(ClientError, match=f"^{message}$"):
                         closed(observation)
         assert sizes["int8"] < 0.5 * sizes["fp32"]
         own = load(policy.bundle.path, engine="eager", threads=1)
         SplitPolicy(own, Client(f"{at.native}/context.fp32"), template_of(policy), whole=True).close()
-        with pytest.raises(ClientError, match="^the policy is closed$"):
+        with pytest.raises(ClientError, match="^the policy is closed; open it again$"):
             own.infer(observation)
         with Client(at.native, timeout=WAIT_S) as client:
             with pytest.raises(SinewError, match=r"expected a policy context.FORM"):
