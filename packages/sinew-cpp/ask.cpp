@@ -1,9 +1,13 @@
 // ask ADDRESS PROMPT --image CAMERA=FILE ... --state 0.1,0.2 [--seed N] [--key KEY, else SINEW_API_KEY] [--times N] [--rate HZ]
 //     [--bytes FILE]
 //
-// Asks a server once, or N times, prints the action rows, and ends with 0; 1 on an error, which it prints with its code. FILE is a PPM
-// (P6) picture, whose pixels are sent as they are, or a JPEG or PNG file. --rate streams: so many samples a second, until N windows
-// have come, each a line: its step, and its nodes. --bytes writes the first request instead.
+// An example program. It sends one request, or N requests, and prints the actions of each chunk. The exit status is 0, or 1 after an
+// error, which it prints with its code.
+//
+// FILE is a PPM (P6), JPEG or PNG file. The pixels of a PPM file are sent uncompressed.
+// --rate HZ opens a stream and sends HZ samples per second. The program ends after N windows, and prints one line for each window: the
+// first step and the nodes.
+// --bytes FILE writes the first request to FILE and sends nothing.
 
 #include <chrono>
 #include <cstdio>
@@ -30,7 +34,7 @@ static sinew::Image picture(const std::string& camera, const std::string& path, 
   return sinew::Image::rgb(camera, data + used + 1, height, width);
 }
 
-// Print so many windows of a stream.
+// Send samples at the given rate, and print the given number of windows.
 static void stream(sinew::Stream& robot, sinew::Observation& seen, double rate, int times) {
   robot.open();
   auto begun = std::chrono::steady_clock::now();
@@ -44,7 +48,7 @@ static void stream(sinew::Stream& robot, sinew::Observation& seen, double rate, 
       std::printf("%lld:", static_cast<long long>(window->step));
       for (float action : window->actions) std::printf(" %.9g", double(action));
       std::printf("\n");
-      seen.delay = 1 + unsigned((now() - window->sample_time) * rate);  // as late as this one came
+      seen.delay = 1 + unsigned((now() - window->sample_time) * rate);  // assume that the next window is as late as this window
       --times;
     }
   }
@@ -55,7 +59,7 @@ int main(int count, char** given) try {
   sinew::Observation seen;
   sinew::Options options;
   if (const char* key = std::getenv("SINEW_API_KEY")) options.api_key = key;
-  std::list<std::string> files;  // what the frames point into
+  std::list<std::string> files;  // owns the data of the images
   std::string bytes;
   int times = 1;
   double rate = 0;
@@ -96,7 +100,7 @@ int main(int count, char** given) try {
   }
   for (int turn = 0; turn < times; ++turn) {
     sinew::Chunk chunk = client.infer(seen);
-    for (std::size_t index = 0; index < chunk.actions.size(); ++index)  // 9 digits: every float32 is told apart
+    for (std::size_t index = 0; index < chunk.actions.size(); ++index)  // 9 digits print each float32 exactly
       std::printf("%.9g%c", double(chunk.actions[index]), (index + 1) % chunk.dim ? ' ' : '\n');
     for (const std::string& warning : chunk.warnings) std::cerr << "warning: " << warning << "\n";
   }

@@ -43,27 +43,28 @@ enum Number { request_id = 1, action_chunk = 2, chunk_size = 3, action_dim = 4, 
 
 constexpr std::size_t MAX_REPLY = std::size_t(1) << 28;  // bytes
 constexpr std::size_t MAX_COMMAND = 1024;                 // bytes
-constexpr std::size_t MAX_WARNINGS = 1024;                // of a reply: an empty one has 3 bytes there and 32 here
-constexpr std::size_t GREETING = 64;                      // bytes; https://rfc.zeromq.org/spec/23
+// The limit of warnings in a reply. An empty warning has 3 bytes in the message but 32 bytes in memory.
+constexpr std::size_t MAX_WARNINGS = 1024;
+constexpr std::size_t GREETING = 64;  // bytes of a ZMTP greeting (https://rfc.zeromq.org/spec/23)
 constexpr std::uint32_t MAX_DIM = 1024;
 #ifdef MSG_NOSIGNAL
 constexpr int SEND_FLAGS = MSG_NOSIGNAL;
 #else
 constexpr int SEND_FLAGS = 0;
 #endif
-constexpr std::size_t MAX_UNSENT = 4;  // messages of a stream; further ones would be old when they leave
-constexpr int MAX_TURNS = 64;          // looks at what has come, of 64 KiB each, before windows are read
-constexpr double LINGER_S = 0.05;      // that the end of a stream may take to leave
-constexpr int MORE = 1, LONG = 2, COMMAND = 4;  // flags of a frame
+// The limit of waiting messages in a stream. A message behind four others would be too old when it leaves.
+constexpr std::size_t MAX_UNSENT = 4;
+constexpr int MAX_TURNS = 64;      // reads of at most 64 KiB each, before the received windows are decoded
+constexpr double LINGER_S = 0.05;  // seconds that the destructor waits until the end of the stream is sent
+constexpr int MORE = 1, LONG = 2, COMMAND = 4;  // flags of a ZMTP frame
 
 double now() {
   using namespace std::chrono;
   return duration<double>(steady_clock::now().time_since_epoch()).count();
 }
 
-// ---------------------------------------------------------------------------- Protobuf
-
-// Writes one message. Fields are written in the order of the calls; proto3 leaves out numbers and texts that are zero.
+// Encodes one Protobuf message. The order of the calls is the order of the fields. proto3 omits numbers that are zero and
+// texts that are empty.
 class Writer {
  public:
   std::string bytes;
@@ -82,7 +83,8 @@ class Writer {
   void text(int number, const std::string& value, bool always = false) {
     if (!value.empty() || always) blob(number, value.data(), value.size());
   }
-  template <class T>  // float or double, as they lie in memory
+  // Write a float or double with its bytes in memory, so the processor must be little-endian.
+  template <class T>
   void real(int number, T value) {
     varint(std::uint64_t(number) << 3 | (sizeof(T) == 8 ? 1 : 5));
     bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
@@ -92,9 +94,10 @@ class Writer {
   }
 };
 
+// One decoded field. data and size are set for a text, a message or bytes.
 struct Field {
   int number = 0, kind = 0;
-  std::uint64_t value = 0;  // of a varint or of fixed bits
+  std::uint64_t value = 0;  // the number, for a varint or a field of fixed size
   const char* data = nullptr;
   std::size_t size = 0;
 
@@ -112,7 +115,8 @@ struct Field {
   }
 };
 
-// Reads one message, whose bytes must outlive it. Throws Error bad_reply for bytes that are none.
+// Decodes one Protobuf message. The message's bytes must outlive the Reader. Throws Error bad_reply if the bytes are not a
+// Protobuf message.
 class Reader {
  public:
   Reader(const char* data, std::size_t size) : at_(data), end_(data + size) {}
@@ -164,7 +168,7 @@ void append(std::vector<float>& into, const Field& field) {
     into.push_back(field.real32());
   } else if (field.kind == 2) {
     if (field.size % sizeof(float)) throw Error("bad_reply", "the reply: expected floats of 4 bytes");
-    if (!field.size) return;  // memcpy takes no null pointer, which an empty vector has
+    if (!field.size) return;  // an empty vector may have a null pointer, which memcpy does not allow
     std::size_t have = into.size();
     into.resize(have + field.size / sizeof(float));
     std::memcpy(into.data() + have, field.data, field.size);
@@ -207,7 +211,7 @@ Window window_of(const Field& message) {
   return made;
 }
 
-// Returns a server's text as it may be printed: a line of at most 1,000 bytes, without control characters.
+// Return a server's text in a form that is safe to print: one line of at most 1,000 bytes, without control characters.
 std::string plain(std::string text) {
   if (text.size() > 1000) {
     std::size_t end = 1000;
@@ -225,7 +229,7 @@ std::string plain(std::string text) {
   return text;
 }
 
-// What a reply says.
+// A decoded PredictResponse.
 struct Reply {
   std::uint64_t request_id = 0;
   std::string error, error_code, metadata;
@@ -279,11 +283,10 @@ std::string head(std::size_t size, int flags) {
 
 }  // namespace
 
-// ---------------------------------------------------------------------------- messages
-
 namespace {
 
-struct Pace {  // what a sample of a stream has beside an observation
+// The fields of a stream's sample that an Observation does not have.
+struct Pace {
   double rate;
   std::optional<double> frame_time;
   std::string interpolation;
@@ -338,7 +341,7 @@ std::string encode(const Observation& seen, std::uint64_t request_id, const std:
   out.text(adapter, seen.adapter);
   out.bytes.reserve(out.bytes.size() + pixels);
   for (const Image& frame : seen.images) {
-    Writer before;  // the frame's message up to its data, which is copied once
+    Writer before;  // the Image message without its data, so that the pixels are copied only once
     before.integer(image::encoding, frame.height ? image::RGB_U8 : image::JPEG);
     before.integer(image::height, frame.height);
     before.integer(image::width, frame.width);
@@ -350,7 +353,8 @@ std::string encode(const Observation& seen, std::uint64_t request_id, const std:
   return std::move(out.bytes);
 }
 
-// Throw for rows that are none, or that must not be executed.
+// Check the actions of a reply. Throw Error bad_reply if their number does not match rows and dim, and unsafe_chunk if the
+// robot must not execute them. none is true if a reply without actions is valid.
 void check_rows(const std::vector<float>& actions, std::uint32_t rows, std::uint32_t dim, bool none, const Options& options) {
   if (actions.size() != std::size_t(rows) * dim || !dim || (!none && !rows))
     throw Error("bad_reply", "the reply holds " + std::to_string(actions.size()) + " numbers for " + std::to_string(rows) +
@@ -367,7 +371,7 @@ void check_rows(const std::vector<float>& actions, std::uint32_t rows, std::uint
       if (limit->size() != dim)
         throw Error("unsafe_chunk",
                     "limits: expected " + std::to_string(dim) + " numbers, got " + std::to_string(limit->size()));
-      if (!(limit == &options.low ? action >= (*limit)[column] : action <= (*limit)[column]))  // nor where it is NaN
+      if (!(limit == &options.low ? action >= (*limit)[column] : action <= (*limit)[column]))  // a limit of NaN rejects every action
         throw Error("unsafe_chunk", "action " + std::to_string(index / dim) + ", dimension " + std::to_string(column) +
                                         ": outside the limits");
     }
@@ -410,14 +414,12 @@ Chunk decode_reply(const std::string& bytes, std::uint64_t request_id, const Opt
   return std::move(chunk);
 }
 
-// ---------------------------------------------------------------------------- the client
-
-// Return true for an address or a name that only this machine reaches.
+// Return true for an address or a name that only this machine can reach.
 bool is_loopback(const std::string& host) {
   unsigned char bytes[16];
   if (inet_pton(AF_INET, host.c_str(), bytes) == 1) return bytes[0] == 127;
   if (inet_pton(AF_INET6, host.c_str(), bytes) != 1) return host == "localhost";
-  const std::string all(reinterpret_cast<char*>(bytes), sizeof bytes);  // ::1 and ::ffff:127.0.0.1
+  const std::string all(reinterpret_cast<char*>(bytes), sizeof bytes);  // compared with ::1 and ::ffff:127.0.0.1
   return all == std::string(15, '\0') + '\1' || all.compare(0, 13, std::string(10, '\0') + "\xff\xff\x7f") == 0;
 }
 
@@ -451,7 +453,8 @@ void Socket::close() {
 
 Client::Client(const std::string& address, Options options) : Socket(address, std::move(options), "REQ") {}
 
-// Return what a function reads of a reply. After one that makes no sense the next may not be that of its request either.
+// Call a function that decodes a reply, and return its result. If the reply is malformed, close the connection, because the
+// next reply may then belong to another request.
 template <class Read>
 auto Client::kept(Read read) -> decltype(read()) {
   try {
@@ -469,7 +472,7 @@ Chunk Client::infer(const Observation& observation, double timeout_s) {
   std::string reply = ask(request, asked + (timeout_s > 0 ? timeout_s : options_.timeout_s));
   bool words = observation.text_only || !observation.question.empty();
   Chunk chunk = kept([&] { return decode_reply(reply, id, options_, words); });
-  if (chunk.adapter != observation.adapter)  // servers of before there were any ignore the field
+  if (chunk.adapter != observation.adapter)  // an old server ignores the field adapter
     throw Error("unsafe_chunk", "adapter: expected an answer of '" + observation.adapter + "', got '" + chunk.adapter + "'");
   chunk.round_trip_ms = 1e3 * (now() - asked);
   return chunk;
@@ -496,12 +499,12 @@ std::string Client::control(int kind, const std::string& session, double timeout
 
 std::string Client::ask(const std::string& request, double end) {
   try {
-    char byte;  // a connection that has ended, or says what nobody asked for, is of no use
+    char byte;  // close the connection if the server ended it, or sent data without a request
     ssize_t got = socket_ < 0 ? 0 : recv(socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     if (got == 0 || (got > 0 ? !(byte & COMMAND) : errno != EAGAIN && errno != EWOULDBLOCK)) close();
-    if (!buffer_.empty() && !(buffer_[0] & COMMAND)) close();  // it came with the last reply
+    if (!buffer_.empty() && !(buffer_[0] & COMMAND)) close();  // the data arrived with the last reply
     if (socket_ < 0) connect(end);
-    send(head(0, MORE) + head(request.size(), 0), end);  // the empty frame of a REQ socket, then the request
+    send(head(0, MORE) + head(request.size(), 0), end);  // a REQ socket sends an empty frame before each request
     send(request, end);
     return message(end, false);
   } catch (...) {
@@ -537,9 +540,9 @@ void Socket::connect(double end) {
   if (int wrong = getaddrinfo(host_.c_str(), port_.c_str(), &hints, &found))
     throw Error("connection_lost", host_ + ": " + gai_strerror(wrong));
   std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, freeaddrinfo);
-  int wrong = 0, said = ETIMEDOUT;  // what was heard last of an address that was not silent
-  // A server that is not there yet may come: its addresses are tried in turn until the time is up. One that is silent gets
-  // its share of the time that is left.
+  int wrong = 0, said = ETIMEDOUT;  // said is the last error other than a timeout
+  // The server may start later, so try its addresses in turn until the time is over. An address that does not react gets an
+  // equal share of the remaining time.
   for (addrinfo* each = found;; each = each->ai_next ? each->ai_next : found) {
     int to_try = 0;
     for (addrinfo* next = each; next; next = next->ai_next) ++to_try;
@@ -606,10 +609,10 @@ bool Socket::arrived() {
   return got > 0;
 }
 
-// Have at least so many bytes in buffer_.
+// Wait until buffer_ has at least count bytes.
 void Socket::receive(std::size_t count, double end) {
   while (buffer_.size() < count) {
-    if (now() >= end) late();  // also of a server that never stops talking
+    if (now() >= end) late();  // checked in each turn, because a server may send bytes without end
     if (!arrived()) wait(socket_, POLLIN, end);
   }
 }
@@ -640,7 +643,8 @@ std::string Socket::heard(const std::string& command) {
   return head(pong.size(), COMMAND) + pong;
 }
 
-// Return the frame behind a message's empty one; of the handshake, nothing, once the server is READY.
+// Return the next message, without the empty frame before it. During the handshake, return an empty text when the server
+// has sent READY.
 std::string Socket::message(double end, bool handshake) {
   for (int frames = 0;;) {
     int flags = 0;
@@ -660,8 +664,6 @@ std::string Socket::message(double end, bool handshake) {
   }
 }
 
-// ---------------------------------------------------------------------------- streams
-
 Stream::Stream(const std::string& address, double rate, Options options, std::string interpolation)
     : Socket(address, std::move(options), "DEALER"), rate_(rate), interpolation_(std::move(interpolation)) {}
 
@@ -670,7 +672,7 @@ Stream::~Stream() {
     end();
     double until = now() + LINGER_S;
     while (socket_ >= 0 && !unsent_.empty() && ready(socket_, POLLOUT, until)) flush();
-  } catch (const std::exception&) {  // the connection has ended, and the stream with it
+  } catch (const std::exception&) {  // the connection is closed already, so the stream has ended too
   }
 }
 
@@ -690,7 +692,7 @@ bool Stream::send(const Observation& sample, std::optional<double> frame_time) {
       encode_sample(sample, rate_, frame_time, last_id_ + 1, options_.api_key, policy_, interpolation_);
   open();
   flush();
-  if (unsent_.size() >= MAX_UNSENT) return false;  // it would be old when it leaves
+  if (unsent_.size() >= MAX_UNSENT) return false;  // the sample would be too old when it leaves
   ++last_id_;
   session_ = sample.session;
   put(request);
@@ -739,7 +741,7 @@ void Stream::put(const std::string& request) {
   flush();
 }
 
-// Send what the server takes now.
+// Send as many bytes as the socket accepts now.
 void Stream::flush() {
   while (!unsent_.empty()) {
     std::string& first = unsent_.front();
