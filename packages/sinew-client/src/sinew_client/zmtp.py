@@ -162,8 +162,9 @@ class Framing:
             raise ZmtpError(f"expected ZMTP 3 (ZeroMQ 4), got ZMTP {have[10]}")
         if len(have) < len(GREETING):
             return False
-        if bytes(have[12:32]).rstrip(b"\0") != b"NULL":
-            raise ZmtpError("expected the security mechanism NULL, got another mechanism")
+        mechanism = bytes(have[12:32]).rstrip(b"\0")
+        if mechanism != b"NULL":
+            raise ZmtpError(f"expected the security mechanism NULL, got {mechanism!r}")
         self._start += len(GREETING)
         self._greeted = True
         kind = b"\x0bSocket-Type" + len(self.kind).to_bytes(4, "big") + self.kind
