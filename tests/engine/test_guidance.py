@@ -117,7 +117,9 @@ def test_frozen_rows_begin_as_what_they_continue(kind: str) -> None:
     ]
     before = noise.copy()
     for odd in (noise[0], noise[:1], noise[:, :-1], noise[..., :-1]):
-        with pytest.raises(ValueError, match=rf"^noise: expected \[2, {H}, {A}\], one \[H, A\] for each"):
+        with pytest.raises(
+            ValueError, match=rf"^noise: expected shape \[2, {H}, {A}\], which is one \[H, A\] for each"
+        ):
             guide(wanted, Solver(), odd, np.asarray)
     guidance, begun = guide(wanted, Solver(), noise, np.asarray)
     assert np.array_equal(noise, before)
