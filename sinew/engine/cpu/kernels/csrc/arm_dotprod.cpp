@@ -1,5 +1,5 @@
-// NEON with the dot product (ARMv8.2: Cortex-A76 and -A78, Jetson Orin, Raspberry Pi 5, Apple M1). sdot adds 4 signed
-// products to a 32-bit lane. A vector holds 4 channels x 4 values of k, a panel four of them.
+// NEON with the dot product (ARMv8.2: Cortex-A76 and -A78, Jetson Orin, Raspberry Pi 5, Apple M1). The instruction sdot
+// adds 4 signed products to a 32-bit lane. A vector has 4 channels x 4 values of k, and a panel has four such vectors.
 #include <arm_neon.h>
 
 #include "jpeg.h"
@@ -8,7 +8,7 @@
 namespace lowbit {
 namespace {
 
-constexpr int ROWS = 6;  // x 4 vectors: 24 sums, 4 codes and a broadcast of 32 registers
+constexpr int ROWS = 6;  // 6 rows x 4 vectors: 24 sums, 4 vectors of codes and one broadcast use 29 of 32 registers
 
 template <int R>
 struct Multiply {

@@ -1,5 +1,6 @@
-// NEON with int8 matrix products (ARMv8.6: Cortex-A710 and newer, Neoverse V1, Apple M2). smmla multiplies 2 rows x 8
-// values of k with 2 channels x 8, so rows go in pairs and a unit is 8 values.
+// NEON with int8 matrix products (ARMv8.6: Cortex-A710 and newer, Neoverse V1, Apple M2). The instruction smmla
+// multiplies 2 rows x 8 values of k by 2 channels x 8 values. Rows are therefore processed in pairs, and a unit has 8
+// values.
 #include <arm_neon.h>
 
 #include "jpeg.h"
@@ -8,7 +9,7 @@
 namespace lowbit {
 namespace {
 
-constexpr int ROWS = 6;  // 3 pairs x 8 pairs of channels: 24 sums of 32 registers
+constexpr int ROWS = 6;  // 3 pairs of rows x 8 pairs of channels: 24 sums in 32 registers
 
 template <int R>
 struct Multiply {

@@ -1,13 +1,14 @@
-// Attention in products of 16-bit integers (AVX2), for layers whose other products are rounded to 8: queries and keys are
-// rounded per row to 13.5 bits where heads are 64 wide, weights of a row to 14 and values per column to 11, all of them finer
-// than the 8 bits that the projections before and behind them work in. Sums are exact until they are floats again.
+// Attention with products of 16-bit integers (AVX2), for layers whose other products are rounded to 8 bits. With heads
+// of 64 values, queries and keys are rounded to 13.5 bits per row, attention weights to 14 bits per row, and values to
+// 11 bits per column. This is finer than the 8 bits of the projections before and after the attention. Sums are exact
+// until they are converted to floats.
 //
-// Two vpmaddwd do what four fused multiply-adds would, and pairs (x86_avx2.cpp) make two products of one multiplication:
+// Two vpmaddwd replace four fused multiply-adds, because one multiplication makes two products (x86_avx2.cpp):
 //
 //   (x0 + w2) (x2 + w0) = x0 w0 + x2 w2  +  x0 x2 + w0 w2        and the same with 1 and 3.
 //
-// Factors stay within 16 bits and results below 2^31; what lies between is right modulo 2^32. Queries, scores and weights
-// lie tile by tile of ROWS16 rows, so that a product reads and writes them one after another.
+// Factors fit 16 bits and results are less than 2^31. Intermediate sums are correct modulo 2^32. Queries, scores and
+// weights are stored in tiles of ROWS16 rows, so that a product reads and writes them sequentially.
 #pragma once
 #include "floats.h"
 #include "pairs.h"
@@ -15,17 +16,18 @@
 namespace lowbit {
 namespace {
 
-constexpr int ROWS16 = 4, TOGETHER16 = TILES * TILE;  // rows of a tile; rows that share a block of keys in the cache
-constexpr int AHEAD = 8;  // rows that are fetched before their turn
-constexpr int16_t LINEAR = 11389, SQUARE = 3730, CUBE = 1262;  // of 2^x, 0 <= x < 1, times 2^14
-constexpr int VALUES16 = 1023;  // weights reach 2^14, and 128 (DEPTH) products of both stay below 2^31
+// ROWS16 is the number of rows of a tile. TOGETHER16 rows share a block of keys in the cache.
+constexpr int ROWS16 = 4, TOGETHER16 = TILES * TILE;
+constexpr int AHEAD = 8;  // number of rows between the row in use and the row that is prefetched
+constexpr int16_t LINEAR = 11389, SQUARE = 3730, CUBE = 1262;  // coefficients of 2^x for 0 <= x < 1, times 2^14
+constexpr int VALUES16 = 1023;  // attention weights are at most 2^14, so sums of 128 (DEPTH) products stay below 2^31
 
 inline __m256i load16(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void store16(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
 
-// Sums of a tile [units][ROWS16] times a panel [units][COLUMNS], less what rows and columns contribute alone: as floats
-// [ROWS16][COLUMNS] times `steps`, or where there are none, added to what `out` has if `more`. A unit is two values in 32
-// bits; units are a multiple of 2.
+// Compute the sums of a tile [units][ROWS16] times a panel [units][COLUMNS], minus the terms of single rows and
+// columns. The result is floats [ROWS16][COLUMNS]: with STEPS, the sums are multiplied by `steps`. Otherwise they are
+// added to `out` if `more`. A unit is two values in 32 bits. The number of units is a multiple of 2.
 template <bool STEPS>
 __attribute__((noinline)) void tile16(const int32_t* x, const int32_t* panel, int64_t units, const int32_t* rows,
                                       const int32_t* columns, const float* steps, float* out, bool more) {
@@ -50,7 +52,7 @@ __attribute__((noinline)) void tile16(const int32_t* x, const int32_t* panel, in
     }
 }
 
-// Rows of other heads lie between those of one, so that no hardware sees a stream in them.
+// Prefetch a row. The hardware does not prefetch it, because rows of other heads are between the rows of one head.
 inline void fetch(const float* row, int64_t size) {
   for (int64_t d = 0; d < size; d += COLUMNS) __builtin_prefetch(row + d);
 }
@@ -61,15 +63,17 @@ inline int32_t sum_of(__m256i v) {
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
 
-// Row of floats [size] -> int16 [padded], padded a multiple of 16, `limit` at the largest; returns what one step stands
-// for, NaN where a value is not finite. `alone`: what the row contributes alone.
+// Round a row of floats [size] to int16 [padded], so that the largest magnitude becomes `limit`. `padded` is a multiple
+// of 16. Return the value of one integer step, or NaN if a value is not finite. `alone` receives the term of this row
+// alone.
 inline float round16(const float* x, int64_t size, int64_t padded, int limit, int32_t* out, int32_t* alone) {
   alignas(32) float last[COLUMNS] = {};
   const int64_t whole = size / COLUMNS * COLUMNS;
   if (whole < size) std::memcpy(last, x + whole, (size - whole) * sizeof(float));
   const auto at = [&](int64_t i, int h) { return _mm256_loadu_ps((i < whole ? x + i : last) + h * LANES); };
   const __m256i absolute = _mm256_set1_epi32(0x7fffffff);
-  __m256i tops = _mm256_setzero_si256();  // bits of absolute values are ordered as the values are, with NaN last
+  // As integers, the bits of magnitudes have the same order as the magnitudes, with NaN last.
+  __m256i tops = _mm256_setzero_si256();
   for (int64_t i = 0; i < padded; i += COLUMNS)
     for (int h = 0; h < 2; ++h) tops = _mm256_max_epi32(tops, _mm256_and_si256(_mm256_castps_si256(at(i, h)), absolute));
   __m128i four = _mm_max_epi32(_mm256_castsi256_si128(tops), _mm256_extracti128_si256(tops, 1));
@@ -96,13 +100,13 @@ inline float round16(const float* x, int64_t size, int64_t padded, int limit, in
   return largest / static_cast<float>(limit);
 }
 
-// Units of a row -> every `apart`-th place.
+// Copy the units of a row to places with a distance of `apart` units.
 inline void place(const int32_t* row, int64_t units, int32_t* to, int64_t apart) {
   for (int64_t u = 0; u < units; ++u) std::memcpy(to + u * apart, row + u, 4);
 }
 
-// Keys of one head -> panels [padded / COLUMNS][units][COLUMNS], with what each contributes alone and its step. Returns whether
-// all are finite.
+// Store the keys of one head as panels [padded / COLUMNS][units][COLUMNS], with the term of each key alone and the step
+// of each key. Return whether all keys are finite.
 inline bool keys16(const Attention& a, int64_t b, int64_t head, int64_t padded, int64_t units, int limit, int32_t* panels,
                    int32_t* alone, float* steps, int32_t* row) {
   bool finite = true;
@@ -120,8 +124,9 @@ inline bool keys16(const Attention& a, int64_t b, int64_t head, int64_t padded, 
   return finite;
 }
 
-// Values of one head -> panels [width / COLUMNS][padded / 2][COLUMNS] of units that hold two keys each, of each 16 in the
-// order 0, 4, 2, 6, 8, 12, 10, 14, what each column contributes alone to DEPTH keys, [blocks][width], and the steps of columns.
+// Store the values of one head as panels [width / COLUMNS][padded / 2][COLUMNS]. A unit has the values of two keys. Of
+// each 16 keys, the units begin with the keys 0, 4, 2, 6, 8, 12, 10, 14. `alone` receives the terms of single columns
+// for each block of DEPTH keys, [blocks][width], and `steps` the steps of the columns.
 inline void values16(const Attention& a, int64_t b, int64_t head, int64_t padded, int64_t width, int32_t* panels, int32_t* alone,
                      float* steps) {
   for (int64_t d = 0; d < width; d += LANES) {
@@ -161,25 +166,28 @@ inline void values16(const Attention& a, int64_t b, int64_t head, int64_t padded
   }
 }
 
-// 16 scores times `factor` plus `start`, which is at most zero, in steps of 2^-11 -> 2 to its power, times 2^14, in 16 bits: keys 0
-// to 3, 8 to 11, 4 to 7, 12 to 15. Right to 2e-4 of each; what is below -16 becomes 0. The largest is a step below 2^14.
+// Compute 2^y * 2^14 in 16 bits, with y = 16 scores times `factor` plus `start`, in steps of 2^-11. `start` is at most
+// zero. The order of the keys is 0 to 3, 8 to 11, 4 to 7, 12 to 15. The relative error is at most 2e-4. Values of y
+// below -16 give 0. The largest result is one step below 2^14.
 inline __m256i weights16(const float* scores, Floats factor, Floats start) {
   const auto steps = [&](int h) { return _mm256_cvtps_epi32((__m256)(load(scores + h * LANES) * factor + start)); };
   const __m256i x = _mm256_min_epi16(_mm256_packs_epi32(steps(0), steps(1)), _mm256_set1_epi16(-1));
-  const __m256i part = _mm256_srli_epi16(_mm256_slli_epi16(x, 5), 1);  // behind the point, times 2^15
+  const __m256i part = _mm256_srli_epi16(_mm256_slli_epi16(x, 5), 1);  // the fraction of x, times 2^15
   __m256i p = _mm256_add_epi16(_mm256_mulhrs_epi16(part, _mm256_set1_epi16(CUBE)), _mm256_set1_epi16(SQUARE));
   p = _mm256_add_epi16(_mm256_mulhrs_epi16(part, p), _mm256_set1_epi16(LINEAR));
   p = _mm256_add_epi16(_mm256_mulhrs_epi16(part, p), _mm256_set1_epi16(1 << 14));
-  // 2^(15 + whole) has one bit, in the low byte or in the high one.
+  // The number 2^(15 + whole) has one bit, which is in the low byte or in the high byte.
   const __m256i low = _mm256_set1_epi16(0x00ff), places = _mm256_set1_epi16(0x070f), whole = _mm256_srai_epi16(x, 11);
   const __m256i both = _mm256_add_epi8(_mm256_or_si256(_mm256_and_si256(whole, low), _mm256_slli_epi16(whole, 8)), places);
   const __m256i bits = _mm256_broadcastsi128_si256(_mm_setr_epi8(1, 2, 4, 8, 16, 32, 64, -128, 0, 0, 0, 0, 0, 0, 0, 0));
   return _mm256_mulhrs_epi16(p, _mm256_shuffle_epi8(bits, both));
 }
 
-// Scores of a tile of queries [padded / COLUMNS][ROWS16][COLUMNS], to be multiplied by `factors` -> weights in 16 bits, written
-// over them [padded / 2][ROWS16], in the order of values16(); what they contribute alone to each DEPTH keys [blocks][ROWS16]; and
-// their sums `totals`, NaN where a score is, which is looked for if keys are not `finite`.
+// Convert the scores of a tile of queries, [padded / COLUMNS][ROWS16][COLUMNS], to attention weights in 16 bits. The
+// scores must be multiplied by `factors`. The weights overwrite the scores as [padded / 2][ROWS16], in the order of
+// values16(). `alone` receives the terms of single rows for each block of DEPTH keys, [blocks][ROWS16]. `totals`
+// receives the sums of the weights, or NaN if a score is NaN. The code searches for NaN only if the keys are not
+// `finite`.
 inline void weights16(float* scores, const uint8_t* const* seen, int64_t keys, int64_t padded, bool finite, const float* factors,
                       int32_t* alone, float* totals) {
   constexpr int STEP = ROWS16 * COLUMNS;
@@ -207,11 +215,12 @@ inline void weights16(float* scores, const uint8_t* const* seen, int64_t keys, i
     const Floats top = largest(tops[0], tops[1]);
     float most = top[0];
     for (int i = 1; i < LANES; ++i) most = top[i] > most ? top[i] : most;
-    totals[r] = factors[r] - factors[r] + (most == none ? 0.0f : most - most);  // NaN where one is, or infinite
+    totals[r] = factors[r] - factors[r] + (most == none ? 0.0f : most - most);  // NaN if a score is NaN or infinite
     for (int64_t i = 0; i < keys; ++i) {
       float& score = row[i / COLUMNS * STEP + i % COLUMNS];
       if (!finite && score != score) totals[r] = score;
-      if (most == none) score = 0.0f;  // as the reference: a row that sees nothing averages all values
+      // As in the reference, a row without visible keys averages all values.
+      if (most == none) score = 0.0f;
       if (finite && most != none) break;
     }
     most = most == none ? 0.0f : most;
@@ -247,11 +256,11 @@ inline void weights16(float* scores, const uint8_t* const* seen, int64_t keys, i
     for (int i = 0; i < LANES; ++i) totals[r] += static_cast<float>(((Bits)sums[r])[i]);
 }
 
-// As attend(); right to 4e-3 of the largest value at worst, a tenth of that where numbers are random.
+// Compute attend(). The error is at most 4e-3 of the largest value, and about a tenth of that for random numbers.
 void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t last, char* memory) {
   const int64_t padded = round_up(a.keys, COLUMNS), width = round_up(a.size, COLUMNS);
   const int64_t units = width / 2, stride = score_stride(a.keys), blocks = (padded + DEPTH - 1) / DEPTH;
-  int64_t limit = 16383;  // the sum of `size` products of such numbers stays below 2^31
+  int64_t limit = 16383;  // with this limit, the sum of `size` products is below 2^31
   while (a.size * limit * limit > 0x7fffffff) --limit;
   const auto take = [&](int64_t words) {
     char* at = memory;
@@ -273,10 +282,11 @@ void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_
   values16(a, b, head, padded, width, values, value_alone, value_steps);
   for (int64_t row = first; row < last; row += TOGETHER16) {
     const int rows = static_cast<int>(last - row < TOGETHER16 ? last - row : TOGETHER16);
-    const int behind = (rows + ROWS16 - 1) / ROWS16 * ROWS16;  // the last tile's, with rows that are not there
+    // The number of rows including the unused rows of the last tile.
+    const int behind = (rows + ROWS16 - 1) / ROWS16 * ROWS16;
     int32_t alone[TOGETHER16];
     float factors[TOGETHER16], totals[TOGETHER16];
-    for (int r = 0; r < behind; ++r) {  // the last one stands for those that are not there
+    for (int r = 0; r < behind; ++r) {  // unused rows of the last tile get a copy of the last row
       const float* q = a.query(b, head, row + (r < rows ? r : rows - 1));
       factors[r] = a.scale * round16(q, a.size, 2 * units, limit, line, alone + r);
       place(line, units, queries + r / ROWS16 * ROWS16 * units + r % ROWS16, ROWS16);

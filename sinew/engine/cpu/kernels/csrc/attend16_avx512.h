@@ -1,6 +1,7 @@
-// Attention in products of 16-bit integers (AVX-512 VNNI), as attend16.h has it for AVX2 and rounded as there: queries and
-// keys per row to 13.5 bits where heads are 64 wide, weights of a row to 14 and values per column to 11. vpdpwssd adds two
-// products to a 32-bit sum at the rate of vpdpbusd, so no product stands for two others here.
+// Attention with products of 16-bit integers (AVX-512 VNNI). The rounding is that of attend16.h for AVX2: with heads of
+// 64 values, queries and keys are rounded to 13.5 bits per row, attention weights to 14 bits per row, and values to 11
+// bits per column. The instruction vpdpwssd adds two products to a 32-bit sum at the rate of vpdpbusd, so this code
+// does not combine two products in one multiplication.
 #pragma once
 #include <immintrin.h>
 
@@ -9,12 +10,13 @@
 namespace lowbit {
 namespace {
 
-constexpr int WIDE = 2 * CHANNELS;                       // columns of a tile: two vectors
-constexpr int ROWS16 = TILE, TOGETHER16 = TILES * TILE;  // rows of a tile; rows that share keys in the first cache
-constexpr int VALUES16 = 1023;  // weights reach 2^14, and 128 (DEPTH) products of both stay below 2^31
-constexpr int16_t LINEAR = 11389, SQUARE = 3730, CUBE = 1262;  // as in attend16.h
+constexpr int WIDE = 2 * CHANNELS;                       // a tile has two vectors of columns
+// ROWS16 is the number of rows of a tile. TOGETHER16 rows share keys in the first-level cache.
+constexpr int ROWS16 = TILE, TOGETHER16 = TILES * TILE;
+constexpr int VALUES16 = 1023;  // attention weights are at most 2^14, so sums of 128 (DEPTH) products stay below 2^31
+constexpr int16_t LINEAR = 11389, SQUARE = 3730, CUBE = 1262;  // coefficients of 2^x, as in attend16.h
 
-// As assembler: see x86_avx512vnni.cpp.
+// The product is written in assembler for the reason that x86_avx512vnni.cpp gives.
 inline void dot16(__m512i& sum, __m512i a, __m512i b) {
 #ifdef __AVX512VNNI__
   asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
@@ -25,16 +27,16 @@ inline void dot16(__m512i& sum, __m512i a, __m512i b) {
 
 inline __mmask16 first16(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1); }
 
-// Bits of absolute values are ordered as the values are, with NaN last.
+// As integers, the bits of magnitudes have the same order as the magnitudes, with NaN last.
 inline __m512i magnitude(__m512 x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)); }
 
-// Whole numbers of two vectors, each within 16 bits -> one unit per lane: `low` in its low half.
+// Combine integers from two vectors, each within 16 bits, to one unit per lane. `low` becomes the lower half.
 inline __m512i unit_of(__m512i low, __m512i high) {
   return _mm512_or_si512(_mm512_and_si512(low, _mm512_set1_epi32(0xffff)), _mm512_slli_epi32(high, 16));
 }
 
-// Sums of ROWS16 rows, `stride` units apart, times a panel [units][WIDE]: as floats times `steps`, or where there are none,
-// added to what `out` has if `more`. A unit is two values in 32 bits.
+// Compute the sums of ROWS16 rows, `stride` units apart, times a panel [units][WIDE], as floats. With STEPS, the sums
+// are multiplied by `steps`. Otherwise they are added to `out` if `more`. A unit is two values in 32 bits.
 template <bool STEPS>
 __attribute__((noinline)) void tile16(const int32_t* x, int64_t stride, const int32_t* panel, int64_t units,
                                       const float* steps, float* out, int64_t out_stride, bool more) {
@@ -62,8 +64,8 @@ __attribute__((noinline)) void tile16(const int32_t* x, int64_t stride, const in
     }
 }
 
-// Row of floats [size] -> units of int16 [padded], padded a multiple of WIDE, `limit` at the largest; returns what one step
-// stands for, NaN where a value is not finite.
+// Round a row of floats [size] to units of int16 [padded], so that the largest magnitude becomes `limit`. `padded` is a
+// multiple of WIDE. Return the value of one integer step, or NaN if a value is not finite.
 inline float round16(const float* x, int64_t size, int64_t padded, int limit, int32_t* out) {
   const auto at = [=](int64_t i) { return _mm512_maskz_loadu_ps(first16(size - i), x + i); };
   __m512i tops = _mm512_setzero_si512();
@@ -84,8 +86,8 @@ inline float round16(const float* x, int64_t size, int64_t padded, int limit, in
   return largest / static_cast<float>(limit);
 }
 
-// Keys of one head -> panels [padded / WIDE][units][WIDE], with the step of each; `rows`: CHANNELS rows of units. Returns
-// whether all are finite.
+// Store the keys of one head as panels [padded / WIDE][units][WIDE], with the step of each key. `rows` has room for
+// CHANNELS rows of units. Return whether all keys are finite.
 inline bool keys16(const Attention& a, int64_t b, int64_t head, int64_t padded, int64_t units, int limit, int32_t* panels,
                    float* steps, int32_t* rows) {
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -104,8 +106,8 @@ inline bool keys16(const Attention& a, int64_t b, int64_t head, int64_t padded, 
   return finite;
 }
 
-// Values of one head -> panels [width / WIDE][padded / 2][WIDE] of units that hold two keys each, of each 32 in the order
-// 0, 2, 16, 18, 4, 6, 20, 22, 8 and so on, and the steps of columns.
+// Store the values of one head as panels [width / WIDE][padded / 2][WIDE], and the steps of the columns. A unit has the
+// values of two keys. Of each 32 keys, the order is 0, 2, 16, 18, 4, 6, 20, 22, 8 and so on.
 inline void values16(const Attention& a, int64_t b, int64_t head, int64_t padded, int64_t width, int32_t* panels, float* steps) {
   for (int64_t d = 0; d < width; d += CHANNELS) {
     const __mmask16 there = first16(a.size - d);
@@ -120,7 +122,7 @@ inline void values16(const Attention& a, int64_t b, int64_t head, int64_t padded
     const __m512 scale = _mm512_maskz_div_ps(finite, limit, largest);
     _mm512_storeu_ps(steps + d, _mm512_mask_div_ps(_mm512_set1_ps(__builtin_nanf("")), finite, largest, limit));
     int32_t* to = panels + d / WIDE * (padded / 2) * WIDE + d % WIDE;
-    // Where a column is not finite, some are 2^31, of which a unit takes nothing.
+    // If a column is not finite, some of its integers are 2^31, whose lower 16 bits are zero.
     const auto rounded = [&](int64_t i) { return _mm512_cvtps_epi32(_mm512_mul_ps(row(i), scale)); };
     for (int64_t i = 0; i < padded; i += WIDE)
       for (int u = 0; u < CHANNELS; ++u, to += WIDE) {
@@ -130,8 +132,9 @@ inline void values16(const Attention& a, int64_t b, int64_t head, int64_t padded
   }
 }
 
-// Scores of one query, to be multiplied by `factor`, -> weights as attend16.h has them, in 16 bits, in the order of values16(),
-// written over them; their sum is returned, NaN where a score is, which is looked for if keys are not `finite`.
+// Convert the scores of one query to attention weights in 16 bits, as in attend16.h. The scores must be multiplied by
+// `factor`. The weights overwrite the scores, in the order of values16(). Return the sum of the weights, or NaN if a
+// score is NaN. The code searches for NaN only if the keys are not `finite`.
 inline float weights16(float* scores, const uint8_t* seen, int64_t keys, int64_t padded, bool finite, float factor) {
   const float none = -__builtin_inff();
   if (seen != nullptr)
@@ -141,11 +144,12 @@ inline float weights16(float* scores, const uint8_t* seen, int64_t keys, int64_t
   for (int64_t i = 0; i < padded; i += WIDE)
     for (int h = 0; h < 2; ++h) tops[h] = _mm512_max_ps(_mm512_loadu_ps(scores + i + h * CHANNELS), tops[h]);
   float most = _mm512_reduce_max_ps(_mm512_max_ps(tops[0], tops[1]));
-  if (most == none) {  // as the reference: a row that sees nothing averages all values
+  // As in the reference, a row without visible keys averages all values.
+  if (most == none) {
     for (int64_t i = 0; i < keys; ++i) scores[i] = scores[i] == none ? 0.0f : scores[i];
     most = 0.0f;
   }
-  float total = factor - factor + (most - most);  // NaN where one is, or infinite
+  float total = factor - factor + (most - most);  // NaN if a score is NaN or infinite
   for (int64_t i = 0; i < keys && !finite; ++i) total = scores[i] == scores[i] ? total : scores[i];
   factor = (factor < 1e-37f ? 1e-37f : factor) * (1.44269504f * 2048.0f);
   const __m512 factors = _mm512_set1_ps(factor), start = _mm512_set1_ps(-most * factor);
@@ -167,11 +171,11 @@ inline float weights16(float* scores, const uint8_t* seen, int64_t keys, int64_t
   return total + _mm512_reduce_add_ps(_mm512_cvtepi32_ps(sums));
 }
 
-// As attend(); right to 4e-3 of the largest value at worst, a tenth of that where numbers are random.
+// Compute attend(). The error is at most 4e-3 of the largest value, and about a tenth of that for random numbers.
 void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t last, char* memory) {
   const int64_t padded = round_up(a.keys, WIDE), width = round_up(a.size, WIDE);
   const int64_t units = width / 2, stride = score_stride(a.keys);
-  int64_t limit = 16383;  // the sum of `size` products of such numbers stays below 2^31
+  int64_t limit = 16383;  // with this limit, the sum of `size` products is below 2^31
   while (a.size * limit * limit > 0x7fffffff) --limit;
   const auto take = [&](int64_t words) {
     char* at = memory;
@@ -189,9 +193,10 @@ void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_
   values16(a, b, head, padded, width, values, value_steps);
   for (int64_t row = first; row < last; row += TOGETHER16) {
     const int rows = static_cast<int>(last - row < TOGETHER16 ? last - row : TOGETHER16);
-    const int behind = (rows + ROWS16 - 1) / ROWS16 * ROWS16;  // the last tile's, with rows that are not there
+    // The number of rows including the unused rows of the last tile.
+    const int behind = (rows + ROWS16 - 1) / ROWS16 * ROWS16;
     float factors[TOGETHER16], totals[TOGETHER16];
-    for (int r = 0; r < behind; ++r) {  // the last one stands for those that are not there
+    for (int r = 0; r < behind; ++r) {  // unused rows of the last tile get a copy of the last row
       const float* q = a.query(b, head, row + (r < rows ? r : rows - 1));
       factors[r] = a.scale * round16(q, a.size, width, static_cast<int>(limit), queries + r * units);
     }

@@ -1,4 +1,4 @@
-// Memory that a thread keeps from call to call, and what marks a function of the library.
+// A buffer that a thread keeps between calls, and the macro that exports a function of the library.
 #pragma once
 #include <cstdlib>
 #include <new>

@@ -1,4 +1,4 @@
-// Which instruction sets this CPU has.
+// Find the instruction sets that this CPU supports.
 #include "buffer.h"
 #include "kernels.h"
 
@@ -10,14 +10,14 @@
 namespace lowbit {
 namespace {
 
-const char* without_tiles = "";  // why no set has the tiles of this CPU
+const char* without_tiles = "";  // the reason why no set uses the CPU's tile instructions
 #if defined(LOWBIT_x86_amx)
 const Tiles* const TILES = amx_tiles(&without_tiles);
 const Tiles* const HALF_TILES = TILES == nullptr ? nullptr : amx_half_tiles();
 #endif
 
-// Best first. A set is there where the compiler knew both of its files.
-#if defined(TILES_EMULATED)  // for tests, on any CPU
+// The best set comes first. A set exists only if the compiler supports both of its files.
+#if defined(TILES_EMULATED)  // tests use this list on any CPU
 const Set ALL[] = {
     {portable_kernels(), portable_floats(), true, nullptr, TILES, HALF_TILES},
     {portable_kernels(), portable_floats(), true},
@@ -50,7 +50,7 @@ const Set ALL[] = {
 #if defined(__linux__)
 const bool DOTPROD = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
 const bool I8MM = getauxval(AT_HWCAP2) & HWCAP2_I8MM;
-#else  // Apple: every M1 has dot products
+#else  // every Apple M1 has dot products
 const bool DOTPROD = true, I8MM = false;
 #endif
 const Set ALL[] = {
@@ -76,17 +76,18 @@ const Set* set_here(int index) {
 
 }  // namespace lowbit
 
-// 1 where the index-th set of kernels computes INT8_PANELS, BF16_PANELS or BF16_TILES.
+// Return 1 if the index-th set of kernels computes INT8_PANELS, BF16_PANELS or BF16_TILES.
 extern "C" PUBLIC int lowbit_takes_panels(int index, int format) {
   const lowbit::Set* set = lowbit::set_here(index);
   return set != nullptr && set->takes(format);
 }
 
-// Name of the index-th set of kernels that this CPU can run, best first; null behind the last.
+// Return the name of the index-th set of kernels that this CPU can run, best first, or null after the last set.
 extern "C" PUBLIC const char* lowbit_kernels(int index) {
   const lowbit::Set* set = lowbit::set_here(index);
   return set == nullptr ? nullptr : set->name();
 }
 
-// Why no set multiplies by the tiles of this CPU, "" where one does, or the CPU or the library has none.
+// Return the reason why no set uses the CPU's tile instructions. Return "" if a set uses them, or if the CPU or the
+// library has none.
 extern "C" PUBLIC const char* lowbit_without_tiles() { return lowbit::without_tiles; }

@@ -1,4 +1,4 @@
-// Attention and activations between products: shared among threads, behind the C interface.
+// Attention and activations between products: the division into tasks for several threads, and the C interface.
 #include "buffer.h"
 #include "kernels.h"
 #include "pool.h"
@@ -7,7 +7,7 @@
 namespace lowbit {
 namespace {
 
-constexpr int64_t PART = 1 << 14;  // values of an activation that a task computes
+constexpr int64_t PART = 1 << 14;  // number of an activation's values that a task computes
 
 template <class Task>
 void in_parts(int64_t count, int threads, const Task& task) {
@@ -28,7 +28,8 @@ int attend(const Set& set, const Attention& a, bool rounded, int threads) {
     return 1;
   const FloatKernels* floats = set.floats;
   const auto attend = rounded ? floats->attend_rounded : floats->attend;
-  // A key head is a task, because its keys and values are laid out anew; where they are few, its rows are shared.
+  // A task computes one key head, because its keys and values are copied to another layout. If there are few key heads,
+  // several tasks share the rows of one head.
   const int64_t heads = a.batch * a.key_heads, all = a.rows(), most = (all + 63) / 64;
   int64_t parts = (4 * threads + heads - 1) / heads;
   parts = threads == 1 ? 1 : parts > most ? most : parts;
@@ -52,9 +53,10 @@ int attend(const Set& set, const Attention& a, bool rounded, int threads) {
 
 extern "C" {
 
-// out = softmax(q k^T * scale) v, as kernels.h says of Attention. Returns 0, 1 for arguments that make no sense, 2 when
-// memory is short. `sizes`: batch, queries, keys, heads, key_heads, size, the six strides in the struct's order, 1 where
-// products may be rounded to 16 bits, how many keys lie in k and v, and the strides of own_k and own_v, which hold the others.
+// Compute out = softmax(q k^T * scale) v (see Attention in kernels.h). Return 0, 1 for invalid arguments, or 2 without
+// enough memory. `sizes` has: batch, queries, keys, heads, key_heads, size, the six strides in the struct's order, 1 if
+// products may be rounded to 16 bits, the number of keys in k and v, and the strides of own_k and own_v, which have the
+// remaining keys.
 PUBLIC int lowbit_attend(int kernels, const float* q, const float* k, const float* v, const float* own_k, const float* own_v,
                          const uint8_t* mask, float* out, const int64_t* sizes, float scale, int threads) {
   using namespace lowbit;
@@ -65,7 +67,7 @@ PUBLIC int lowbit_attend(int kernels, const float* q, const float* k, const floa
   return chosen == nullptr ? 1 : attend(*chosen, a, sizes[12] != 0, threads);
 }
 
-// GELU in its tanh form, of x [count] in place.
+// Compute GELU in its tanh form for x [count], in place.
 PUBLIC int lowbit_gelu(int kernels, float* x, int64_t count, int threads) {
   using namespace lowbit;
   const Set* chosen = set_here(kernels);
@@ -74,7 +76,7 @@ PUBLIC int lowbit_gelu(int kernels, float* x, int64_t count, int threads) {
   return 0;
 }
 
-// gate [count] = silu(gate) * up [count], in place.
+// Compute gate [count] = silu(gate) * up [count], in place.
 PUBLIC int lowbit_silu_times(int kernels, float* gate, const float* up, int64_t count, int threads) {
   using namespace lowbit;
   const Set* chosen = set_here(kernels);

@@ -1,6 +1,7 @@
-// What stands between the products, in float32: attention and GELU. Plain loops over vectors of the width that an
-// instruction set has; each file that includes this compiles its own copy (internal linkage on purpose), with fused
-// multiply-adds, for nothing here is promised to the bit. docs/low-bit.md states the bounds.
+// Operations between products in float32: attention, activations and norms. The code consists of plain loops over
+// vectors of the instruction set's width. Each file that includes this header compiles its own copy (the internal
+// linkage is intended). The code may use fused multiply-adds, because its results are only compared within the bounds
+// of docs/low-bit.md.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -13,9 +14,9 @@
 namespace lowbit {
 namespace {
 
-// LOWBIT_VECTOR: bytes of a vector. LOWBIT_ROWS: of a tile of 16 columns.
+// LOWBIT_VECTOR is the size of a vector in bytes. LOWBIT_ROWS is the number of rows of a tile of 16 columns.
 constexpr int LANES = LOWBIT_VECTOR / 4, COLUMNS = CHANNELS, VECTORS = COLUMNS / LANES, TILE = LOWBIT_ROWS;
-constexpr int TILES = 4, DEPTH = 128;  // of values: 8 KiB, beside 12 of scores
+constexpr int TILES = 4, DEPTH = 128;  // a block of DEPTH values has 8 KiB, next to 12 KiB of scores
 typedef float Floats __attribute__((vector_size(LOWBIT_VECTOR)));
 typedef uint32_t Bits __attribute__((vector_size(LOWBIT_VECTOR)));
 
@@ -26,21 +27,23 @@ inline Floats load(const float* from) {
 }
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
 inline Floats all(float value) { return value - Floats{}; }
-// b where one of the two is NaN.
+// Return the larger value, or b if a or b is NaN.
 #if LOWBIT_VECTOR == 32
 inline Floats largest(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
 #else
 inline Floats largest(Floats a, Floats b) { return a > b ? a : b; }
 #endif
 
-// e^x to within 3e-7 of itself for x in [-87, 88]; beyond, as at that end. NaN stays NaN. x = n ln(2) + r with |r| at
-// most ln(2) / 2, and the polynomial 1 + r + r^2 p(r) of the least relative error there, 1.1e-7.
+// Return e^x with a relative error of at most 3e-7 for x in [-87, 88]. Values of x outside this range are clamped. NaN
+// stays NaN. The method is x = n ln(2) + r with |r| <= ln(2) / 2, and the polynomial 1 + r + r^2 p(r) with the least
+// relative error on this interval, 1.1e-7.
 inline Floats exponential(Floats x) {
   x = largest(all(-87.0f), x);
   x = x > 88.0f ? all(88.0f) : x;
-  const Floats shifted = x * 1.44269504f + (12582912.0f + 127.0f);  // 1.5 * 2^23: n + 127 is in the low bits
+  const Floats shifted = x * 1.44269504f + (12582912.0f + 127.0f);  // with 1.5 * 2^23, n + 127 is in the low bits
   const Floats n = shifted - (12582912.0f + 127.0f);
-  const Floats r = x - n * 0.693359375f - n * -2.12194440e-4f;  // Cody and Waite: the first product is exact
+  // The method of Cody and Waite, in which the first product is exact.
+  const Floats r = x - n * 0.693359375f - n * -2.12194440e-4f;
   Floats p = r * 8.3125010e-3f + 4.1890331e-2f;
   p = p * r + 1.6667116e-1f;
   p = p * r + 4.9999231e-1f;
@@ -53,7 +56,7 @@ inline Floats exponential(Floats x) {
   return p * power;
 }
 
-// GELU in its tanh form, as x * sigmoid(2 u) (sinew/engine/plan/gelu.py), of `count` values in place.
+// Compute GELU in its tanh form for `count` values in place, as x * sigmoid(2 u) (sinew/engine/plan/gelu.py).
 void gelu(float* x, int64_t count) {
   const auto one = [](Floats v) {
     const Floats u = v * (v * v * 0.0713548162726f + 1.59576912161f);
@@ -69,7 +72,7 @@ void gelu(float* x, int64_t count) {
   }
 }
 
-// gate * sigmoid(gate) * up, of `count` values, into gate.
+// Replace `count` values of gate by gate * sigmoid(gate) * up.
 void silu_times(float* gate, const float* up, int64_t count) {
   const auto one = [](Floats g, Floats u) { return g / (1.0f + exponential(-g)) * u; };
   int64_t i = 0;
@@ -84,7 +87,7 @@ void silu_times(float* gate, const float* up, int64_t count) {
 }
 
 inline float row_sum(const float* x, int64_t k, float less, bool squares) {
-  Floats sums[4] = {};  // several, for each waits for the last
+  Floats sums[4] = {};  // several sums, because each addition waits for the previous addition to the same sum
   const auto term = [&](Floats v) {
     v = v - less;
     return squares ? v * v : v;
@@ -100,7 +103,7 @@ inline float row_sum(const float* x, int64_t k, float less, bool squares) {
   return total;
 }
 
-// See Norm. `out` may not be x.
+// Compute a norm (see Norm). `out` must not be x.
 void norm(const float* x, int64_t k, const Norm& of, float* __restrict out) {
   const float mean = of.centred ? row_sum(x, k, 0.0f, false) / k : 0.0f;
   const float scale = 1.0f / __builtin_sqrtf(row_sum(x, k, mean, true) / k + of.eps);
@@ -111,7 +114,7 @@ void norm(const float* x, int64_t k, const Norm& of, float* __restrict out) {
     for (int64_t i = 0; i < k; ++i) out[i] += of.bias[i];
 }
 
-// [R][COLUMNS] sums of a[r * stride + i] * b[i][COLUMNS] over i < n, added to what is there if `more`.
+// Compute [R][COLUMNS] sums of a[r * stride + i] * b[i][COLUMNS] over i < n, and add them to `out` if `more`.
 template <int R>
 inline void tile(const float* a, int64_t stride, const float* b, int64_t n, float* out, int64_t out_stride, bool more) {
   Floats sums[R][VECTORS];
@@ -134,13 +137,15 @@ inline void tile(const float* a, int64_t stride, const float* b, int64_t n, floa
     for (int v = 0; v < VECTORS; ++v) store(out + r * out_stride + v * LANES, sums[r][v]);
 }
 
-// Scores of one query -> weights that add up to `return value`. Keys behind `keys` get none.
+// Convert the scores of one query to attention weights, and return the sum of the weights. Positions after the last key
+// get the weight 0.
 inline float weights(float* scores, const uint8_t* seen, int64_t keys, int64_t padded) {
-  constexpr float LEAST = -3.40282347e38f;  // as the reference: a row that sees nothing averages all values
+  // A finite number, so that a row without visible keys averages all values as in the reference.
+  constexpr float LEAST = -3.40282347e38f;
   if (seen != nullptr)
     for (int64_t i = 0; i < keys; ++i) scores[i] = seen[i] ? scores[i] : LEAST;
   for (int64_t i = keys; i < padded; ++i) scores[i] = LEAST;
-  Floats tops[VECTORS];  // several, for each waits for the last
+  Floats tops[VECTORS];  // several maxima, because each comparison waits for the previous comparison of the same maximum
   for (int v = 0; v < VECTORS; ++v) tops[v] = load(scores + v * LANES);
   for (int64_t i = COLUMNS; i < padded; i += COLUMNS)
     for (int v = 0; v < VECTORS; ++v) tops[v] = largest(load(scores + i + v * LANES), tops[v]);
@@ -163,8 +168,8 @@ inline float weights(float* scores, const uint8_t* seen, int64_t keys, int64_t p
   return total;
 }
 
-// One key head of `a`: its rows `first` to `last` of batch b over all keys. `memory`: attend_bytes(). TILES tiles of queries go
-// together, so that what they read of keys and values is read from the first cache.
+// Compute the attention of one key head of batch b: rows `first` to `last`, over all keys. `memory` has attend_bytes().
+// TILES tiles of queries are computed together, so that they read keys and values from the first-level cache.
 void attend(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t last, char* memory) {
   const int64_t padded = round_up(a.keys, COLUMNS), width = round_up(a.size, COLUMNS);
   const int64_t stride = score_stride(a.keys);
@@ -185,7 +190,7 @@ void attend(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t 
   }
   for (int64_t row = first; row < last; row += TILES * TILE) {
     const int rows = static_cast<int>(last - row < TILES * TILE ? last - row : TILES * TILE);
-    const int behind = (rows + TILE - 1) / TILE * TILE;  // the last tile's, with rows that are not there
+    const int behind = (rows + TILE - 1) / TILE * TILE;  // the number of rows including the unused rows of the last tile
     for (int r = 0; r < behind; ++r) {
       const float* q = a.query(b, head, row + (r < rows ? r : 0));
       for (int64_t d = 0; d < a.size; ++d) queries[r * a.size + d] = r < rows ? q[d] * a.scale : 0.0f;

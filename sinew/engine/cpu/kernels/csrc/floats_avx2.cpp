@@ -1,4 +1,4 @@
-// AVX2 with fused multiply-adds: a tile of 6 x 2 vectors makes 12 sums. Rounded attention has kernels of its own.
+// AVX2 with fused multiply-adds. A tile of 6 rows x 2 vectors has 12 sums. Rounded attention has a separate kernel.
 #define LOWBIT_VECTOR 32
 #define LOWBIT_ROWS 6
 #include "attend16.h"

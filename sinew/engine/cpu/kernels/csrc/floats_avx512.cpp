@@ -1,4 +1,4 @@
-// AVX-512 with VNNI: a tile of 12 x 1 vectors. Rounded attention has kernels of its own.
+// AVX-512 with VNNI. A tile has 12 rows x 1 vector. Rounded attention has a separate kernel.
 #define LOWBIT_VECTOR 64
 #define LOWBIT_ROWS 12
 #include "attend16_avx512.h"

@@ -1,4 +1,4 @@
-// NEON: a tile of 5 x 4 vectors makes 20 sums of 32 registers.
+// NEON. A tile of 5 rows x 4 vectors has 20 sums in 32 registers.
 #define LOWBIT_VECTOR 16
 #define LOWBIT_ROWS 5
 #include "floats.h"

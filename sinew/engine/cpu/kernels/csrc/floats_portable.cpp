@@ -1,4 +1,4 @@
-// Whatever vectors of 16 bytes are here; a tile of 4 rows x 16 columns.
+// Vectors of 16 bytes on any CPU. A tile has 4 rows x 16 columns.
 #define LOWBIT_VECTOR 16
 #define LOWBIT_ROWS 4
 #include "floats.h"

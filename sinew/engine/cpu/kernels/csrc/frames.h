@@ -1,4 +1,5 @@
-// Resizes of frames, to the bit what sinew/steps/image/ computes with numpy: each product and sum of floats rounded on its own.
+// Resizes of frames that equal numpy in sinew/steps/image/ in every bit. Each product and sum of floats is rounded
+// separately.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -15,24 +16,26 @@ namespace {
 constexpr float OVER_255 = static_cast<float>(1 / 255.0);
 
 #if defined(__AVX2__)
-// 2^24 * (u / 255), rounded as a division rounds it, of u three times in a row: those 24 bits are (2^24 - 1) / 255 of u, and lack
-// half a unit in the last place to one, unless u is 0.
+// Return 2^24 * (u / 255) as floats, rounded like a division. Each lane of `bytes` has the byte u three times. These 24
+// bits are u * (2^24 - 1) / 255, which is half a unit to one unit in the last place less than the result, unless u is
+// 0.
 inline __m256 over_255(__m256i bytes) {
   const __m256i least = _mm256_castps_si256(_mm256_cvtepi32_ps(bytes));
   return _mm256_castsi256_ps(_mm256_sub_epi32(least, _mm256_cmpgt_epi32(bytes, _mm256_setzero_si256())));
 }
 
-// The bytes that four values are made of.
+// Load the bytes that four values need.
 template <bool NEAR>
 inline __m128i bytes_of(const uint8_t* line, const int32_t* starts) {
   const auto at = [&](int i) { return reinterpret_cast<const __m128i*>(line + starts[i]); };
   return NEAR ? _mm_loadu_si128(at(0)) : _mm_unpacklo_epi64(_mm_loadl_epi64(at(0)), _mm_loadl_epi64(at(1)));
 }
 
-// Eight values at a time: a shuffle spreads bytes over lanes of 32 bits, three times each. Not sixteen with AVX-512, which is no faster on
-// a Zen 4, where what a line costs is the number of operations, not their width.
+// Compute eight values at a time. A shuffle spreads bytes over lanes of 32 bits, three times each. Sixteen values with
+// AVX-512 are not faster on a Zen 4, where the number of operations decides the time of a line.
 template <bool NEAR, Mixed MIXED, class To>
-inline void across_in_eights(Picture p, const uint8_t* line, To* to) {  // a copy, which no vector is written over
+// The argument p is a copy, so that the compiler knows that the stores do not change it.
+inline void across_in_eights(Picture p, const uint8_t* line, To* to) {
   for (int64_t i = 0; i < p.values; i += 8) {
     const int32_t* starts = p.starts + i / 2;
     const __m256i bytes = _mm256_setr_m128i(bytes_of<NEAR>(line, starts), bytes_of<NEAR>(line, starts + 2));
@@ -64,7 +67,8 @@ inline void across_in_eights(Picture p, const uint8_t* line, To* to) {  // a cop
 }
 #endif
 
-// A line of bytes -> float or int16_t [width][3], and some behind it: each value from its left and its right neighbour.
+// Convert a line of bytes to float or int16_t [width][3], with some values after its end. Each value mixes its left and
+// its right neighbour.
 template <Mixed MIXED, class To>
 inline void across(const Picture& p, const uint8_t* line, To* to) {
 #if defined(__AVX2__)
@@ -92,7 +96,7 @@ inline void across(const Picture& p, const uint8_t* line, To* to) {
   }
 }
 
-// A row of planes or of bytes from both its lines.
+// Compute one row of planes or bytes from two mixed lines.
 template <Mixed MIXED>
 inline void down(const Picture& p, int64_t y, const float* above, const float* below, float* __restrict mixed) {
   const float weight = static_cast<const float*>(p.row_weights)[y], other = 1.0f - weight;
@@ -101,7 +105,7 @@ inline void down(const Picture& p, int64_t y, const float* above, const float* b
     uint8_t* __restrict to = static_cast<uint8_t*>(p.out) + y * count;
     for (int64_t i = 0; i < count; ++i) {
       const float more = (below[i] - above[i]) * weight, value = above[i] + more;
-      const int whole = static_cast<int>(value * 255.5f);  // cut before or after: products keep the order
+      const int whole = static_cast<int>(value * 255.5f);  // cut before the clamp, because products keep the order
       to[i] = static_cast<uint8_t>(whole < 0 ? 0 : whole > 255 ? 255 : whole);
     }
     return;
@@ -129,11 +133,11 @@ inline void down(const Picture& p, int64_t y, const int16_t* above, const int16_
   }
 }
 
-// Columns first, then rows. `memory`: three lines of `values`.
+// Resize columns first, then rows. `memory` has room for three lines of `values`.
 template <Mixed MIXED, class Value>
 void resize_as(const Picture& p, Value* memory) {
   Value *upper = memory, *lower = memory + p.values, *mixed = memory + 2 * p.values;
-  int32_t above = -1, below = -1;  // which lines the two hold
+  int32_t above = -1, below = -1;  // indices of the lines in upper and lower
   for (int64_t y = 0; y < p.height; ++y) {
     if (p.first[y] == below) {
       std::swap(upper, lower);
@@ -146,13 +150,13 @@ void resize_as(const Picture& p, Value* memory) {
   }
 }
 
-// The bilinear ones. See Picture.
+// Compute a bilinear resize (see Picture).
 void resize(const Picture& p, void* memory) {
   if (p.mixed == OPENCV) return resize_as<OPENCV>(p, static_cast<int16_t*>(memory));
   p.mixed == CROP ? resize_as<CROP>(p, static_cast<float*>(memory)) : resize_as<PLANES>(p, static_cast<float*>(memory));
 }
 
-// TOGETHER values are WORDS vectors of 32-bit lanes, of the width that an instruction set has.
+// TOGETHER values fill WORDS vectors of 32-bit lanes, with the width of the instruction set.
 #if defined(__AVX512F__)
 constexpr int LANE_BYTES = 64;
 #elif defined(__AVX2__)
@@ -166,7 +170,7 @@ typedef float Reals __attribute__((vector_size(LANE_BYTES)));
 typedef uint8_t Octets __attribute__((vector_size(TOGETHER)));
 typedef float Fours __attribute__((vector_size(16)));
 
-// Values of both by turns: of their first halves, then of their second ones.
+// Interleave the values of two vectors: first their lower halves, then their upper halves.
 #if defined(__clang__)
 #define LOWBIT_ZIP(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -177,7 +181,7 @@ inline void zip(Octets a, Octets b, Octets& low, Octets& high) {
   low = LOWBIT_ZIP(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   high = LOWBIT_ZIP(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
-inline void zip_pairs(Octets a, Octets (&zipped)[2]) {  // bytes in pairs, and zeros
+inline void zip_pairs(Octets a, Octets (&zipped)[2]) {  // pairs of bytes, interleaved with pairs of zeros
   typedef Octets Mask;
   zipped[0] = LOWBIT_ZIP(a, Octets{}, 0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23);
   zipped[1] = LOWBIT_ZIP(a, Octets{}, 8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31);
@@ -195,7 +199,8 @@ inline V loaded(const T* from) {
   return v;
 }
 
-// Rows and columns of a square exchanged: each round takes the highest bit of a value's place to its low end. ROUNDS: 2 to their number.
+// Transpose a square of values. Each round moves the highest bit of a value's position to the low end. The number of
+// rounds is log2(ROUNDS).
 template <class V, int SIDE, int ROUNDS = SIDE>
 inline void turn(V (&square)[SIDE]) {
 #pragma GCC unroll 4
@@ -208,7 +213,8 @@ inline void turn(V (&square)[SIDE]) {
   }
 }
 
-// As many rows of `count` values <-> [count][TOGETHER]; of those that are not there nothing is written.
+// Transpose TOGETHER rows of `count` values to [count][TOGETHER], or back. Rows after the first `there` rows are not
+// written.
 template <bool BACK, class V, class T>
 inline void exchange(T* const (&rows)[TOGETHER], int64_t count, int there, T* columns) {
   constexpr int SIDE = sizeof(V) / sizeof(T);
@@ -230,7 +236,7 @@ inline void exchange(T* const (&rows)[TOGETHER], int64_t count, int there, T* co
   }
 }
 
-// The `part`-th vector of TOGETHER values.
+// Return the `part`-th vector of TOGETHER values, converted to 32-bit lanes.
 inline Ints widened(const uint8_t* from, int part, Ints) {
 #if defined(__AVX512F__)
   return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -254,7 +260,8 @@ inline void finish_sums(const Ints (&sums)[WORDS], int bits, uint8_t* to) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtusepi32_epi8(whole));
 #elif defined(__AVX2__)
   const __m256i halves = _mm256_packs_epi32((__m256i)(sums[0] >> bits), (__m256i)(sums[1] >> bits));
-  const __m256i whole = _mm256_permute4x64_epi64(halves, 0xd8);  // which packs each half of 128 bits alone
+  // The pack instruction works on each half of 128 bits separately.
+  const __m256i whole = _mm256_permute4x64_epi64(halves, 0xd8);
   const __m128i low = _mm256_castsi256_si128(whole), high = _mm256_extracti128_si256(whole, 1);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(low, high));
 #else
@@ -268,7 +275,7 @@ inline void finish_sums(const Ints (&sums)[WORDS], int bits, uint8_t* to) {
 }
 inline void finish_sums(const Reals (&sums)[WORDS], int, float* to) { std::memcpy(to, sums, sizeof sums); }
 
-// Sums of `GROUPS` times TOGETHER values whose neighbours lie `step` apart.
+// Compute the weighted sums of GROUPS * TOGETHER values. The taps of a value are `step` apart.
 template <class V, int GROUPS, class From, class To, class Weight>
 inline void weigh(const From* from, int64_t step, const Weight* weights, const Resampling& r, To* to) {
   const int bits = static_cast<int>(r.bits);
@@ -311,7 +318,8 @@ void resample_as(const Resampling& r, char* memory) {
     };
     int64_t at = 0;
     for (; at + 3 * TOGETHER <= wide; at += 3 * TOGETHER) sums_at(std::integral_constant<int, 3>(), at);
-    for (; at < wide; at += TOGETHER)  // the last ones again, where a vector would reach beyond
+    // If a vector would exceed the line, compute the last values again.
+    for (; at < wide; at += TOGETHER)
       sums_at(std::integral_constant<int, 1>(), at + TOGETHER < wide ? at : wide - TOGETHER);
   }
   if (r.axis == 0) return;
@@ -331,7 +339,7 @@ void resample_as(const Resampling& r, char* memory) {
   }
 }
 
-// See Resampling.
+// Compute one pass of a resize (see Resampling).
 void resample(const Resampling& r, char* memory) {
   if (r.bits) return resample_as<Ints, uint8_t, uint8_t, int32_t>(r, memory);
   if (r.floats) return resample_as<Reals, float, float, float>(r, memory);

@@ -1,16 +1,17 @@
-// A frame as it looks after TensorFlow has written and read it as JPEG: what sinew/steps/image/jpeg.py computes with numpy, and says
-// what it equals. Sixteen lines at a time; of what lies decoded a line waits for the chroma below it.
+// A frame after TensorFlow has written and read it as JPEG. The result equals sinew/steps/image/jpeg.py, which computes
+// the same with numpy and states its sources. The code processes sixteen lines at a time. The last decoded line waits
+// for the chroma line below it.
 #pragma once
 #include "frames.h"
 
 namespace lowbit {
 namespace {
 
-typedef Ints Lanes[8];  // eight values of each of some blocks
+typedef Ints Lanes[8];  // eight values for each of several blocks
 
 constexpr int fixed(double x, int bits) { return static_cast<int>(x * (1 << bits) + 0.5); }
 
-// The accurate forward transform, whose results have 13 binary places more than they keep.
+// The accurate forward transform. Its sums have 13 binary places that the shift removes.
 template <int SHIFT>
 inline void forward(Lanes& x) {
   constexpr auto c = [](double value) { return fixed(value, 13); };
@@ -31,7 +32,7 @@ inline void forward(Lanes& x) {
   x[7] = (d3 * c(0.298631336) - a + e) >> SHIFT;
 }
 
-// The fast inverse one, which cuts its products.
+// The fast inverse transform, which cuts its products.
 inline void inverse(Lanes& x) {
   const auto times = [](Ints value, double factor) { return (value * fixed(factor, 8)) >> 8; };
   const Ints a = x[0] + x[4], b = x[0] - x[4], d = x[2] + x[6], e = times(x[2] - x[6], 1.414213562) - d;
@@ -45,15 +46,15 @@ inline void inverse(Lanes& x) {
   x[3] = even3 - o4, x[4] = even3 + o4;
 }
 
-// To the nearest multiple of a step, halves away from zero. What is no half lies 1 / 2040 from one or more: the sum is more than any
-// rounding from where it would be cut otherwise.
+// Round to the nearest multiple of a step, halves away from zero. A number that is not a half differs from the nearest
+// half by at least 1 / 2040, which is more than the error of the sum.
 inline Ints quantised(Ints value, float inverse, int32_t step) {
   const Reals scaled = __builtin_convertvector(value, Reals) * inverse;
-  const Ints half = ((Ints)scaled & INT32_MIN) | 0x3f001000;  // 1/2 + 2^-12
+  const Ints half = ((Ints)scaled & INT32_MIN) | 0x3f001000;  // 1/2 + 2^-12 with the sign of the value
   return __builtin_convertvector(scaled + (Reals)half, Ints) * step;
 }
 
-// TOGETHER blocks side by side, in place.
+// Transform, quantise and restore TOGETHER blocks side by side, in place.
 inline void code(uint8_t* lines, int64_t stride, const float* inverses, const int32_t* steps) {
   Ints kept[64][WORDS];
   alignas(64) uint8_t bytes[8][TOGETHER];
@@ -103,7 +104,8 @@ inline void code(uint8_t* lines, int64_t stride, const float* inverses, const in
   }
 }
 
-// A line of pixels, its last one again up to `padded`, and the two lines that chroma is halved from.
+// Convert a line of pixels to luma, and to the two chroma lines that are halved later. The last pixel is repeated up to
+// `padded`.
 inline void to_ycc(const uint8_t* __restrict line, int64_t width, int64_t padded, uint8_t* __restrict y,
                    uint8_t* __restrict cb, uint8_t* __restrict cr) {
   constexpr auto c = [](double value) { return fixed(value, 16); };
@@ -117,13 +119,14 @@ inline void to_ycc(const uint8_t* __restrict line, int64_t width, int64_t padded
   for (uint8_t* each : {y, cb, cr}) std::memset(each + width, each[width - 1], padded - width);
 }
 
-// Means of squares, rounded down and up by turns.
+// Compute the means of 2 x 2 squares, rounded down and up in turn.
 inline void halve(const uint8_t* __restrict upper, const uint8_t* __restrict lower, int64_t count, uint8_t* __restrict to) {
   for (int64_t i = 0; i < count; ++i)
     to[i] = static_cast<uint8_t>((upper[2 * i] + upper[2 * i + 1] + lower[2 * i] + lower[2 * i + 1] + 1 + (i & 1)) >> 2);
 }
 
-// A line of chroma at its own width from the nearer and the farther line; `sums` has room on both sides.
+// Enlarge a chroma line to twice its width, from the nearer and the farther line. `sums` must have one free element on
+// both sides.
 inline void twice(const uint8_t* __restrict near, const uint8_t* __restrict far, int64_t count, uint16_t* __restrict sums,
                   uint8_t* __restrict to) {
   for (int64_t i = 0; i < count; ++i) sums[i] = static_cast<uint16_t>(3 * near[i] + far[i]);
@@ -147,18 +150,20 @@ inline void to_rgb(const uint8_t* __restrict y, const uint8_t* __restrict cb, co
   }
 }
 
-// See RoundTrip.
+// Compute a JPEG round trip (see RoundTrip).
 void jpeg(const RoundTrip& r, uint8_t* memory) {
   const int64_t stride = r.stride(), padded = round_up(r.width, 16), half = padded / 2;
   const int64_t rows = (r.height + 1) / 2, columns = (r.width + 1) / 2;
   uint8_t *luma = memory, *chroma = luma + 32 * stride, *lines = chroma + 16 * stride;
   uint16_t* sums = reinterpret_cast<uint16_t*>(lines + 4 * stride) + 32;
   const auto luma_at = [&](int64_t line) { return luma + (line & 31) * stride; };
-  const auto chroma_at = [&](int64_t row) { return chroma + (row & 15) * stride; };  // blue, then red
+  // The first half of a row is blue chroma, the second half is red chroma.
+  const auto chroma_at = [&](int64_t row) { return chroma + (row & 15) * stride; };
   int64_t done = 0;
   for (int64_t begin = 0; begin < r.height; begin += 16) {
     for (int64_t y = begin; y < begin + 16; y += 2) {
-      if (y >= r.height) {  // the last line again, and the last row of chroma, which is of averages
+      // Repeat the last line of luma, and the last row of chroma, which already has averages.
+      if (y >= r.height) {
         for (const int64_t each : {y, y + 1}) std::memcpy(luma_at(each), luma_at(r.height - 1), stride);
         std::memcpy(chroma_at(y / 2), chroma_at(rows - 1), stride);
         continue;

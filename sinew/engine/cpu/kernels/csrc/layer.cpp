@@ -1,5 +1,6 @@
-// The two halves of a transformer layer, one call each (sinew/engine/cpu/kernels/layer_kernels.py): what stands between their
-// products neither leaves the cores nor waits for a caller.
+// The two parts of a transformer layer, before and after its attention, one call each
+// (sinew/engine/cpu/kernels/layer_kernels.py). Intermediate results stay near the cores, and no thread waits for the
+// caller between products.
 #include <cmath>
 
 #include "buffer.h"
@@ -10,13 +11,14 @@
 namespace lowbit {
 namespace {
 
-// Rows that a perceptron takes at once: what lies between its products stays near the cores. Whole blocks of tiles: 2,048 rows
-// leave no slice of a few rows that reads all weights.
+// Number of rows that the MLP computes at once, so that intermediate results stay near the cores. The numbers are
+// multiples of a tile's rows, so that 2,048 rows leave no slice of a few rows that would read all weights.
 constexpr int64_t SLICE = 504, TILES_SLICE = 512;
-constexpr int64_t ROWS = 1024;  // whose keys and values a whole layer holds at once, more only where one member has more
+// A whole layer stores the keys and values of this many rows at once. One member of the batch may need more.
+constexpr int64_t ROWS = 1024;
 
-// Where a thread keeps what lies between products. Keys and values of a whole layer are read before its `finish` begins, so
-// both have one place.
+// Return the thread's memory for values between products. The keys and values of a whole layer are read before its
+// `finish` begins, so both can use the same memory.
 Buffer& between_products() {
   thread_local Buffer buffer;
   return buffer;
@@ -47,7 +49,7 @@ struct Product {
   int64_t channels() const { return layers[0].weights.channels; }
 };
 
-// Heads of a row, turned in place: each half against the other, by the row's cosines and sines [head / 2].
+// Rotate the heads of a row in place: each half with the other half, by the row's cosines and sines [head / 2].
 void turn(float* row, int64_t channels, int head, const float* cosines, const float* sines) {
   const int half = head / 2;
   for (float* a = row; a < row + channels; a += head) {
@@ -143,7 +145,7 @@ int finish(const Set* set, const GivenFinish& given, const float* x, const float
 
 extern "C" {
 
-// A norm of each row: x [rows, k] -> out.
+// Compute a norm of each row: x [rows, k] -> out.
 PUBLIC int lowbit_norm(int kernels, const float* x, int64_t rows, int64_t k, int centred, float eps, const float* weight,
                        const float* bias, float* out, int threads) {
   using namespace lowbit;
@@ -157,9 +159,9 @@ PUBLIC int lowbit_norm(int kernels, const float* x, int64_t rows, int64_t k, int
   return 0;
 }
 
-// What stands before an attention: x [rows, k], normed, times each layer -> y [rows, channels] of each, heads of the first
-// ones turned by the row's cosines and sines [period, head / 2], which begin anew after `period` rows; none where there are
-// no cosines. Returns 0, 1 for arguments that make no sense, 2 when memory is short.
+// Compute the part before an attention: the norm of x [rows, k] times each layer -> y [rows, channels] for each layer.
+// The heads of the first layers are rotated by cosines and sines [period, head / 2], which repeat after `period` rows.
+// Without cosines, no head is rotated. Return 0, 1 for invalid arguments, or 2 without enough memory.
 PUBLIC int lowbit_project(int kernels, const void* projection, const float* x, int64_t rows, float* const* y,
                           const float* cosines, const float* sines, int64_t period, int threads) {
   using namespace lowbit;
@@ -167,17 +169,19 @@ PUBLIC int lowbit_project(int kernels, const void* projection, const float* x, i
                  threads);
 }
 
-// What stands behind an attention: h = x + attended W_o, out = h + down(action(up(norm(h)))), each branch times its gate
-// [channels] where it has one. x and out [rows, width], attended [rows, k]. Returns as lowbit_project.
+// Compute the part after an attention: h = x + attended W_o, and out = h + down(action(up(norm(h)))). Each branch is
+// multiplied by its gate [channels] if it has one. x and out are [rows, width], attended is [rows, k]. Return values as
+// in lowbit_project.
 PUBLIC int lowbit_finish(int kernels, const void* finishing, const float* x, const float* attended, int64_t rows, float* out,
                          int threads) {
   using namespace lowbit;
   return finish(set_here(kernels), *static_cast<const GivenFinish*>(finishing), x, attended, rows, out, threads);
 }
 
-// A whole layer whose rows all see each other: x [batch, rows, width] -> out; queries, keys and values are the projection's
-// three layers, of as many heads each, `head` channels a head. cosines, sines and period as lowbit_project has them; rounded
-// as lowbit_attend. Keys and values are in memory that a thread keeps. Returns as lowbit_project.
+// Compute a whole layer whose rows all attend to each other: x [batch, rows, width] -> out. Queries, keys and values
+// are the projection's three layers with the same number of heads, of `head` channels each. cosines, sines and period
+// are as in lowbit_project, and `rounded` as in lowbit_attend. Keys and values are in memory that belongs to the
+// thread. Return values as in lowbit_project.
 PUBLIC int lowbit_encode(int kernels, const void* projection, const void* finishing, const float* x, int64_t batch,
                          int64_t rows, float* out, const float* cosines, const float* sines, int64_t period, int rounded,
                          int threads) {
@@ -206,7 +210,7 @@ PUBLIC int lowbit_encode(int kernels, const void* projection, const void* finish
   a.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(before.head)));
   for (int64_t first = 0; first < batch; first += together) {
     a.batch = batch - first < together ? batch - first : together;
-    // Queries, what they see and the result lie in one place: whoever writes rows of it has read them before.
+    // Queries, the layer's input and the result share memory. A thread writes rows of it only after it has read them.
     float* const y[3] = {out + first * size, keys, keys + a.batch * size};
     a.q = a.out = y[0], a.k = y[1], a.v = y[2];
     const int64_t turned = cosines == nullptr ? 0 : first * rows % period * (before.head / 2);

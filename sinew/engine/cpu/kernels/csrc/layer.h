@@ -1,4 +1,4 @@
-// What layer.cpp is given, as layer_kernels.py lays it out. Addresses of what is not there are null.
+// The arguments of layer.cpp, as layer_kernels.py lays them out. The address of an absent tensor is null.
 #pragma once
 #include <cstdint>
 
@@ -22,12 +22,12 @@ struct GivenNorm {
 struct GivenProjection {
   GivenNorm norm;
   GivenProduct product;
-  int32_t turned, head;  // the first layers whose heads of that many channels are turned
+  int32_t turned, head;  // the first `turned` layers have heads of `head` channels that are rotated
 };
 struct GivenFinish {
   GivenProduct output;
   GivenNorm norm;
-  GivenProduct up, down;  // up: gate and up where an action takes two
+  GivenProduct up, down;  // up: one layer, or the layers gate and up
   int32_t action;
   const float *output_gate, *down_gate;
 };

@@ -1,4 +1,4 @@
-// Two products of 16 bits in one multiplication (AVX2): see x86_avx2.cpp.
+// Two products of 16 bits in one multiplication (AVX2). See x86_avx2.cpp.
 #pragma once
 #include <immintrin.h>
 
@@ -7,8 +7,8 @@
 namespace lowbit {
 namespace {
 
-// Adds to a row's two vectors of sums the products of its next two units with those of the channels, two to a multiplication. As
-// assembler, because in the order that gcc 12 chooses it takes three hundredths longer.
+// Add the products of a row's next two units and the channels' units to two vectors of sums, two products per
+// multiplication. The code is written in assembler, because the order that gcc 12 chooses is 3 % slower.
 inline void add_products(__m256i& low, __m256i& high, const int32_t* first, const int32_t* second, const __m256i (&even)[2],
                          const __m256i (&odd)[2]) {
   __m256i a, b, c, d;

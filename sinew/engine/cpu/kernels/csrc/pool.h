@@ -1,7 +1,8 @@
-// Threads that take numbered tasks from a counter. In between they look for the next job for PATIENCE and then sleep: on a
-// robot other programs want the cores, and a thread that spins takes their time (research/log/2026-11-21.md), but a chunk has
-// thousands of jobs a few microseconds apart, and to wake a thread takes tens of them. Time bounds it, not turns: a thread
-// that was given no core meanwhile sleeps at once. Results do not depend on how many there are.
+// Threads that take numbered tasks from a counter. Between two jobs, a thread polls for the next job for the time
+// PATIENCE and then sleeps. A thread that spins for longer takes time from other programs on a robot
+// (research/log/2026-11-21.md). But a chunk has thousands of jobs a few microseconds apart, and waking a thread takes
+// tens of microseconds. The limit is a time and not a number of loops, so that a thread without a core sleeps at once
+// when it runs again. Results do not depend on the number of threads.
 #pragma once
 #include <unistd.h>
 
@@ -18,21 +19,21 @@ namespace lowbit {
 
 class Pool {
  public:
-  // The pool of this process. A child of fork() has none of its parent's threads, so it starts anew.
+  // Return the pool of this process. A child of fork() has none of its parent's threads, so it gets a new pool.
   static Pool& get() {
     static std::mutex lock;
     static Pool* pool = nullptr;
     static pid_t owner = 0;
     std::lock_guard<std::mutex> held(lock);
     if (pool == nullptr || owner != getpid()) {
-      pool = new Pool;  // never destroyed: its threads may sleep in it when the process ends
+      pool = new Pool;  // never destroyed, because its threads may sleep in it when the process ends
       owner = getpid();
     }
     return *pool;
   }
 
-  // Call task(0) .. task(tasks - 1) on this thread and up to threads - 1 others; returns when all are done. While
-  // another caller has the pool, this thread does its own tasks alone.
+  // Call task(0) .. task(tasks - 1) on this thread and up to threads - 1 other threads, and return when all are
+  // finished. If another caller uses the pool, this thread computes its tasks alone.
   void run(int threads, int tasks, const std::function<void(int)>& task) {
     if (threads <= 1 || tasks <= 1) {
       for (int i = 0; i < tasks; ++i) task(i);
@@ -58,7 +59,7 @@ class Pool {
     }
     if (asleep) wake_.notify_all();
     job->take();
-    // Only tasks are waited for, never a thread that has not been given a core yet.
+    // Wait for tasks only, never for a thread that has no core yet.
     const auto finished = [&] { return job->done.load(std::memory_order_acquire) == job->tasks; };
     const bool soon = within_patience(finished);
     std::unique_lock<std::mutex> held(lock_);
@@ -75,7 +76,7 @@ class Pool {
 
   struct Job {
     Job(const std::function<void(int)>& f, int n) : task(f), tasks(n) {}
-    // A task that was claimed keeps run() waiting, so `task` is alive wherever it is called.
+    // A claimed task keeps run() waiting, so `task` exists whenever a thread calls it.
     int take() {
       int finished = 0;
       for (int i = next.fetch_add(1); i < tasks; i = next.fetch_add(1), ++finished) task(i);
@@ -94,7 +95,7 @@ class Pool {
 #endif
   }
 
-  // Whether `condition` came true before PATIENCE was over.
+  // Return whether `condition` became true within PATIENCE.
   template <class Condition>
   static bool within_patience(const Condition& condition) {
     const auto start = std::chrono::steady_clock::now();

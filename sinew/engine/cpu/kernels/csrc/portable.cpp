@@ -1,4 +1,4 @@
-// No instruction set in particular: what any C++ compiler makes of plain loops.
+// Kernels for any CPU, which the compiler makes from plain loops.
 #include "jpeg.h"
 #include "rows.h"
 

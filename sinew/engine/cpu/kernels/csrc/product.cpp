@@ -9,22 +9,23 @@
 namespace lowbit {
 namespace {
 
-// Panels that a task multiplies, at most: rows stay in the first cache meanwhile. One of 16 bits: it stays there itself.
+// A task multiplies at most this many panels, so that the rows of activations stay in the first-level cache. With
+// 16-bit panels, a task multiplies one panel, which stays in that cache itself.
 constexpr int PANELS = 4;
-constexpr int64_t PANELS_BYTES = 256 << 10;  // half of a second cache of 512 KiB
-constexpr int TILES_PANELS = 8;  // the same with tiles, on CPUs whose second cache has 2 MiB
+constexpr int64_t PANELS_BYTES = 256 << 10;  // half of a second-level cache of 512 KiB
+constexpr int TILES_PANELS = 8;  // the same for tiles, on CPUs with a second-level cache of 2 MiB
 constexpr int64_t TILES_BYTES = 512 << 10;
 
 struct Plan : Call {
   const Kernels* kernels;
-  const Halves* halves;  // what multiplies, in place of kernels; else null
-  const Tiles* tiles;    // likewise
-  void (*round)(const float* x, int64_t k, int8_t* out);  // makes bfloat16 of a row; null where rows become int8
+  const Halves* halves;  // multiplies in place of kernels; else null
+  const Tiles* tiles;    // multiplies in place of kernels; else null
+  void (*round)(const float* x, int64_t k, int8_t* out);  // rounds a row to bfloat16; null if rows become int8
   Traits traits;
   int wide, unit, bytes, offset, groups, units, width;
   bool paired, even;
-  int64_t padded, blocks;  // padded: bytes of a row of activations, as far as units are of bytes
-  void (*one)(const Tile&);  // not of tiles
+  int64_t padded, blocks;  // padded: bytes of a row of activations after padding to whole units
+  void (*one)(const Tile&);  // null for tiles
   void (*two)(const Tile&);  // or null
 
   explicit Plan(const Call& call) : Call(call), kernels(call.set->products) {
@@ -52,7 +53,7 @@ struct Plan : Call {
     even = kernels->even && !tiles;
     if (even) width = static_cast<int>(round_up(width, 2));
   }
-  // Blocks differ by one row at most: a small last one would leave most of the multipliers idle.
+  // The sizes of blocks differ by at most one row. A small last block would leave most of the multipliers idle.
   int64_t first(int64_t block) const {
     const int64_t more = rows % blocks;
     return rows / blocks * block + (block < more ? block : more);
@@ -61,10 +62,10 @@ struct Plan : Call {
   int width_of(int64_t block) const { return even ? static_cast<int>(round_up(size(block), 2)) : size(block); }
   int64_t block_bytes() const { return tiles ? tiles->block_bytes(padded, width) : padded * bytes * width; }
   int64_t panel_bytes() const { return padded * bytes * CHANNELS; }
-  int64_t group_bytes() const { return static_cast<int64_t>(groups) * CHANNELS * 4; }  // scales or bases of a panel
+  int64_t group_bytes() const { return static_cast<int64_t>(groups) * CHANNELS * 4; }  // bytes of a panel's scales or bases
 };
 
-// The row of activations that is rounded: what lies at `index`, or what its action makes of that in `memory` [k].
+// Return the row of activations at `index`, before rounding. An action writes its result to `memory` [k].
 const float* row_of(const Plan& c, int64_t index, float* memory) {
   const float* x = c.x + index * c.k;
   const FloatKernels* floats = c.set->floats;
@@ -86,7 +87,7 @@ const float* row_of(const Plan& c, int64_t index, float* memory) {
   return memory;
 }
 
-// Rows of activations -> blocks of int8, their offsets and the inverse of their scales.
+// Convert rows of activations to blocks of int8, with their offsets and the inverses of their scales.
 void quantize_block(const Plan& c, int64_t block, char* blocks, int32_t* offsets, float* inverses) {
   thread_local Buffer buffer;
   const int rows = c.size(block), width = c.width_of(block);
@@ -123,7 +124,7 @@ void quantize_block(const Plan& c, int64_t block, char* blocks, int32_t* offsets
     c.kernels->pack(values, c.padded, rows, width, c.wide, to);
 }
 
-// y = add + y * gate of a tile that is done: two roundings, in this order.
+// Compute y = add + y * gate for a finished tile: two roundings, in this order.
 void join(const Layer& layer, int64_t row, int rows, int64_t channel, int there) {
   const int64_t channels = layer.weights.channels;
   for (int r = 0; r < rows; ++r) {
@@ -136,7 +137,7 @@ void join(const Layer& layer, int64_t row, int rows, int64_t channel, int there)
   }
 }
 
-// All rows times `count` panels of a layer, from `panel` on.
+// Multiply all rows by `count` panels of a layer, from `panel` on.
 void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count, const char* blocks,
                      const int32_t* offsets, const float* inverses) {
   thread_local Buffer buffer;
@@ -149,20 +150,20 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
     c.kernels->expand(layer.weights, (panel + p) * CHANNELS, memory + p * c.panel_bytes(), scales + p * each,
                       bases + p * each);
   const char* panels = laid ? reinterpret_cast<const char*>(layer.weights.data) + panel * c.panel_bytes() : memory;
-  alignas(64) float outs[2][2 * MAX_ROWS * CHANNELS];  // of tiles: one is written while the other is finished
+  alignas(64) float outs[2][2 * MAX_ROWS * CHANNELS];  // for tiles: one is written while the other is finished
   float* out = outs[0];
   Ending ending;
   const Ending* before = nullptr;
   const int64_t channels = layer.weights.channels;
-  // The weights behind these are wanted next, by this thread or another. Their rows are too short for hardware to
-  // see a stream in them.
+  // Prefetch the weights of the following panels, which this or another thread reads next. Their rows are too short for
+  // the prefetcher of the CPU.
   const int64_t bytes = row_bytes(c.format, c.k), behind = (panel + count) * CHANNELS;
   const char* next = reinterpret_cast<const char*>(layer.weights.data) + behind * bytes;
   const int64_t left = (channels - behind) * bytes, most = count * CHANNELS * bytes;
   const int64_t wanted = left < 0 ? 0 : left < most ? left : most, slice = round_up(wanted / c.blocks + 1, 64);
   if (c.tiles) c.tiles->begin();
   for (int64_t b = 0; b < c.blocks; ++b) {
-    // Not for tiles: measured slower (research/log/2026-11-29.md).
+    // Tiles are slower with a prefetch (research/log/2026-11-29.md).
     for (int64_t i = b * slice; !c.tiles && i < wanted && i < (b + 1) * slice; i += 64) __builtin_prefetch(next + i, 0, 2);
     const int64_t row = c.first(b);
     for (int p = 0, together; p < count; p += together) {
@@ -217,7 +218,7 @@ void multiply(const Call& call, int threads) {
   int64_t each = c.bytes == 2 ? 1 : (c.tiles ? TILES_BYTES : PANELS_BYTES) / c.panel_bytes();
   each = each < 1 ? 1 : each > most ? most : each;
   while (each > 1 && panels / each < 4 * threads) --each;
-  int64_t ends[MOST_LAYERS];  // tasks of the layers up to here
+  int64_t ends[MOST_LAYERS];  // number of tasks of the layers up to this one
   for (int i = 0; i < c.count; ++i) ends[i] = (i ? ends[i - 1] : 0) + (c.layers[i].panels() + each - 1) / each;
   pool.run(threads, static_cast<int>(ends[c.count - 1]), [&](int task) {
     int i = 0;
@@ -248,10 +249,10 @@ bool fits(const Call& c, int threads) {
 
 extern "C" {
 
-// y [rows, channels] = x [rows, k] times the stored weights, plus bias [channels], of `count` layers that read the same
-// rows, which are rounded once. All row-major and dense; float32 except the weights. `layers`: of each, six numbers: the
-// addresses of weights, scales and bias (0 for none), and y, then channels and how many scales there are. Returns 0,
-// 1 for arguments that make no sense, 2 when memory is short.
+// Compute y [rows, channels] = x [rows, k] times the stored weights, plus bias [channels], for `count` layers that read
+// the same rows. The rows are rounded once. All arrays are row-major and contiguous, and float32 except the weights.
+// `layers` has six numbers per layer: the addresses of weights, scales, bias (0 for none) and y, the number of channels
+// and the number of scales. Return 0, 1 for invalid arguments, or 2 without enough memory.
 PUBLIC int lowbit_multiply(int kernels, int format, const float* x, int64_t rows, int64_t k, float smallest,
                            const int64_t* layers, int count, int threads) {
   using namespace lowbit;
@@ -284,8 +285,8 @@ PUBLIC int lowbit_multiply(int kernels, int format, const float* x, int64_t rows
   return 0;
 }
 
-// A frame's resize, as kernels.h says of Picture; `sizes`: row_bytes, height, width, reach, row, plane, mixed. Returns as
-// lowbit_multiply.
+// Resize a frame (see Picture in kernels.h). `sizes` has row_bytes, height, width, reach, row, plane and mixed. Return
+// values as in lowbit_multiply.
 PUBLIC int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const void* row_weights,
                          const int32_t* starts, const uint8_t* picks, const void* column_weights, const int64_t* sizes,
                          void* out) {
@@ -304,7 +305,8 @@ PUBLIC int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines
   return 0;
 }
 
-// As kernels.h says of Resampling; `sizes`: row_bytes, height, width, axis, target, taps, bits, floats. Returns as lowbit_multiply.
+// Compute one pass of a resize (see Resampling in kernels.h). `sizes` has row_bytes, height, width, axis, target, taps,
+// bits and floats. Return values as in lowbit_multiply.
 PUBLIC int lowbit_resample(int kernels, const void* from, const int32_t* first, const void* weights, const int64_t* sizes,
                            void* to) {
   using namespace lowbit;
@@ -323,7 +325,8 @@ PUBLIC int lowbit_resample(int kernels, const void* from, const int32_t* first, 
   return 0;
 }
 
-// As kernels.h says of RoundTrip; `sizes`: row_bytes, height, width. Returns as lowbit_multiply.
+// Compute a JPEG round trip (see RoundTrip in kernels.h). `sizes` has row_bytes, height and width. Return values as in
+// lowbit_multiply.
 PUBLIC int lowbit_jpeg(int kernels, const uint8_t* frame, const float* inverses, const int32_t* steps, uint8_t* out,
                        const int64_t* sizes) {
   using namespace lowbit;
@@ -339,7 +342,8 @@ PUBLIC int lowbit_jpeg(int kernels, const uint8_t* frame, const float* inverses,
   return 0;
 }
 
-// Rows of int8 [channels, k] -> INT8_PANELS. Returns 1 for sizes that do not divide, and kernels that do not take them.
+// Convert rows of int8 [channels, k] to INT8_PANELS. Return 1 if a size does not divide, or if the kernels do not use
+// panels.
 PUBLIC int lowbit_lay_out(int kernels, const uint8_t* rows, uint8_t* panels, int64_t channels, int64_t k, int threads) {
   using namespace lowbit;
   const Set* chosen = set_here(kernels);

@@ -1,4 +1,4 @@
-// What the C interface and fused layers (layer.cpp) ask of product.cpp and floats.cpp.
+// The functions of product.cpp and floats.cpp that the C interface and fused layers (layer.cpp) call.
 #pragma once
 #include "kernels.h"
 
@@ -6,7 +6,7 @@ namespace lowbit {
 
 constexpr int MOST_LAYERS = 16;
 
-// What becomes of a row of activations before it is rounded.
+// The operation on a row of activations before it is rounded.
 enum Action : int { AS_IS = 0, NORMED = 1, GELU = 2, GELU_TIMES = 3, SILU_TIMES = 4, ACTIONS = 5 };
 
 struct Layer {
@@ -14,7 +14,7 @@ struct Layer {
   const float* bias;
   float* y;           // [rows][channels]
   const float* add;   // [rows][channels], added to the result; or null
-  const float* gate;  // [channels], multiplied with the result before; or null
+  const float* gate;  // [channels], multiplied by the result before the addition; or null
   int64_t panels() const { return (weights.channels + CHANNELS - 1) / CHANNELS; }
 };
 
@@ -23,7 +23,7 @@ struct Call {
   const Layer* layers;
   int count;
   const float* x;   // [rows][k]
-  const float* up;  // the same, where an action takes two
+  const float* up;  // [rows][k], for actions with two inputs
   int action;
   Norm norm;
   float smallest;
@@ -31,13 +31,13 @@ struct Call {
   int format;
 };
 
-// Whether a call makes sense: sizes, formats and what kernels can multiply. Addresses are not looked at.
+// Return whether a call is valid: sizes, formats and supported products. The function does not check addresses.
 bool fits(const Call& call, int threads);
 
-// y of all layers. May throw std::bad_alloc.
+// Compute y of all layers. May throw std::bad_alloc.
 void multiply(const Call& call, int threads);
 
-// a.out. Returns 0, 1 for arguments that make no sense, 2 when memory is short.
+// Compute a.out. Return 0, 1 for invalid arguments, or 2 without enough memory.
 int attend(const Set& set, const Attention& a, bool rounded, int threads);
 
 }  // namespace lowbit

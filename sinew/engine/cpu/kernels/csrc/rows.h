@@ -1,5 +1,5 @@
-// What every kernel does before it multiplies, in plain loops: each instruction set compiles its own copy (internal
-// linkage on purpose: the linker must not keep one set's copy for all).
+// The operations of every kernel before its multiplication, in plain loops. Each instruction set compiles its own copy.
+// The internal linkage is intended, because the linker must not use the copy of one set for all sets.
 #pragma once
 #include <cstring>
 
@@ -16,7 +16,8 @@ constexpr int CHUNK = 64;  // values of k that are expanded or packed at a time
 #define LOWBIT_SHUFFLE(a, b, w, x, y, z) __builtin_shuffle(a, b, (Quad){w, x, y, z})
 #endif
 typedef int32_t Quad __attribute__((vector_size(16)));
-typedef uint32_t Bits __attribute__((vector_size(16)));  // 16 codes; shifted as words, for bytes have no shift
+// 16 codes; shifts work on 32-bit words, because bytes have no shift.
+typedef uint32_t Bits __attribute__((vector_size(16)));
 
 inline Quad load_quad(const void* from) {
   Quad q;
@@ -24,11 +25,11 @@ inline Quad load_quad(const void* from) {
   return q;
 }
 
-// float [k] -> int8 [k], 127 at the largest absolute value (or at `smallest`, where all are smaller); half to even, as
-// torch.round. Returns the scale that values were multiplied by. A row with a value that is not finite becomes zeros
-// with a scale of NaN: garbage must not look like numbers.
+// Round floats [k] to int8 [k], half to even as torch.round. The largest magnitude becomes 127. If it is less than
+// `smallest`, `smallest` would become 127. Return the scale by which values were multiplied. A row with a value that is
+// not finite becomes zeros with a scale of NaN, so that invalid input never looks like numbers.
 float quantize(const float* x, int64_t k, float smallest, int8_t* out) {
-  int32_t top = 0;  // as integers, the bits of absolute values are ordered as the values are, with NaN last
+  int32_t top = 0;  // as integers, the bits of magnitudes have the same order as the magnitudes, with NaN last
   for (int64_t i = 0; i < k; ++i) {
     int32_t bits;
     std::memcpy(&bits, x + i, 4);
@@ -42,7 +43,7 @@ float quantize(const float* x, int64_t k, float smallest, int8_t* out) {
   float largest;
   std::memcpy(&largest, &top, 4);
   const float scale = 127.0f / (largest > smallest ? largest : smallest);
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it moves the rounded integer to the low bits
   for (int64_t i = 0; i < k; ++i) {
     const float shifted = x[i] * scale + magic;
     int32_t bits;
@@ -52,7 +53,7 @@ float quantize(const float* x, int64_t k, float smallest, int8_t* out) {
   return scale;
 }
 
-// int8 [rows][k] -> [k / unit][width][unit], with zeros in the rows that are not there. k is a multiple of 8.
+// Convert int8 [rows][k] to [k / unit][width][unit], with zeros in unused rows. k must be a multiple of 8.
 template <int UNIT>
 void pack_block(const int8_t* x, int64_t k, int rows, int width, void* block) {
   if (rows < width) std::memset(block, 0, k * width * (UNIT == 2 ? 2 : 1));
@@ -80,7 +81,7 @@ inline float half_to_float(uint16_t half) {
   const uint32_t exponent = half & 0x7c00u, magnitude = (half & 0x7fffu) << 13;
   float value;
   std::memcpy(&value, &magnitude, 4);
-  value *= 0x1p112f;  // also right for subnormals
+  value *= 0x1p112f;  // this is also correct for subnormal numbers
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
   bits = (exponent == 0x7c00u ? magnitude | 0x7f800000u : bits) | (half & 0x8000u) << 16;
@@ -88,10 +89,11 @@ inline float half_to_float(uint16_t half) {
   return value;
 }
 
-// CHUNK codes of one row, from value `at` of k on; `at` is a multiple of CHUNK. Reads no byte behind the row.
+// Decode CHUNK codes of one row, from value `at` of k on. `at` must be a multiple of CHUNK. The function reads no byte
+// after the row.
 template <int FORMAT>
 inline void decode(const uint8_t* row, int64_t at, int size, int8_t* codes) {
-  if (FORMAT == TERNARY) {  // 16 bytes hold 64 codes; bits 2i of byte j: value 16 i + j
+  if (FORMAT == TERNARY) {  // 16 bytes have 64 codes: bits 2i of byte j are value 16 i + j
     const uint8_t* from = row + at / 4;
     Bits packed;
     std::memcpy(&packed, from, 16);
@@ -118,7 +120,7 @@ inline void decode(const uint8_t* row, int64_t at, int size, int8_t* codes) {
   }
 }
 
-// int32 [CHANNELS][CHUNK / stride of 4 bytes] -> [.][CHANNELS], four by four.
+// Transpose int32 [CHANNELS][CHUNK / stride of 4 bytes] to [.][CHANNELS], in squares of four.
 inline void transpose(const int32_t* rows, int row_words, int words, int32_t* panel) {
   int u = 0;
   for (; u + 4 <= words; u += 4)
@@ -140,8 +142,9 @@ inline int rows_of(const Weights& w, int64_t channel) {
   return static_cast<int>(w.channels - channel < CHANNELS ? w.channels - channel : CHANNELS);
 }
 
-// Scales of CHANNELS rows, from `channel` on, [groups][CHANNELS]; those that rows hold, of the groups of values `at` to `end`,
-// whose codes are read as well: a pass of its own over such short rows takes as long again. Rows behind the last have zeros.
+// Expand the scales of CHANNELS rows, from `channel` on, to [groups][CHANNELS]. If the rows contain scales, only the
+// groups of the values `at` to `end` are read, together with their codes. A separate pass over such short rows would
+// take as long again. Rows after the last row get zeros.
 template <int FORMAT>
 inline void expand_scales(const Weights& w, int64_t channel, int64_t at, int64_t end, float* scales) {
   const int rows = rows_of(w, channel);
@@ -158,8 +161,8 @@ inline void expand_scales(const Weights& w, int64_t channel, int64_t at, int64_t
   }
 }
 
-// CHANNELS rows of weights, from `channel` on, -> panel [k / unit][CHANNELS][unit] and scales [groups][CHANNELS].
-// Rows behind the last are zeros with a scale of zero. k is padded to a multiple of 8.
+// Expand CHANNELS rows of weights, from `channel` on, to a panel [k / unit][CHANNELS][unit] and scales
+// [groups][CHANNELS]. Rows after the last row are zeros with a scale of zero. k is padded to a multiple of 8.
 template <int FORMAT, int UNIT, int BIAS>
 void expand_panel(const Weights& w, int64_t channel, void* panel, float* scales) {
   const int64_t bytes = row_bytes(FORMAT, w.k), padded = round_up(w.k, 8);
@@ -205,7 +208,7 @@ void pack(const int8_t* x, int64_t k, int rows, int width, int wide, void* block
     pack_block<UNIT>(x, k, rows, width, block);
 }
 
-// y = out * inverse + bias: two roundings, in this order.
+// Compute y = out * inverse + bias: two roundings, in this order.
 template <int COUNT>
 inline void finish_row(const float* __restrict out, int count, float inverse, const float* __restrict bias,
                        float* __restrict y) {
@@ -229,7 +232,7 @@ void finish(const float* out, int rows, int there, const float* inverses, const 
   }
 }
 
-// One function for each number of rows, chosen by a table.
+// One function for each number of rows. The number of rows chooses the function.
 template <template <int> class Multiply, int ROWS>
 struct Table {
   static void run(const Tile& t) {

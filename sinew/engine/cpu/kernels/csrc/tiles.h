@@ -1,13 +1,13 @@
-// The tile instructions (AMX) that products use, once as instructions and once in plain C++ (-DTILES_EMULATED), which gives
-// the same bits. Every tile has 16 rows of 64 bytes. Whoever loads a smaller one fills it with zeros.
+// The tile instructions (AMX) that products use, once as instructions and once in plain C++ (-DTILES_EMULATED) with the
+// same bits. Every tile has 16 rows of 64 bytes. A caller that loads a smaller tile fills the rest with zeros.
 //
 //   int8   c[m][n] += sum over k < 64 of a[m][k] (signed) * b[k / 4][n][k % 4] (unsigned), in 32 bits
-//   bf16   The even k < 32 and the odd ones are two sums from zero on, in the order of k, each step a fused multiply-add. Then
-//          c[m][n] += even + odd, with two more roundings. All round to nearest even. Numbers below 2^-126 are zeros before
-//          and after each.
+//   bf16   The even and the odd k < 32 are summed separately from zero, in the order of k, each step a fused multiply-add.
+//          Then c[m][n] += even + odd, with two more roundings. All roundings are to nearest even. Numbers below 2^-126
+//          are zeros before and after each step.
 //
-// Instructions are written as assembler: gcc 12's _tile_loadconfig names 8 of the 64 bytes that it reads, so stores to the
-// others vanish.
+// The instructions are written in assembler. gcc 12's _tile_loadconfig declares only 8 of the 64 bytes that it reads,
+// so the compiler removes stores to the other bytes.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -49,7 +49,7 @@ template <int C, int A, int B>
 inline void dot_bytes() {
   for (int m = 0; m < ROWS; ++m)
     for (int n = 0; n < 16; ++n) {
-      uint32_t sum;  // wraps, as the instruction does
+      uint32_t sum;  // wraps around like the instruction
       std::memcpy(&sum, registers[C] + m * BYTES + 4 * n, 4);
       for (int k = 0; k < BYTES; ++k) {
         const int32_t value = static_cast<int8_t>(registers[A][m * BYTES + k]);
@@ -87,13 +87,13 @@ inline bool present() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
 }
-// Asks the system for the registers, which it gives to a process on request only. It does not before Linux 5.16, and not under
-// some hypervisors and filters of system calls.
+// Request the tile registers, which the system gives to a process on request only. The request fails before Linux 5.16,
+// and with some hypervisors and filters of system calls.
 inline bool permitted() {
-  constexpr long request = 0x1023, data = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
+  constexpr long request = 0x1023, data = 18;  // ARCH_REQ_XCOMP_PERM and XTILEDATA
   return syscall(SYS_arch_prctl, request, data) == 0;
 }
-// A thread may use tiles between these two. Behind them, a switch of threads saves no tiles.
+// A thread may use tiles between begin() and end(). After end(), a switch of threads saves no tiles.
 inline void begin() {
   alignas(64) static const struct Shapes {
     uint8_t palette = 1, start = 0, reserved[14] = {};

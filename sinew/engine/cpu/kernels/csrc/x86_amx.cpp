@@ -1,6 +1,6 @@
-// AMX: products of int8 and bfloat16 by tiles. 16 units of a panel, 1 KiB in a row, are the second operand of a tile
-// as they lie in memory, so weights need no second layout. Rows of activations are tiles of 16 rows x 64 bytes. Up to
-// two tiles of rows times two panels are multiplied at once: four loads for four products.
+// AMX: products of int8 and bfloat16 with tiles. In memory, 16 units of a panel (1 KiB) already have the layout of a
+// tile's second operand, so weights need no second layout. Rows of activations are tiles of 16 rows x 64 bytes. Up to
+// two tiles of rows are multiplied by two panels at once: four loads for four products.
 #include "kernels.h"
 #include "tiles.h"
 
@@ -10,10 +10,10 @@ namespace {
 constexpr int ROWS = 2 * tiles::ROWS;
 static_assert(ROWS <= MAX_ROWS && tiles::ROWS == CHANNELS);
 
-// Bytes of a block: rows and their bytes up to whole tiles.
+// Return the bytes of a block, with rows and their bytes padded to whole tiles.
 int64_t block_bytes(int64_t bytes, int rows) { return round_up(rows, tiles::ROWS) * round_up(bytes, tiles::BYTES); }
 
-// [rows][bytes] -> [rows / 16][bytes / 64][16][64], with zeros behind the last row and the last value.
+// Convert [rows][bytes] to [rows / 16][bytes / 64][16][64], with zeros after the last row and the last value.
 void pack(const int8_t* x, int64_t bytes, int rows, void* block) {
   char* to = static_cast<char*>(block);
   for (int first = 0; first < rows; first += tiles::ROWS) {
@@ -44,7 +44,7 @@ inline T read(const void* from) {
   return made;
 }
 
-// Finishes one row of a tile in one panel.
+// Finish one row of a tile in one panel.
 template <bool HALVES>
 inline void finish_row(const Ending& e, int row, int panel) {
   const int64_t first = panel * CHANNELS, at = row * e.stride + first;
@@ -54,7 +54,7 @@ inline void finish_row(const Ending& e, int row, int panel) {
     y = read<Floats>(sums);
   else
     y = __builtin_convertvector(read<Ints>(sums) - e.offsets[row], Floats) * read<Floats>(e.scales + first) * e.inverses[row];
-  if (e.there - first < CHANNELS) {  // the last ones, where a panel is not full
+  if (e.there - first < CHANNELS) {  // the last channels, if the panel is not full
     float values[CHANNELS];
     std::memcpy(values, &y, sizeof y);
     for (int64_t i = 0; first + i < e.there; ++i) {
@@ -84,8 +84,8 @@ void finish(const Ending& e) {
   finish_rows<HALVES>(e, 0, e.rows);
 }
 
-// Sums of one or two tiles of rows, `apart` bytes from each other, times one or two panels -> out
-// [2][MAX_ROWS][CHANNELS], of 4 bytes. Between its steps it finishes the rows of `before`.
+// Multiply one or two tiles of rows, `apart` bytes from each other, by one or two panels. The sums go to out
+// [2][MAX_ROWS][CHANNELS], 4 bytes each. Between its steps, the function finishes the rows of `before`.
 template <bool HALVES, int TALL, int PANELS>
 inline void add(const char* x, int64_t apart, const char* const (&w)[2], int64_t steps, const char (*tails)[tiles::SIZE], char* out,
                 const Ending* before) {
@@ -126,7 +126,7 @@ void multiply(const Tile& t, const Ending* before) {
   alignas(64) char tails[2][tiles::SIZE];
   const int64_t bytes = 4 * static_cast<int64_t>(t.units), steps = bytes / tiles::BYTES, rest = bytes % tiles::BYTES;
   const char* const w[2] = {static_cast<const char*>(t.w), static_cast<const char*>(t.w2)};
-  if (rest) {  // less than a tile is left: what lies behind it is another panel, or nobody's
+  if (rest) {  // less than a tile is left, and the bytes after it belong to another panel or to no panel
     std::memset(tails, 0, sizeof tails);
     for (int p = 0; p < PANELS; ++p) std::memcpy(tails[p], w[p] + steps * tiles::SIZE, CHANNELS * rest);
   }
@@ -135,7 +135,7 @@ void multiply(const Tile& t, const Ending* before) {
   product(static_cast<const char*>(t.x), apart, w, steps, rest ? tails : nullptr, reinterpret_cast<char*>(t.out), before);
 }
 
-// To bfloat16, to nearest even. Numbers below 2^-126 become zeros, and what is no number stays none.
+// Round to bfloat16, to nearest even. Numbers below 2^-126 become zeros, and NaN stays NaN.
 void round(const float* x, int64_t k, int8_t* out) {
   for (int64_t i = 0; i < k; ++i) {
     uint32_t bits;
@@ -155,7 +155,7 @@ const Tiles AMX_HALVES = {"amx", ROWS, tiles::begin, tiles::end, round, block_by
 const Tiles* amx_tiles(const char** why) {
   if (!tiles::present()) return nullptr;
   if (tiles::permitted()) return &AMX;
-  *why = "the system does not permit it to this process (arch_prctl)";
+  *why = "the system does not permit AMX to this process (arch_prctl)";
   return nullptr;
 }
 

@@ -1,18 +1,19 @@
-// AVX2. A vector holds 8 channels x 4 values of k; the activations of one row are broadcast against it.
+// AVX2. A vector has 8 channels x 4 values of k. The activations of one row are broadcast to it.
 //
-// vpmaddubsw multiplies unsigned codes with signed activations and adds pairs in 16 bits, where it saturates. Codes up
-// to 2 (ternary) and 15 (4 bits) stay far from that, so that pairs may also be summed in 16 bits: two instructions for 32
-// products instead of three. Largest sums: 64 units x 2 x 2 x 128 = 32768 below zero (and 127: 32512 above); 8 units x
-// 2 x 15 x 127 = 30480.
+// The instruction vpmaddubsw multiplies unsigned codes by signed activations and adds pairs in 16 bits, where it
+// saturates. Codes up to 2 (ternary) and 15 (4 bits) cannot reach saturation, so pairs may also be summed in 16 bits:
+// two instructions for 32 products instead of three. The largest sums are 64 units x 2 x 2 x 128 = 32768 below zero
+// (with 127, 32512 above zero), and 8 units x 2 x 15 x 127 = 30480.
 //
-// Codes of 8 bits would saturate, so products of them are of 16 bits, two at a time (Winograd 1968): of four values of k,
+// Codes of 8 bits would saturate, so their products have 16 bits. One multiplication makes two products (Winograd
+// 1968). For four values of k:
 //
-//   (x0 + w2) (x2 + w0) = x0 w0 + x2 w2  +  x0 x2 + w0 w2        and the same with 1 and 3,
+//   (x0 + w2) (x2 + w0) = x0 w0 + x2 w2  +  x0 x2 + w0 w2        and the same with 1 and 3
 //
-// so one vpmaddwd makes four products instead of two, for two additions more. What a row and a channel contribute alone is
-// summed once for each (`pairs`, `bases`) and taken away. Multiplications are done by two of the four vector pipes of
-// Zen and Intel cores, additions by three or four, so the trade is a gain. All of it is exact: factors fit 9 bits,
-// and sums are right modulo 2^32, which holds the result.
+// One vpmaddwd therefore makes four products instead of two, for two more additions. The terms of a row alone and of a
+// channel alone are computed once for each (`pairs`, `bases`) and subtracted. Zen and Intel cores multiply with two of
+// their four vector pipes and add with three or four, so the code is faster. All of it is exact: factors fit 9 bits,
+// and sums are correct modulo 2^32, which is enough for the result.
 #include <immintrin.h>
 
 #include "jpeg.h"
@@ -22,8 +23,8 @@
 namespace lowbit {
 namespace {
 
-constexpr int ROWS = 6;  // x 2 vectors: 12 sums, 2 codes, 1 broadcast and 1 product make 16 registers
-constexpr int PAIRED = 4;  // x 2 vectors: 8 sums, 4 of codes, 2 broadcasts and 2 factors
+constexpr int ROWS = 6;  // 6 rows x 2 vectors: 12 sums, 2 vectors of codes, 1 broadcast and 1 product use 16 registers
+constexpr int PAIRED = 4;  // 4 rows x 2 vectors: 8 sums, 4 vectors of codes, 2 broadcasts and 2 factors use 16 registers
 
 inline __m256i broadcast(const int32_t* x) { return _mm256_set1_epi32(*x); }
 inline __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -34,11 +35,12 @@ inline __m256i widen_half(__m256i v, int h) {
 }
 inline __m256 floats(const float* p) { return _mm256_loadu_ps(p); }
 
-// As assembler, because gcc would otherwise reorder the sums into a tree, which no number of registers holds.
+// The additions are written in assembler, because gcc would otherwise reorder the sums into a tree that needs too many
+// registers.
 inline void add16(__m256i& sum, __m256i pairs) { asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(pairs)); }
 inline void add32(__m256i& sum, __m256i pairs) { asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(pairs)); }
 
-// out += scale * (sum - offset), for both vectors of a row; `fresh`: out holds nothing yet.
+// Compute out += scale * (sum - offset) for both vectors of a row. With `fresh`, `out` has no values yet.
 inline void add_scaled(float* out, __m256i low, __m256i high, int32_t offset, const float* scales, bool fresh) {
   const __m256i o = _mm256_set1_epi32(offset);
   __m256 a = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(low, o)), floats(scales));
@@ -51,7 +53,7 @@ inline void add_scaled(float* out, __m256i low, __m256i high, int32_t offset, co
   _mm256_storeu_ps(out + 8, b);
 }
 
-// 16-bit sums of `units` units. The loop over rows is unrolled, so the sums stay in registers.
+// Compute 16-bit sums of `units` units. The loop over rows is unrolled, so the sums stay in registers.
 template <int R>
 inline void add_pairs(const int32_t* x, const uint8_t* w, int units, __m256i (&sums)[R][2]) {
   for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
@@ -67,7 +69,7 @@ inline void add_pairs(const int32_t* x, const uint8_t* w, int units, __m256i (&s
 }
 
 template <int R>
-struct Narrow {  // 4 bits: groups of 8 units
+struct Narrow {  // codes of 4 bits in groups of 8 units
   static void run(const Tile& t) {
     const __m256i ones = _mm256_set1_epi16(1);
     const int32_t* x = static_cast<const int32_t*>(t.x);
@@ -84,7 +86,7 @@ struct Narrow {  // 4 bits: groups of 8 units
 };
 
 template <int R>
-struct Ternary {  // one group, in parts of 64 units
+struct Ternary {  // ternary codes in one group, in parts of 64 units
   static void run(const Tile& t) {
     const __m256i ones = _mm256_set1_epi16(1);
     const int32_t* x = static_cast<const int32_t*>(t.x);
@@ -105,7 +107,8 @@ struct Ternary {  // one group, in parts of 64 units
 };
 
 template <int R>
-struct Wide {  // 8 bits in groups, whose ends cost more than pairs save: a unit is 2 values of k
+// Codes of 8 bits in groups, whose ends cost more than pairs save. A unit has 2 values of k.
+struct Wide {
   static void run(const Tile& t) {
     const int32_t* x = static_cast<const int32_t*>(t.x);
     const __m256i* w = static_cast<const __m256i*>(t.w);
@@ -129,7 +132,7 @@ struct Wide {  // 8 bits in groups, whose ends cost more than pairs save: a unit
 };
 
 template <int R>
-struct Paired {  // 8 bits, one group: a unit is 2 values of k, two units make a pair
+struct Paired {  // codes of 8 bits in one group: a unit has 2 values of k, and two units make a pair
   static void run(const Tile& t) {
     const int32_t* x = static_cast<const int32_t*>(t.x);
     const __m256i* w = static_cast<const __m256i*>(t.w);
@@ -149,13 +152,13 @@ struct Paired {  // 8 bits, one group: a unit is 2 values of k, two units make a
   }
 };
 
-// Sum of x0 x2 + x1 x3 over the fours of x; k is a multiple of 8.
+// Return the sum of x0 x2 + x1 x3 over all groups of four values. k must be a multiple of 8.
 int32_t pairs(const int8_t* x, int64_t k) {
   __m256i sum = _mm256_setzero_si256();
   int64_t i = 0;
   for (; i + 16 <= k; i += 16) {
     const __m256i wide = widen(x + i);
-    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(wide, _mm256_shuffle_epi32(wide, 0xb1)));  // each pair twice
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(wide, _mm256_shuffle_epi32(wide, 0xb1)));  // each pair is added twice
   }
   int32_t parts[8], total = 0;
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(parts), sum);
@@ -164,7 +167,7 @@ int32_t pairs(const int8_t* x, int64_t k) {
   return total;
 }
 
-// As pack_block<2>: of four rows, eight units at a time, each of which becomes 16 bytes.
+// Compute pack_block<2> for four rows, eight units at a time. Each such part becomes 16 bytes.
 void pack_pairs(const int8_t* x, int64_t k, int rows, int width, void* block) {
   if (width != PAIRED || rows != PAIRED) return pack_block<2>(x, k, rows, width, block);
   __m128i* to = static_cast<__m128i*>(block);
@@ -195,17 +198,17 @@ void pack_avx2(const int8_t* x, int64_t k, int rows, int width, int wide, void* 
     pack_block<4>(x, k, rows, width, block);
 }
 
-// 16 bytes of 16 rows, `stride` apart -> 8 units of 2 bytes, each of 16 rows.
+// Convert 16 bytes of 16 rows, `stride` apart, to 8 units of 2 bytes, each from 16 rows.
 inline void transpose(const uint8_t* from, int64_t stride, __m256i (&units)[8]) {
   __m256i a[8], b[8], c[8];
   for (int i = 0; i < 8; ++i)
     a[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(half(from + i * stride)), half(from + (i + 8) * stride), 1);
   for (int i = 0; i < 8; i += 2) {
-    b[i] = _mm256_unpacklo_epi16(a[i], a[i + 1]);  // of rows i and i + 1: units 0 to 3
+    b[i] = _mm256_unpacklo_epi16(a[i], a[i + 1]);  // rows i and i + 1: units 0 to 3
     b[i + 1] = _mm256_unpackhi_epi16(a[i], a[i + 1]);
   }
   for (int i = 0; i < 8; i += 4)
-    for (int h = 0; h < 2; ++h) {  // of four rows: units 4 h and 4 h + 1, then 4 h + 2 and 4 h + 3
+    for (int h = 0; h < 2; ++h) {  // four rows: units 4 h and 4 h + 1, then 4 h + 2 and 4 h + 3
       c[i + 2 * h] = _mm256_unpacklo_epi32(b[i + h], b[i + 2 + h]);
       c[i + 2 * h + 1] = _mm256_unpackhi_epi32(b[i + h], b[i + 2 + h]);
     }
@@ -215,7 +218,7 @@ inline void transpose(const uint8_t* from, int64_t stride, __m256i (&units)[8]) 
   }
 }
 
-// As expand_panel() of 8 bits in units of 2, widened to 16 bits, and of INT8 the bases.
+// Compute expand_panel() for 8 bits in units of 2, widened to 16 bits. For INT8, also compute the bases.
 template <int FORMAT>
 void expand_pairs(const Weights& w, int64_t channel, void* panel, float* scales, int32_t* bases) {
   constexpr int PART = 16, GROUP = 32, BLOCK = 34;

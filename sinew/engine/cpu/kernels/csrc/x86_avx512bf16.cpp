@@ -1,5 +1,5 @@
-// AVX512_BF16. vdpbf16ps adds to a 32-bit lane first the second of two products, then the first, each to nearest even, with
-// numbers below 2^-126 as zeros. A vector holds 16 channels x 2 values of k.
+// AVX512_BF16. To a 32-bit lane, the instruction vdpbf16ps adds first the second of two products, then the first
+// product, each rounded to nearest even. Numbers below 2^-126 are zeros. A vector has 16 channels x 2 values of k.
 #include <immintrin.h>
 
 #include "rows.h"
@@ -7,9 +7,9 @@
 namespace lowbit {
 namespace {
 
-constexpr int ROWS = 12;  // as x86_avx512vnni.cpp has it
+constexpr int ROWS = 12;  // as in x86_avx512vnni.cpp
 
-// As assembler: see there.
+// The product is written in assembler for the reason that x86_avx512vnni.cpp gives.
 inline void dot(__m512& sum, __m512i weights, __m512i x) { asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x)); }
 
 template <int R, int PANELS>

@@ -1,6 +1,6 @@
-// AVX-512 VNNI. vpdpbusd adds 4 products of unsigned codes with signed activations to a 32-bit lane, without saturation,
-// whatever the width of the codes; those of 8 bits are made unsigned by a bias of 128, which the offsets take away again.
-// A vector holds 16 channels x 4 values of k.
+// AVX-512 VNNI. The instruction vpdpbusd adds 4 products of unsigned codes with signed activations to a 32-bit lane,
+// without saturation for any width of the codes. Codes of 8 bits are made unsigned by a bias of 128, which the offsets
+// subtract again. A vector has 16 channels x 4 values of k.
 #include <immintrin.h>
 
 #include "jpeg.h"
@@ -9,9 +9,10 @@
 namespace lowbit {
 namespace {
 
-constexpr int ROWS = 12;  // as many sums hide the latency of vpdpbusd (5 cycles, two a cycle)
+constexpr int ROWS = 12;  // this number of sums hides the latency of vpdpbusd (5 cycles, two per cycle)
 
-// As assembler, because gcc 12 copies every sum to another register before the intrinsic and back behind it: half the rate.
+// The product is written in assembler. With the intrinsic, gcc 12 copies every sum to another register and back, which
+// halves the rate.
 inline void dot(__m512i& sum, __m512i codes, __m512i x) {
 #ifdef __AVX512VNNI__
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
@@ -38,7 +39,7 @@ struct Multiply {
       }
       const __m512 scales = _mm512_loadu_ps(t.scales + g * CHANNELS);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {  // taken away behind the loop, where an operand in memory may be broadcast
+      for (int r = 0; r < R; ++r) {  // subtract after the loop, where the broadcast can read its operand from memory
         const __m512i whole = _mm512_sub_epi32(sums[r], _mm512_set1_epi32(t.offsets[g * R + r]));
         out[r] = _mm512_add_ps(out[r], _mm512_mul_ps(_mm512_cvtepi32_ps(whole), scales));
       }
@@ -47,7 +48,8 @@ struct Multiply {
   }
 };
 
-// Loads are as scarce as multipliers: one panel takes 13 for 12 products, two take 14 for 24.
+// Loads are as scarce as multipliers: one panel takes 13 loads for 12 products, two panels take 14 loads for 24
+// products.
 template <int R>
 struct MultiplyTwo {
   static void run(const Tile& t) {
@@ -76,14 +78,16 @@ struct MultiplyTwo {
 
 inline __m128i block(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 
-// As expand_panel() of Q4_0 in units of 4, of sixteen rows: their blocks of 16 bytes are turned as they lie, two codes a byte.
+// Compute expand_panel() for Q4_0 in units of 4, for sixteen rows. Their blocks of 16 bytes are transposed as they are
+// stored, with two codes per byte.
 void expand_nibbles(const Weights& w, int64_t channel, uint8_t* panel, float* scales) {
   const int64_t bytes = row_bytes(Q4_0, w.k);
   const uint8_t* from = w.data + channel * bytes;
   const __m512i low = _mm512_set1_epi8(15);
   for (int64_t at = 0; at < w.k; at += 32, from += 18, panel += 32 * CHANNELS) {
     expand_scales<Q4_0>(w, channel, at, at + 32, scales);
-    __m512i rows[4], units[4];  // rows i, 4 + i, 8 + i and 12 + i; then 4 codes low and 4 high of each row
+    // rows has the rows i, 4 + i, 8 + i and 12 + i. units has the 4 low codes, then the 4 high codes of each row.
+    __m512i rows[4], units[4];
     for (int i = 0; i < 4; ++i) {
       const uint8_t* row = from + 2 + i * bytes;
       rows[i] = _mm512_inserti32x4(_mm512_castsi128_si512(block(row)), block(row + 4 * bytes), 1);

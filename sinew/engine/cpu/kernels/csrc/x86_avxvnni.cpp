@@ -1,5 +1,5 @@
-// AVX-VNNI: vpdpbusd on 256 bits, of Intel processors without AVX-512 (Alder Lake, N100, Core Ultra). As in
-// x86_avx512vnni.cpp; a panel is two vectors.
+// AVX-VNNI: vpdpbusd on 256 bits, for Intel processors without AVX-512 (Alder Lake, N100, Core Ultra). The code is that
+// of x86_avx512vnni.cpp, but a panel has two vectors.
 #include <immintrin.h>
 
 #include "jpeg.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int ROWS = 6;
 
-// As assembler, as in x86_avx512vnni.cpp.
+// The product is written in assembler for the reason that x86_avx512vnni.cpp gives.
 inline void dot(__m256i& sum, __m256i codes, __m256i x) {
 #ifdef __AVXVNNI__
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(codes), "x"(x));
