@@ -58,7 +58,7 @@ def test_the_log_alone_gives_no_advice_about_age(run: Path, capsys: pytest.Captu
         (("--frames", "."), "--policy POLICY: --frames and --policy are needed together"),
         (("--plot", "x.png"), "--plot: the figure shows the age of plans"),
         (("--engine", "eager"), "--engine: expected --policy, whose engine it concerns"),
-        (("--policy", "pen", "--frames", "."), "no records (*.npz) there"),
+        (("--policy", "pen", "--frames", "."), "no records (*.npz) in this folder"),
     ],
 )
 def test_inputs_that_do_not_fit_are_named(

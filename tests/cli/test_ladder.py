@@ -30,7 +30,7 @@ def test_every_engine_has_a_row_or_a_reason(
     assert "error" not in onnx  # nothing here computes the reference
     monkeypatch.setattr(backend, "ORDER", ("cpu",))
     assert main(line[:-1]) == 1
-    assert "cpu: engine cpu is for weights" in capsys.readouterr().out
+    assert "cpu: engine cpu needs low-bit weights" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # a process with torch for each

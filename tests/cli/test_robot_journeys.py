@@ -206,7 +206,8 @@ def test_streams_are_evaluated_with_guidance(said: Any, kind: str) -> None:
 def test_noise_without_the_axis_of_the_batch_is_refused() -> None:
     wanted = type("Wanted", (), {"kind": "ramp", "beta": 5.0, "target": np.zeros((4, 2), np.float32)})()
     with pytest.raises(
-        ValueError, match=r"noise: expected \[1, 4, 2\], one \[H, A\] for each request, got \[4, 2\]"
+        ValueError,
+        match=r"noise: expected shape \[1, 4, 2\], which is one \[H, A\] for each request, got \[4, 2\]",
     ):
         guidance.guide([wanted], None, np.zeros((4, 2), np.float32), np.asarray)  # type: ignore[list-item, arg-type]
 

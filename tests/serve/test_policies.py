@@ -173,7 +173,7 @@ def test_over_http_by_field_or_by_path():
         status, said = post(at.web, "/v1/policies/b/actions", {**record, "policy": "default"})
         assert (status, said["error"]["message"]) == (
             400,
-            "policy: expected b, as in the address, got 'default'",
+            "policy: expected b as in the address, got 'default'",
         )
         assert post(at.web, "/v1/actions", {**record, "policy": "c"})[0] == 404
         assert post(at.web, "/v1/actions", {**record, "policy": 3})[0] == 400

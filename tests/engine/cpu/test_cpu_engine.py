@@ -349,9 +349,9 @@ def test_memory_is_priced_as_it_is_stored(smolvla_bundle, tmp_path) -> None:
     widened = fits(small, 2**33, engine="plan", search=False).report
     assert report.peaks == widened.peaks
     assert report.total < widened.total
-    with pytest.raises(SinewError, match="engine cpu needs low-bit weights; quantise this bundle"):
+    with pytest.raises(SinewError, match="expected low-bit weights; quantise this bundle"):
         fits(path, 2**33, engine="cpu")
-    with pytest.raises(SinewError, match="computes on what the bundle stores, got 'int4'"):
+    with pytest.raises(SinewError, match="uses the stored formats of the bundle, got 'int4'"):
         fits(small, 2**33, engine="cpu", dtypes="int4")
 
 
