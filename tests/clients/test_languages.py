@@ -423,8 +423,8 @@ def test_their_streams_are_those_of_python(
     assert len(windows) == 5
     assert all(int(step[:-1]) > 0 and len(nodes) <= 6 for step, *nodes in windows)
     assert (
-        other
-        == "error: rate: expected 100 nodes per second, at which this head was trained, got 50 [bad_observation]\n"
+        other == "error: rate: expected 100 nodes per second, the rate at which this head was trained,"
+        " got 50 [bad_observation]\n"
     )
 
     def reads_nothing(made: socket.socket) -> None:

@@ -121,7 +121,7 @@ def test_diffusion_answers_alike_on_every_wire(golden, tmp_path):
             client.infer(replace(noisy, noise=given.noise[0]))
         assert not client.infer(given).warnings
         three = replace(given, earlier=2 * tuple(given.earlier))
-        with pytest.raises(ClientError, match="each camera once for each moment, of which there are 2"):
+        with pytest.raises(ClientError, match="each camera once for each of at most 2 observation steps"):
             client.infer(three)
         with pytest.raises(
             ObservationError, match=r"earlier\[0\]: expected an observation step with images and state"

@@ -77,6 +77,6 @@ def test_the_groot_wire_has_the_checkpoints_keys(name, dialect, golden, groot_bu
         {"images": given.images, "state": given.state, "prompt": given.prompt, "seed": 7}
     ).actions
     assert (
-        "a step compose_pose: poses" in policy.describe()["unguided"]
+        "a step compose_pose: Sinew does not convert poses" in policy.describe()["unguided"]
     )  # so `sinew run` refuses --handover rtc
     np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
