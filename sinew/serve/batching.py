@@ -53,7 +53,13 @@ class Costs:
         self._kinds: OrderedDict[Hashable, dict[int, _Cost]] = OrderedDict()
 
     def learn(self, kind: Hashable, size: int, seconds: float) -> None:
-        """Update the cost of a kind and size with a measurement."""
+        """Update the cost of a kind of batch with a measurement.
+
+        Args:
+            kind: Kind of the batch. Batches of one kind and one size take about the same time.
+            size: Number of observations in the batch.
+            seconds: The measured time.
+        """
         with self._lock:
             self._learn(kind, size, seconds)
 
@@ -86,7 +92,15 @@ class Costs:
         return self._estimate(kind, size, 0.0)
 
     def surely(self, kind: Hashable, size: int) -> float | None:
-        """Return a time that is seldom exceeded, for deadlines: the mean plus twice the deviation."""
+        """Return a time that a batch seldom exceeds, for deadlines: the mean plus twice the deviation.
+
+        Args:
+            kind: Kind of the batch.
+            size: Number of observations in the batch.
+
+        Returns:
+            Seconds; None if no batch of this kind was measured.
+        """
         return self._estimate(kind, size, 2.0)
 
     def _estimate(self, kind: Hashable, size: int, spread: float) -> float | None:
@@ -256,7 +270,17 @@ class Batcher:
         return self.costs.surely(job.kind, 1) or self.costs.surely(first.kind, 1) or 0.0
 
     def _breaks(self, line: Sequence[ServingJob], chosen: Sequence[ServingJob], now: float) -> bool:
-        """Return True if a request misses a deadline with the batch, but meets it with one request after another."""
+        """Return True if the batch makes a request miss its deadline.
+
+        Args:
+            line: The ready requests, in the order of their turns.
+            chosen: The requests of the batch.
+            now: The present time.
+
+        Returns:
+            True if at least one request would miss its deadline with the batch, but would meet it if all
+            requests are computed one after another.
+        """
         together = self.costs.surely(line[0].kind, len(chosen)) or 0.0
         alone = 0.0  # seconds until the end of each request, if all requests are computed one after another
         behind = together  # seconds until the end of each request that is computed after the batch

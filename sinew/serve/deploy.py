@@ -44,7 +44,15 @@ class PolicyHost:
         max_batch: int | None = 1,
         keep_warm_s: float | None = None,
     ) -> Scheduler:
-        """Start a policy's scheduler, and return it when the policy is warm. Raises the errors of the warm-up."""
+        """Start a policy's scheduler, and return it when the policy is warm. Raises the errors of the warm-up.
+
+        Args:
+            policy: The policy.
+            queue: Number of places in the queue.
+            max_batch: Largest number of observations in an inference; None measures the best number.
+            keep_warm_s: Seconds without requests after which an inference keeps the device warm; None disables
+                this.
+        """
         scheduler = Scheduler(
             policy,
             queue_size=queue,

@@ -312,7 +312,13 @@ def _answer(path: Path) -> tuple[str, ReplayedAnswer, int] | None:
 
 
 def _spec(folder: Path, first: Path, moments: int) -> PolicySpec:
-    """Return the specification of a recording's policy. ``moments`` is the largest number of observation steps."""
+    """Return the specification of a recording's policy.
+
+    Args:
+        folder: The recording.
+        first: The first record with actions.
+        moments: Largest number of observation steps in a record.
+    """
     record = read_record(first)
     actions = record.actions
     assert actions is not None

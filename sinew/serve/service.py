@@ -125,7 +125,13 @@ class Service:
         return job
 
     def _answer(self, job: ServingJob, on_done: Callable[[Outcome], None], outcome: Outcome) -> None:
-        """Enforce the limits of an outcome, count and record it, and pass it to ``on_done``."""
+        """Enforce the limits of an outcome, count and record it, and send it.
+
+        Args:
+            job: The job of the request.
+            on_done: Function that sends the outcome to the client.
+            outcome: The chunk or the error.
+        """
         outcome = _safe(job, outcome)
         seconds = self._account(job, outcome)
         seen, deployment, request = job.observation, job.deployment, job.request
@@ -349,7 +355,13 @@ class Service:
         return seconds
 
     def _tell(self, job: ServingJob, outcome: Outcome, seconds: float) -> None:
-        """Call the listeners, and update the metrics. The robot's reply is sent before."""
+        """Call the listeners, and update the metrics. The reply was sent to the robot before.
+
+        Args:
+            job: The job of the request.
+            outcome: The chunk or the error.
+            seconds: Seconds from the request's arrival to the answer.
+        """
         for listener in self._listeners:
             listener(job, outcome, seconds)
         self.metrics.count()

@@ -75,7 +75,13 @@ class ActionServer:
             transport.take(below + service, what, take)
 
     def end(self, goal: _Held, status: int, result: dict[str, Any]) -> None:
-        """Set the terminal status of a goal, and send its result to all waiting callers."""
+        """Set the terminal status of a goal, and send its result to all waiting callers.
+
+        Args:
+            goal: The goal.
+            status: The terminal status (action_msgs/msg/GoalStatus).
+            result: Fields of the result message.
+        """
         with self._lock:
             goal.status, goal.over = status, time.monotonic()
             goal.result = {"status": status, "result": result}

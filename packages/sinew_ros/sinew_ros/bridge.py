@@ -51,12 +51,25 @@ class Transport(Protocol):
     """Access to topics by name and type, as ROS 2 writes them: ``/joint_states``, ``sensor_msgs/msg/JointState``."""
 
     def subscribe(self, topic: str, kind: str, quality: str, callback: Callable[[Any], None]) -> None:
-        """Call ``callback`` with every message of a topic, from any thread. ``quality`` is SENSOR, COMMAND or
-        LATCHED.
+        """Call a function with every message of a topic.
+
+        Args:
+            topic: Name of the topic.
+            kind: Type of the messages in ROS, such as sensor_msgs/msg/JointState.
+            quality: Quality of service: SENSOR, COMMAND or LATCHED.
+            callback: The function. It may be called from any thread.
         """
 
     def publisher(self, topic: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
-        """Return a function that publishes the fields of a message. The function may be called from any thread."""
+        """Return a function that publishes messages. The function may be called from any thread.
+
+        Args:
+            topic: Name of the topic.
+            kind: Type of the messages in ROS.
+
+        Returns:
+            A function of the fields of a message.
+        """
 
     def now(self) -> float:
         """Return the ROS time in seconds."""

@@ -378,7 +378,13 @@ def skeleton(server: str, policy: Mapping[str, Any], hz: float | None) -> str:
 
 
 def _parts(where: str, given: Any) -> list[tuple[str, Any]]:
-    """Return the parts of a vector of the policy with their field names. One part may be written without a list."""
+    """Return the parts of a vector of the policy with their field names. A vector with one part may be written
+    without a list.
+
+    Args:
+        where: Field of the contract with the vector, such as "state".
+        given: Content of this field.
+    """
     if isinstance(given, list):
         if not given:
             raise ContractError(f"{where}: expected at least one topic, got an empty list")

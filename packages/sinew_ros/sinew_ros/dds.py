@@ -183,7 +183,13 @@ class Dds:
         return None
 
     def _caller(self, name: str, request: Any, response: Any) -> tuple[Any, Any]:
-        """Create a writer for the calls of a service and a reader for their replies."""
+        """Create a writer for the calls of a service and a reader for their replies.
+
+        Args:
+            name: Name of the service in ROS.
+            request: DDS structure of a call.
+            response: DDS structure of a reply.
+        """
         from cyclonedds.pub import DataWriter
         from cyclonedds.sub import DataReader
 

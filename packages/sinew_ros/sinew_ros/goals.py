@@ -89,7 +89,15 @@ class Run:
         self._moved = self._began
 
     def end(self, outcome: int, message: str = "") -> bool:
-        """End the goal if it has not ended yet. Return True if this call ended the goal."""
+        """End the goal if it has not ended yet.
+
+        Args:
+            outcome: Outcome of the goal in the result of RunPolicy.
+            message: Text of the result.
+
+        Returns:
+            True if this call ended the goal.
+        """
         with self._lock:
             if self.over.is_set():
                 return False
@@ -239,7 +247,12 @@ class Goals:
                 self._run.end(SUCCESS, "the success topic reported a success")
 
     def saw(self, command: Command, paused: bool) -> None:
-        """Count one control step of the loop for the running goal."""
+        """Count one control step of the loop for the running goal. Steps of a paused loop are not counted.
+
+        Args:
+            command: The command of the step.
+            paused: True if the loop is paused.
+        """
         if (run := self._run) is not None and not paused:
             run.saw(command)
 

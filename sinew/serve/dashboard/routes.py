@@ -134,7 +134,13 @@ class Dashboard:
             return await self._stream(request, self._frames, b":\n\n")
 
     async def _stream(self, request: web.Request, news: Broadcast, first: bytes) -> web.StreamResponse:
-        """Send messages until the server ends, or until the viewer leaves or reads nothing for too long."""
+        """Send messages until the server ends, the viewer leaves, or the viewer reads nothing for too long.
+
+        Args:
+            request: The viewer's request.
+            news: The messages.
+            first: Bytes that are sent first.
+        """
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
         response.headers["Connection"] = "close"
         with news.viewer() as outbox, contextlib.suppress(ConnectionError, TimeoutError):

@@ -59,7 +59,16 @@ class PixelBudget:
         return PixelBudget(self._limit, self.check)
 
     def take(self, name: str, height: int, width: int) -> None:
-        """Check and count one frame's size before its pixels are read."""
+        """Check and count the size of a frame, before its pixels are read.
+
+        Args:
+            name: Name of the frame, for errors.
+            height: Height in pixels.
+            width: Width in pixels.
+
+        Raises:
+            ObservationError: The size is not valid, or all frames together exceed the budget.
+        """
         self.check()
         if not (1 <= height <= MAX_SIZE and 1 <= width <= MAX_SIZE):
             raise ObservationError(

@@ -313,7 +313,13 @@ class Fleet:
         return {"name": name, "drain_s": round(time.perf_counter() - begun, 3)}
 
     def _renew(self, service: Service, name: str, changed: tuple[str, ...]) -> None:
-        """Replace the description of a policy by that of the new replicas. Requests use the same scheduler."""
+        """Replace the description of a policy after its replicas were replaced. Requests use the same scheduler.
+
+        Args:
+            service: The service of the gateway.
+            name: Name of the policy.
+            changed: Differences from the replaced policy, one sentence each.
+        """
         old = service.policies.get(name)
         handle = self._serve.get_app_handle(app_name(name))
         about: About = handle.about.remote().result(timeout_s=ABOUT_S)

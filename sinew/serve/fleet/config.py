@@ -120,7 +120,15 @@ def read(path: Path) -> FleetConfig:
 
 
 def parse(found: Any, what: str = "fleet") -> FleetConfig:
-    """Return the configuration in plain maps and lists. Raises SinewError with the name of a wrong field."""
+    """Convert plain maps and lists to a configuration.
+
+    Args:
+        found: The maps and lists.
+        what: Name of the configuration, for errors.
+
+    Raises:
+        SinewError: A field is wrong. The error names the field.
+    """
     try:
         return msgspec.convert(found, FleetConfig)
     except (ValueError, OverflowError, RecursionError) as error:

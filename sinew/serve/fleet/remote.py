@@ -107,17 +107,21 @@ class RemotePolicy(ServedPolicy):
                 time.sleep(PAUSE_S)
         raise UnhealthyError(f"{TRIES} attempts on replicas failed; the last error was: {why}")
 
-    def _checked(self, found: Any, observation: Observation) -> ActionChunk:
-        """Return the chunk if it has the shape of the policy's specification. Raises UnhealthyError for another shape,
-        because other users of the cluster may have replaced the replicas."""
+    def _checked(self, answer: Any, observation: Observation) -> ActionChunk:
+        """Return the chunk of a replica if the chunk has the shape of the policy's specification.
+
+        Raises:
+            UnhealthyError: The chunk has another shape, because another user of the cluster has replaced the
+                replicas.
+        """
         form = (self.spec.chunk_size if observation.acts else 0, self.spec.action.dim)
-        shape = np.shape(found.actions) if isinstance(found, ActionChunk) else type(found).__name__
+        shape = np.shape(answer.actions) if isinstance(answer, ActionChunk) else type(answer).__name__
         if shape != form:
             raise UnhealthyError(
                 f"a replica of {self.name} answers with the shape {shape} instead of {form}, because its policy was"
                 " changed; restart the fleet"
             )
-        return found
+        return answer
 
     def _wait(self, response: Response, cancel: threading.Event | None) -> Any:
         while True:

@@ -337,7 +337,17 @@ class WebServer:
         policy: str,
         admit: Callable[[], None],
     ) -> None:
-        """Answer the observations of a connection one after the other, until it ends."""
+        """Answer the observations of a connection one after the other, until the connection ends.
+
+        Args:
+            socket: The WebSocket of the connection.
+            dialect: The protocol.
+            connection: The account of the connection's memory.
+            messages: The received messages: arrival time, bytes, and number of counted bytes.
+            client: Address of the peer.
+            policy: Name of the policy in the address; "" for the first.
+            admit: Checks that the key of the connection is still valid. Raises UnauthorizedError.
+        """
         previous_ms: float | None = None
         while True:
             arrived, payload, size = await messages.get()

@@ -236,7 +236,12 @@ class ZeroMQWire:
                     self._watch(paused)
 
     def _serve(self, peer: Peer, events: int) -> None:
-        """Write the rest of a connection's replies and read its requests, as far as its socket is ready."""
+        """Write the remaining replies of a connection and read its requests, as far as the socket is ready.
+
+        Args:
+            peer: The connection.
+            events: Events of ``selectors`` for the connection's socket.
+        """
         if peer.closed or (peer.opening and not self._opened(peer)):
             return
         if events & selectors.EVENT_WRITE:

@@ -180,7 +180,9 @@ def _check_actions(value: Any, dim: int) -> None:
 
 
 def _check_statistics(fields: dict[str, Any], spec: PolicySpec) -> None:
-    """Refuse a request for statistics other than the bundle's. A bundle that names no statistics accepts any name."""
+    """Raise ObservationError if the client requests other statistics than the bundle has. A bundle that names no
+    statistics accepts any name.
+    """
     arm, _, dataset = spec.embodiment.partition("/")
     for name, own in (("arm_key", arm), ("dataset_key", dataset)):
         requested = field_names.optional_text(name, fields[name])

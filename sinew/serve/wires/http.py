@@ -103,7 +103,14 @@ def subtask(observation: Observation) -> Observation:
 
 
 def answer(message: WireMessage, outcomes: Sequence[Outcome], server_ms: float, content_type: str) -> bytes:
-    """Return the answer to a message. Each of several observations has its own answer or error."""
+    """Return the answer to a message. Each of several observations has its own answer or error.
+
+    Args:
+        message: The message.
+        outcomes: The outcome of each observation.
+        server_ms: Milliseconds since the message arrived.
+        content_type: Content type of the request, which is also the content type of the answer.
+    """
     answers = [
         error_entry(each) if isinstance(each, SinewError) else _answer(each, server_ms, content_type)
         for each in outcomes

@@ -79,7 +79,14 @@ def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | No
 def answer(
     message: WireMessage, outcomes: Sequence[Outcome], server_ms: float, previous_ms: float | None
 ) -> bytes:
-    """Return the answer to a message. Each of several observations has its own answer or error."""
+    """Return the answer to a message. Each of several observations has its own answer or error.
+
+    Args:
+        message: The message.
+        outcomes: The outcome of each observation.
+        server_ms: Milliseconds since the message arrived.
+        previous_ms: Whole time of the connection's previous message, milliseconds; None for the first message.
+    """
     answers = [
         error_entry(each) if isinstance(each, SinewError) else _answer(each, server_ms, previous_ms)
         for each in outcomes

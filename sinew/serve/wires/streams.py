@@ -186,7 +186,17 @@ class Streams:
         service.policies.watch(self._left)
 
     def take(self, peer: Peer, envelope: Envelope, header: Any, content: memoryview) -> None:
-        """Take a message of one of the codec's ``stream_kinds``. Raises SinewError for an invalid message."""
+        """Process a message of a stream: begin a stream, pass a sample or a frame to it, or end it.
+
+        Args:
+            peer: The connection.
+            envelope: Routing frames for messages to the robot.
+            header: Header of the message, of one of the codec's ``stream_kinds``.
+            content: The message.
+
+        Raises:
+            SinewError: The message is invalid, or a limit is reached.
+        """
         if header.kind == PredictRequest.STREAM_END:
             if (robot := self.robots.get((id(peer), header.session))) is not None:
                 self._end(robot)

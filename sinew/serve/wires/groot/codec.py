@@ -233,7 +233,14 @@ class GrootCodec:
 
     @staticmethod
     def _moment(batch: _Batch, index: int, at: int, budget: PixelBudget) -> Moment:
-        """Return an observation step of a member of the batch. ``at`` counts from the end: -1 is the newest step."""
+        """Return one observation step of one observation in a batch.
+
+        Args:
+            batch: The batch.
+            index: Index of the observation in the batch.
+            at: Index of the observation step, counted from the end: -1 is the newest step.
+            budget: Budget of pixels.
+        """
         images = {
             camera: frame(camera, frames[index, at], budget, channels_first=False)
             for camera, frames in batch.frames.items()
@@ -452,7 +459,16 @@ def _text(value: Any) -> str:
 
 
 def _prompts(found: tuple[str, Any] | None, size: int) -> list[str]:
-    """Return the instruction of each element. The request has one instruction for all, or a list with one for each."""
+    """Return the instruction of each observation of a batch.
+
+    Args:
+        found: Key and value of the instruction; None without an instruction. The value is one text for all
+            observations, or a list with one text for each observation.
+        size: Number of observations in the batch.
+
+    Raises:
+        ObservationError: The number of instructions is not 1 or ``size``, or an instruction is not text.
+    """
     if found is None:
         return [""] * size
     key, value = found

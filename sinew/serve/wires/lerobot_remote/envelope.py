@@ -75,7 +75,13 @@ class UnreadableError(RemoteError):
 
 
 def malformed(name: str, expected: str, value: object) -> RemoteError:
-    """Create the error of a field with a value of the wrong type or range."""
+    """Create the error for a field whose value has the wrong type or range.
+
+    Args:
+        name: Name of the field.
+        expected: Description of the allowed values.
+        value: The received value.
+    """
     return RemoteError("malformed", f"{name}: expected {expected}, got {shown(value)}")
 
 
