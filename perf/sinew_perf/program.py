@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from sinew.bundle import Bundle
@@ -26,6 +26,7 @@ from sinew.engine.loading import load_model
 from sinew.engine.plan.plan import Plan
 from sinew.families.published import described, published
 from sinew.models import build_on_meta
+from sinew.models import on_meta as build_model_on_meta
 from sinew.models.base import Model
 from sinew.policy import open_bundle
 
@@ -127,6 +128,23 @@ class PublishedProgram:
             except ValueError as error:
                 raise SinewError(f"chunk: {error}") from None
         return replace(self, model=model, shapes=shapes, like=None)
+
+    def stack(self, name: str) -> int:
+        """Return the number of layers of a stack, such as "vision". 0 if the model does not name its layers so."""
+        layers = getattr(getattr(self.model.config, name, None), "num_layers", 0)
+        return int(layers) if f"{name}.layers.0." in "\n".join(self.model.state_dict()) else 0
+
+    def without_layers(self, name: str, count: int) -> PublishedProgram:
+        """Return the same program with ``count`` layers less in a stack (`sinew skip`)."""
+        config: Any = self.model.config
+        part = getattr(config, name)
+        shorter = replace(part, num_layers=part.num_layers - count)
+        model: Model = build_model_on_meta(type(self.model), replace(config, **{name: shorter}))
+        own = self.model.state_dict()
+        state = {key: tensor.to(own[key].dtype) for key, tensor in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        model.solver = self.model.solver
+        return replace(self, model=model.eval().requires_grad_(False), like=None)
 
     @property
     def chunk(self) -> int:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import sinew
+from sinew.bundle import Bundle
 from sinew.cli import main
+from sinew.convert.skip import without_layers
 from sinew.core import CameraSpec, PolicySpec, SinewError, VectorSpec
 from tests.covering import some
 from tests.engine.test_guidance import BLOCKS
@@ -434,6 +436,28 @@ def test_the_quickest_cut_is_named_with_the_next(capsys):
     assert re.search("robot: Jetson Orin Nano.*; server: H200 SXM over WiFi 6", said)
     assert main([*line.split(), "--network", "6g"]) == 1
     assert "network '6g': expected one of ethernet-1g" in capsys.readouterr().err
+
+
+def test_a_program_without_layers_costs_what_the_shorter_bundle_costs(tmp_path):
+    blocks, short = Path(sinew.__file__).parent / "assets" / "blocks.gguf", tmp_path / "short.gguf"
+    without_layers(Bundle(blocks), {"vision": (1,)}, short)
+    whole = PublishedProgram.load(blocks, dtypes="fp32")
+    assert (whole.stack("vision"), whole.stack("state_proj"), whole.stack("ears")) == (3, 0, 0)
+    machine = load_hardware("cpu")
+    predicted, expected = (
+        [seconds([part], machine) for part in program.components("unfused")]
+        for program in (whole.without_layers("vision", 1), PublishedProgram.load(short, dtypes="fp32"))
+    )
+    assert predicted == expected
+    assert predicted[0] < seconds([whole.components("unfused")[0]], machine)
+
+
+def test_perf_gains_offer_fewer_vision_layers(capsys):
+    code, result = run(capsys, "gains", "pi0", "--hardware", "agx-orin")
+    (row,) = [row for row in result["taken"] if row["name"] == "21 vision layers of 27"]
+    assert code == 0
+    assert row["before_ms"] > row["after_ms"]
+    assert "sinew skip" in row["line"]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from sinew_client.auth import api_key_of
 from sinew_client.control import Cadence, Keep, MotionWatch
 from sinew_client.control.defaults import AUTO
+from sinew_client.control.listeners.views import ViewRefresh
 from sinew_client.control.run import Run, RunPlan
 
 from sinew.cli import status, terminal
@@ -67,6 +68,7 @@ def run(
         return run_stream(target, on, streaming, key, runs)
     if (flag := changed(streaming)) is not None:
         raise SinewError(f"{flag} needs --stream")
+    views = ViewRefresh.parse(by.refresh) if by.refresh else None
     with ExitStack() as stack:
         rule = assist_rule(target, by.assist, by.assist_when, by.assist_timeout)
         lead.check()
@@ -83,7 +85,11 @@ def run(
             )
             stack.callback(assisted.close)
         keeper = None if lead.frames is None else FrameKeeper(lead.frames, plan, stack)
-        listeners = [*([] if takeover is None else [takeover]), *([] if keeper is None else [Keep(keeper)])]
+        if views is not None:
+            views.check([camera["name"] for camera in plan.policy["cameras"]])
+        listeners = [
+            each for each in (takeover, None if keeper is None else Keep(keeper), views) if each is not None
+        ]
         driving = stack.enter_context(rig.run(connect, robot=machine, listeners=listeners))
         loop = driving.loop
         on.follow(driving, target, advantage=by.advantage, guidance_scale=by.guidance_scale)
@@ -111,6 +117,9 @@ def run(
         rows = [*rows, ("assist", assisted.text())]
     if keeper is not None:
         rows = [*rows, keeper.row()]
+    if views is not None:
+        result["refresh"] = views.text()
+        rows = [*rows, ("refresh", views.text())]
     if rig.frames is not None:
         result["frames"] = rig.frames.text
         rows = [*rows, ("frames", rig.frames.text)]

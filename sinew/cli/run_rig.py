@@ -52,6 +52,9 @@ class ChunkFlags:
         frames_as: Encoding of frames for a server: raw, a JPEG quality from 1 to 95, or auto. auto takes JPEG 90 if
             requests spend more than 50 ms on the network and JPEG helps. The report states the choice and the
             reason.
+        refresh: When a camera's newest frame is needed, for a server with --reuse: CAMERA:every:N, CAMERA:change:LIMIT
+            or CAMERA:never, separated by commas. Otherwise the request contains the older frame again, whose features
+            the server has stored.
         go: Begin at once, even if there is a keyboard.
         advantage: Advantage label to put into each prompt, for example positive. An empty value states none. Default:
             the policy's usual label.
@@ -72,6 +75,7 @@ class ChunkFlags:
     assist_when: Setting[str] = ASSIST_WHEN
     assist_timeout: Setting[Positive] = ASSIST_TIMEOUT
     frames_as: Setting[str] = "raw"
+    refresh: Setting[str] = ""
     go: Setting[Flag] = False
     advantage: Setting[str | None] = None
     guidance_scale: Setting[float | None] = None

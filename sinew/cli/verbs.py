@@ -91,6 +91,10 @@ OWN: dict[str, dict[str, Verb]] = {
             "Choose a precision per component and measure what it costs.",
             "quantize policy.gguf --recipe vision=int8,language=int8 --out small.gguf",
         ),
+        "skip": Verb(
+            "Leave layers out of a policy and measure the change of its actions.",
+            "skip policy.gguf --layers vision=1 --out short.gguf",
+        ),
         "prepare": Verb("Build, verify and time faster engines for a bundle.", "prepare policy.gguf"),
         "export": Verb(
             "Write a folder that runs without torch, or a file for vla.cpp.",

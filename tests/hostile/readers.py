@@ -30,6 +30,7 @@ from sinew_client.control.motion import parse_motion
 from sinew_client.control.replan import parse_rule
 from sinew_client.control.safety import Limits
 from sinew_client.control.settings import Settings
+from sinew_client.control.what_if import alternatives, read_run
 from sinew_client.protocol import decode_metadata
 from sinew_client.streams import decode_window
 from sinew_eval.dataset.records import episodes
@@ -574,16 +575,17 @@ def targets(work: Path) -> dict[str, Callable[[], Case]]:
         events = mutate_record(journal(), rng, rng.choice((1, 1, 2, 3)))
         return "\n".join(map(dumps, events)) + "\n"
 
-    def both(path: Path) -> object:
-        found = repeat(path)
-        return found, watched(path)
+    def all_readers(path: Path) -> object:
+        found = repeat(path), watched(path)
+        log = read_run(path)
+        return found, alternatives(log, (log.settings.choice.handover,))
 
     contract = yaml.safe_load(SO101.read_text())
     return {
         "recordings": lambda: Recordings(work).case,
         "contexts": lambda: Contexts().case,
         "stream messages": lambda: StreamMessages(work).case,
-        "journals": lambda: Text(work / "run.jsonl", lines, both).case,
+        "journals": lambda: Text(work / "run.jsonl", lines, all_readers).case,
         "contracts": lambda: Text(work / "c.yaml", lambda rng: yaml_tree(rng, contract), read_contract).case,
         "fleets": lambda: Text(work / "f.yaml", lambda rng: yaml_tree(rng, FLEET), read_fleet).case,
         "limits json": lambda: Text(work / "l.json", damaged(LIMITS), lambda path: Limits.read(path, 2)).case,

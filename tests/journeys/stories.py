@@ -620,6 +620,12 @@ with Client("{NATIVE}", timeout=120) as client:
 """,
         )
         walk.run("python still.py")
+    with walk.serving("sinew serve blocks --reuse", adds="--no-prepare"):
+        refreshed = walk.type(
+            "sinew run tcp://127.0.0.1:5555 --robot gym:sinew/Blocks-v0 --replan 4 --episodes 3"
+            " --set refresh=front:every:4"
+        ).result["refresh"]
+        assert re.fullmatch(r"front: an older frame in [1-9]\d* of \d+ requests", refreshed), refreshed
         walk.type(
             "sinew bench tcp://127.0.0.1:5555 --idle 0,1,10", adds="--runs 3", says=("of the steady p50",)
         )
@@ -942,6 +948,13 @@ def low_bit(walk: Walk) -> None:
     walk.type("sinew quantize policy.gguf --search --budget 300MB --out found.gguf", instead=("300MB", "2MB"))
     assert (walk.folder / "found.gguf").stat().st_size <= 2_000_000
     walk.type("sinew eval small.gguf --gate GATE", instead=("GATE", "blocks"), says=("gate",))
+    ranked = walk.type("sinew skip policy.gguf").result["rows"]
+    assert ranked[0]["layers"] == "vision=1", ranked
+    walk.type("sinew skip policy.gguf --layers vision=1 --out short.gguf")
+    walk.type(
+        "sinew eval policy.gguf --env sinew/Blocks-v0 --compare short.gguf --replan 8 --episodes 40",
+        instead=("--episodes 40", "--episodes 3"),
+    )
     walk.run("sinew perf fit small.gguf --engine cpu --device cpu --cameras 2", says=("fits with",))
 
 
