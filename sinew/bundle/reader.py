@@ -86,16 +86,19 @@ class Bundle:
             scale = self.infos.get(module + SCALE)
             if len(info.shape) != 2:
                 raise BundleError(
-                    f"{self.path}: tensor {name!r}: expected two dimensions, got {len(info.shape)}"
+                    f"{self.path}: tensor {name!r}: expected two dimensions, got {len(info.shape)}; convert the"
+                    " bundle again"
                 )
             if (scale is None) != bool(stored.group):
                 count = "no" if stored.group else "one"
                 raise BundleError(
-                    f"{self.path}: tensor {name!r} in {stored.name}: expected {count} tensor {module + SCALE!r}"
+                    f"{self.path}: tensor {name!r} in {stored.name}: expected {count} tensor {module + SCALE!r};"
+                    " convert the bundle again"
                 )
             if scale is not None and scale.type is not GGMLQuantizationType.F32:
                 raise BundleError(
-                    f"{self.path}: tensor {module + SCALE!r}: expected F32, got {scale.type.name}"
+                    f"{self.path}: tensor {module + SCALE!r}: expected F32, got {scale.type.name}; convert the"
+                    " bundle again"
                 )
             formats[module] = stored.name
         return formats

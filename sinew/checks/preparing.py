@@ -423,7 +423,8 @@ def _check_room(bundle: Bundle, candidate: EngineChoice, need: int, memory_gib: 
         if ROOM * wide > there:
             where = candidate.options.device
             raise SinewError(
-                f"memory of {where}: expected {_gib(ROOM * wide)} free, got {_gib(there)}; end other programs on it"
+                f"memory of {where}: expected {_gib(ROOM * wide)} free, got {_gib(there)}; end other programs"
+                f" on {where}"
             )
         return
     try:

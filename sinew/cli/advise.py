@@ -64,7 +64,9 @@ def advise(
         missing = "--policy POLICY" if frames is not None else "--frames FOLDER"
         raise SinewError(f"{missing}: --frames and --policy are needed together; add it, or omit both")
     if not policy and (flag := changed(runs) or changed(cameras)):
-        raise SinewError(f"{flag}: expected --policy, whose engine it concerns")
+        raise SinewError(
+            f"{flag}: expected --policy, because this flag is for the policy's engine; pass both"
+        )
     if plot is not None and frames is None:
         raise SinewError("--plot: the figure shows the age of plans; pass --frames and --policy too")
     if plot is not None:
@@ -119,7 +121,7 @@ def _open(
 
     if addresses_of(policy):
         if (flag := changed(runs) or changed(cameras)) is not None:
-            raise SinewError(f"{flag}: expected a policy that computes here, got the server {policy}")
+            raise SinewError(f"{flag}: expected a policy that runs on this machine, got the server {policy}")
         opened: Any = connect(policy)
     else:
         from sinew.policy import Policy, open_bundle

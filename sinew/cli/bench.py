@@ -312,7 +312,9 @@ def parse_steps(text: str) -> tuple[int, ...]:
     """Parse numbers of solver steps, such as ``"1,2,5"``. A fit needs at least two different numbers."""
     parts = text.split(",")
     if not all(part.strip().isdigit() and 1 <= int(part) <= 1000 for part in parts) or len(set(parts)) < 2:
-        raise ObservationError("--fit-steps", "two or more numbers from 1 to 1000, as 1,2,5,10", repr(text))
+        raise ObservationError(
+            "--fit-steps", "two or more numbers from 1 to 1000, such as 1,2,5,10", repr(text)
+        )
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
@@ -326,5 +328,5 @@ def _image_size_of(text: str | None) -> tuple[int, int] | None:
         return None
     height, _, width = text.lower().partition("x")
     if not (height.isdigit() and width.isdigit() and int(height) and int(width)):
-        raise ObservationError("--image-size", "HEIGHTxWIDTH, as 480x640", repr(text))
+        raise ObservationError("--image-size", "HEIGHTxWIDTH, such as 480x640", repr(text))
     return int(height), int(width)

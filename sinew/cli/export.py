@@ -53,7 +53,7 @@ def export(
     if (onnx is None) == (vlacpp is None):
         raise SinewError("expected either --onnx FOLDER or --vlacpp FILE; pass one of them")
     if whole and onnx is None:
-        raise SinewError("--whole needs --onnx FOLDER")
+        raise SinewError("--whole requires --onnx FOLDER; pass both flags")
     if prompt and not whole:
         raise SinewError("--prompt requires --whole; pass both flags")
     if qdq and onnx is None:

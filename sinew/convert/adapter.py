@@ -115,7 +115,8 @@ def read_config(file: Path) -> dict[str, Any]:
     config = read_json(file)
     if config.get("peft_type") != "LORA":
         raise ConvertError(
-            f"{file}: peft_type: expected LORA, got {json.dumps(config.get('peft_type'))[:80]}"
+            f"{file}: peft_type: expected LORA, got {json.dumps(config.get('peft_type'))[:80]}; merge the adapter with"
+            " PEFT, and convert the merged model"
         )
     if config.get("init_lora_weights", True) not in INITIAL:
         raise ConvertError(

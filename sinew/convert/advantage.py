@@ -57,7 +57,9 @@ def with_advantage(conversion: Conversion, options: ConvertOptions) -> Conversio
         return conversion
     names = [name.strip() for name in values.get("advantage", "").split(",") if name.strip()]
     if not names:
-        raise ConvertError(f"--set {next(iter(values))} needs --set advantage=NAME,NAME")
+        raise ConvertError(
+            f"--set {next(iter(values))} requires --set advantage=NAME,NAME; pass both settings"
+        )
     if len(set(names)) != len(names):
         raise ConvertError(
             f"--set advantage: expected different names, got {', '.join(names)}; remove duplicates"

@@ -148,7 +148,9 @@ class Conversion:
         try:
             model = build_on_meta(self.spec.architecture, self.config)
         except (ValueError, TypeError, ZeroDivisionError, OverflowError, RuntimeError) as error:
-            raise ConvertError(f"the checkpoint's config describes no valid model: {error}") from None
+            raise ConvertError(
+                f"the checkpoint's config describes no valid model: {error}; correct config.json"
+            ) from None
         state = model.state_dict()
         # A uint8 parameter contains packed low-bit weights. Its shape is [rows, bytes per row].
         packed = {name for name, tensor in state.items() if tensor.dtype == torch.uint8}
@@ -168,7 +170,10 @@ class Conversion:
             size = getattr(self.spec, what).dim * max(recipe.rows, 1)
             sizes = {name: len(recipe.stats.get(name, ())) for name in STATISTICS[recipe.mode]}
             if not parts and (wrong := [f"{got} of {name}" for name, got in sizes.items() if got != size]):
-                raise ConvertError(f"statistics of {what}: expected {size} numbers, got {', '.join(wrong)}")
+                raise ConvertError(
+                    f"statistics of {what}: expected {size} numbers, got {', '.join(wrong)}; use the statistics"
+                    " of the policy's training data"
+                )
         if odd := next(
             (t for t in weights.values() if t.type not in (BY_TYPE if t.name in packed else TORCH_DTYPES)),
             None,

@@ -73,7 +73,7 @@ def lm_head(
     if not options.setting("lm_head", False):
         for name in PROMPT_SETTINGS:
             if options.setting(name, None) is not None:
-                raise ConvertError(f"--set {name} needs --set lm_head=true")
+                raise ConvertError(f"--set {name} requires --set lm_head=true; pass both settings")
         return LMHead("", dead)
     matrix = tensors.get(head)
     if matrix is None and not tied:

@@ -173,8 +173,8 @@ class ConvertOptions(CheckpointFlags):
             if name not in (*COMMON, *family.OPTIONS):
                 supported = ", ".join(_flag(option) for option in family.OPTIONS) or "none"
                 raise ConvertError(
-                    f"{_flag(name)}: {source} is a checkpoint of {' or '.join(family.NAMES)}, which does not take this"
-                    f" option; it takes {supported}"
+                    f"{_flag(name)}: {source} is a checkpoint of {' or '.join(family.NAMES)}, which does not support"
+                    f" this option; supported options: {supported}"
                 )
         settings = {**family.SETTINGS, **(common or {})}
         for name in self.settings:

@@ -57,7 +57,7 @@ def test_the_log_alone_gives_no_advice_about_age(run: Path, capsys: pytest.Captu
         (("--policy", "pen"), "--frames FOLDER: --frames and --policy are needed together"),
         (("--frames", "."), "--policy POLICY: --frames and --policy are needed together"),
         (("--plot", "x.png"), "--plot: the figure shows the age of plans"),
-        (("--engine", "eager"), "--engine: expected --policy, whose engine it concerns"),
+        (("--engine", "eager"), "--engine: expected --policy, because this flag is for the policy's engine"),
         (("--policy", "pen", "--frames", "."), "no records (*.npz) in this folder"),
     ],
 )

@@ -296,7 +296,9 @@ def test_machines_may_be_separated_by_commas() -> None:
 
 
 def test_a_misspelt_option_of_load_is_said() -> None:
-    with pytest.raises(TypeError, match="sinew.load: expected device, .*got 'engin'; did you mean 'engine'"):
+    with pytest.raises(
+        TypeError, match="sinew.load: expected options device, .*got 'engin'; did you mean 'engine'"
+    ):
         sinew.load(PEN, engin="plan")
     assert {"load", "Policy"} <= set(dir(sinew))
     assert (Path(sinew.__file__).parent / "py.typed").is_file()

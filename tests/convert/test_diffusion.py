@@ -242,7 +242,7 @@ def test_moments_that_are_not_sent_are_the_oldest_one(golden: Path, case_bundle:
     both = policy.infer(given)
     assert not any("earlier" in warning for warning in both.warnings)
     alone = policy.infer(replace(given, earlier=()))
-    assert any("reads 2 observation steps and got 1" in warning for warning in alone.warnings)
+    assert any("uses 2 observation steps and got 1" in warning for warning in alone.warnings)
     twice = policy.infer(replace(given, earlier=(Moment(given.images, given.state),)))
     assert np.array_equal(alone.actions, twice.actions)
     assert not np.allclose(alone.actions, both.actions, atol=1e-3)

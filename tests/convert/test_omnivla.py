@@ -205,7 +205,7 @@ def test_the_lines_that_a_user_types(home: Path, tmp_path: Path, capsys: pytest.
     assert main([*ask, "--state", "1,0,1,0,7", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert np.array(answer["actions"]).shape == (8, 4)
-    assert any("reads 6 observation steps and got 1" in warning for warning in answer["warnings"])
+    assert any("uses 6 observation steps and got 1" in warning for warning in answer["warnings"])
     assert main([*ask, "--state", "1,0,1,0,6"]) == 1
     assert "state[4]: expected one of 4 pose, 7 language, got 6" in " ".join(capsys.readouterr().err.split())
 

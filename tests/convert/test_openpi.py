@@ -176,7 +176,7 @@ def test_default_prompt(openpi_checkpoint, tmp_path, capsys):
         Image.fromarray(frame).save(tmp_path / f"{camera}.png")
         image.append(f"{camera}={tmp_path / camera}.png")
     assert infer(policy.bundle.path, image=image, state=",".join(map(str, obs["state"]))) == 0
-    assert "prompt 'fold the towel', the bundle's own" in capsys.readouterr().out
+    assert "prompt 'fold the towel', the bundle's default" in capsys.readouterr().out
 
 
 def test_aloha_state_steps_round_trip_with_the_published_inverse():

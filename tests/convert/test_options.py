@@ -30,7 +30,7 @@ def test_unknown_settings_and_options_list_the_known_ones(golden, tmp_path):
     with pytest.raises(ConvertError, match=r"--set center_crop: .*smolvla \(solver_steps: solver steps of"):
         convert(case / "checkpoint", out, vlm=case / "vlm", settings={"center_crop": False})
     for message, options in {
-        r"--embodiment: .*smolvla, which does not take this option; it takes --base, --vlm, --tokenizer": {
+        r"--embodiment: .*smolvla, which does not support this option; supported options: --base, --vlm, --tokenizer": {
             "embodiment": "gr1"
         },
         r"--stats-key": {"stats_key": "libero"},
@@ -145,8 +145,8 @@ def test_a_prompt_gets_a_place_for_advantages(golden, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"usual_advantage": "good"}, "--set usual_advantage needs --set advantage=NAME,NAME"),
-        ({"advantage": ", "}, "--set advantage needs --set advantage=NAME,NAME"),
+        ({"usual_advantage": "good"}, "--set usual_advantage requires --set advantage=NAME,NAME"),
+        ({"advantage": ", "}, "--set advantage requires --set advantage=NAME,NAME"),
         ({"advantage": "a,a"}, "--set advantage: expected different names, got a, a"),
         (
             {"advantage": "a", "advantage_words": "good"},

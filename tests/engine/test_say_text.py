@@ -477,7 +477,7 @@ def test_the_prompts_are_data_of_the_bundle(
     out = capsys.readouterr().out
     assert '"Task: {prompt}. Subtask: "' in " ".join(out.split())
     for asked, why in (
-        ({"subtask_prompt": "{prompt}"}, "--set subtask_prompt needs --set lm_head=true"),
+        ({"subtask_prompt": "{prompt}"}, "--set subtask_prompt requires --set lm_head=true"),
         (
             {"lm_head": "true", "question_prompt": "why"},
             "text.question: expected a placeholder for the question",

@@ -116,7 +116,7 @@ def test_diffusion_answers_alike_on_every_wire(golden, tmp_path):
         noisy = replace(alone, noise=given.noise)
         answer = client.infer(noisy)
         np.testing.assert_allclose(answer.actions, policy.infer(noisy).actions, atol=1e-5, rtol=0)
-        assert any("reads 2 observation steps and got 1" in warning for warning in answer.warnings)
+        assert any("uses 2 observation steps and got 1" in warning for warning in answer.warnings)
         with pytest.raises(ClientError, match=r"noise: expected 0 or 1440 values \(10 x 16 x 9\), got 144"):
             client.infer(replace(noisy, noise=given.noise[0]))
         assert not client.infer(given).warnings

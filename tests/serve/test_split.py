@@ -191,7 +191,7 @@ def test_moments_travel_to_the_context(case_bundle, caplog):
             assert found.warnings == wanted.warnings
             assert any("got 1" in warning for warning in found.warnings)
             assert any(
-                "reads 2 observation steps and got 1" in record.getMessage() for record in caplog.records
+                "uses 2 observation steps and got 1" in record.getMessage() for record in caplog.records
             )
             other = Moment({name: 255 - frame for name, frame in given.images.items()}, given.state)
             both = replace(given, earlier=(other,))

@@ -165,7 +165,9 @@ class LeRobotCheckpoint:
         if key in self.config:
             return self.config[key]
         if key not in self.schema.defaults:
-            raise ConvertError(f"{self.file}: {key!r} is missing")
+            raise ConvertError(
+                f"{self.file}: {key!r} is missing; use the config.json that the training wrote"
+            )
         return self.schema.defaults[key]
 
     def _check_keys(self) -> None:

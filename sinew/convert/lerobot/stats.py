@@ -266,7 +266,9 @@ def seen_in(file: Path, spec: PolicySpec) -> Seen | None:
             f"the data set's meta/{file.name}", frames, cameras, SeenState(*numbers) if complete else None
         )
     except (AttributeError, KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
-        raise ConvertError(f"{file}: not a table of statistics ({error})") from None
+        raise ConvertError(
+            f"{file}: not a table of statistics ({error}); expected a data set's meta/stats.json"
+        ) from None
     for problem in (*problems(seen, "seen"), *seen_problems(seen, spec)):
         raise ConvertError(f"{file}: {problem.removeprefix('seen.')}")
     return seen if cameras or complete else None

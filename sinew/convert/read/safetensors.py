@@ -97,7 +97,7 @@ def read_weights(directory: Path) -> tuple[dict[str, TensorSource], list[Path]]:
             if not single and expected.get(name) != file.name:
                 where = f"in {expected[name]}" if name in expected else "nowhere"
                 raise ConvertError(
-                    f"{file}: holds {name!r}, which {index.name} lists {where}; copy the index and all weights from"
+                    f"{file}: contains {name!r}, which {index.name} lists {where}; copy the index and all weights from"
                     " one checkpoint"
                 )
             if how := next((hint for pattern, hint in WRAPPED.items() if re.search(pattern, name)), None):
@@ -106,7 +106,7 @@ def read_weights(directory: Path) -> tuple[dict[str, TensorSource], list[Path]]:
     if missing := [name for name in expected if name not in tensors]:
         raise ConvertError(
             f"{directory / expected[missing[0]]}: {index.name} lists {missing[0]!r} in this file, which does not"
-            " contain it" + _more(missing[1:])
+            f" contain it{_more(missing[1:])}; copy the index and all weights from one checkpoint"
         )
     return tensors, files
 

@@ -160,6 +160,6 @@ def _source(path: Path, name: str, tensor: torch.Tensor, size: int) -> TensorSou
     # Without this check, a view that repeats its elements (expand) would be written as a huge tensor.
     if nbytes > size:
         raise ConvertError(
-            f"{path}: tensor {name!r} says {nbytes} bytes, the file has {size}; save a contiguous copy of it"
+            f"{path}: tensor {name!r} needs {nbytes} bytes, but the file has {size}; save a contiguous copy of it"
         )
     return TensorSource(name, tuple(tensor.shape), kind, nbytes, MappedTensor(tensor))
