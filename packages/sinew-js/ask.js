@@ -1,8 +1,8 @@
 #!/usr/bin/env -S node --experimental-websocket
 // ask.js URL PROMPT --image CAMERA=FILE.ppm ... --state 0.1,0.2 [--seed N] [--key KEY, else SINEW_API_KEY] [--times N] [--bytes FILE]
 //
-// Asks a server once, or N times, prints the action rows, and ends with 0; 1 on an error, which it prints with its code.
-// --bytes writes the first request instead.
+// An example program. It sends one request, or N requests, and prints the actions of each chunk. The exit status is 0, or 1
+// after an error, which it prints with its code. --bytes FILE writes the first request to FILE and sends no observation.
 
 import { existsSync, readFileSync, writeFileSync } from "node:fs";
 import { Client, SinewError, encode } from "./sinew.js";

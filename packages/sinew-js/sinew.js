@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Asks a Sinew server, or one of openpi's, for actions over a WebSocket: msgpack maps in which arrays are maps of bytes,
-// dtype and shape (docs/protocol-openpi.md). No dependency; the same file runs in browsers and in Node. Types: sinew.d.ts.
+// A client of a Sinew server or an openpi server. It sends observations and receives chunks of actions over a WebSocket, as
+// msgpack maps. Each array is a map with the keys data (bytes), dtype and shape (docs/protocol-openpi.md).
+//
+// The client has no dependencies. The same file runs in browsers and in Node. The types are in sinew.d.ts.
 
 const OPTIONS = ["seed", "solver_steps", "delay", "horizon", "noise", "previous", "time", "beta", "rtc", "schedule",
   "subtask", "question", "text_only", "text_tokens", "adapter", "advantage", "guidance_scale", "session_id", "deadline_ms"];
 const REALS = new Set(["time", "beta", "guidance_scale", "deadline_ms"]);
 const READ = new Set(["images", "state", "prompt", ...OPTIONS]);
-const MAX_DEPTH = 16; // of a reply's containers
-const MAX_ROWS = 1024, MAX_DIM = 1024; // of a chunk, as of the Python client
-const MAX_REPLY = 2 ** 28, MAX_TOLD = 2 ** 16; // bytes of a frame, as of the C++ client; characters of an error
-const LONGEST_MS = 2 ** 31 - 1; // of a timer: one that is set longer ends at once
+const MAX_DEPTH = 16; // nested maps and lists in a reply
+const MAX_ROWS = 1024, MAX_DIM = 1024; // limits of a chunk, the same as in the Python client
+const MAX_REPLY = 2 ** 28; // bytes of a message, the same as in the C++ client
+const MAX_TOLD = 2 ** 16; // characters of an error message
+const LONGEST_MS = 2 ** 31 - 1; // a longer timer would fire immediately
 const text = new TextEncoder(), words = new TextDecoder("utf-8", { fatal: true });
 
 export class SinewError extends Error {
@@ -20,23 +23,24 @@ export class SinewError extends Error {
   }
 }
 
-// A server's text as it may be printed: a line of at most 1,000 characters, without control characters.
+// Return a server's text in a form that is safe to print: one line of at most 1,000 characters, without control characters.
 const plain = (text) => text.slice(0, 1000).replace(/[\u0000-\u001f\u007f-\u009f]/g, " ").trim();
 
 const refuse = (field, expected, got) => {
   throw new SinewError("bad_observation", `${field}: expected ${expected}, got ${got}`);
 };
 
-// ---------------------------------------------------------------------------- msgpack
-
-class Real { // a number that travels as float64 also where it is whole
+// A number that is always encoded as float64, even if it is a whole number.
+class Real {
   constructor(value) { this.value = value; }
 }
 
 class Writer {
   constructor() { this.parts = []; }
   put(...bytes) { this.parts.push(Uint8Array.from(bytes)); }
-  head(size, small, limit, ...wide) { // wide: the codes of 8, 16 and 32 bits, 0 where there is none
+  // Write the type and size of a text, array or map. A size below limit is part of the byte small. Otherwise, wide contains
+  // the type codes for sizes of 8, 16 and 32 bits. 0 means that msgpack has no such code.
+  head(size, small, limit, ...wide) {
     if (size < limit) this.put(small | size);
     else if (size < 256 && wide[0]) this.put(wide[0], size);
     else if (size < 65536) this.put(wide[1], size >> 8, size & 255);
@@ -124,7 +128,7 @@ class Reader {
     return found;
   }
   map(size, depth) {
-    const found = Object.create(null); // a key "__proto__" is a key
+    const found = Object.create(null); // without a prototype, "__proto__" is an ordinary key
     while (size-- > 0) {
       const key = this.any(depth);
       found[key instanceof Uint8Array ? words.decode(key) : String(key)] = this.any(depth);
@@ -168,14 +172,12 @@ export function unpack(bytes) {
     if (reader.at === bytes.length) return value;
   } catch (error) {
     if (error instanceof SinewError) throw error;
-    throw new SinewError("bad_reply", `the reply: ${error.message}`); // text that is no UTF-8
+    throw new SinewError("bad_reply", `the reply: ${error.message}`); // for example a text that is not UTF-8
   }
   throw new SinewError("bad_reply", "the reply: expected one msgpack value, got more behind it");
 }
 
-// ---------------------------------------------------------------------------- observations and chunks
-
-const key = (name) => text.encode(name); // openpi's maps of an array have keys of bytes
+const key = (name) => text.encode(name); // openpi's map of an array has keys of type bytes
 
 function array(bytes, dtype, shape) {
   return new Map([[key("__ndarray__"), true], [key("data"), bytes], [key("dtype"), dtype], [key("shape"), [...shape]]]);
@@ -242,14 +244,13 @@ export function decode(reply) {
   return { ...found, actions: numbers, rows: shape[0], dim: shape[1] };
 }
 
-// ---------------------------------------------------------------------------- the client
-
-// True where nobody on a network can read what is sent. URL has brought all ways to write an address to one.
+// Return true if nobody on the network can read the messages: the connection is encrypted, or the server is on this
+// machine. The class URL converts each spelling of an IP address to one form, so simple comparisons are enough.
 function isPrivate(url) {
   let found;
   try {
     found = new URL(url);
-  } catch { // the socket says what is wrong
+  } catch { // the constructor of the WebSocket reports an invalid URL
     return true;
   }
   const host = found.hostname;
@@ -277,7 +278,8 @@ export class Client {
         chunk = decode(reply);
         if (chunk.rows < 1 && !observation.text_only && !observation.question)
           throw new SinewError("bad_reply", "actions: expected at least one row, got none");
-      } catch (error) { // the next reply may not be that of its request either: these have no number
+      } catch (error) {
+        // Replies have no number. After a malformed reply, the next reply may belong to another request, so reconnect.
         if (error.code === "bad_reply") this.#forget();
         throw error;
       }
@@ -299,7 +301,8 @@ export class Client {
     this.#forget(new SinewError("connection_lost", "the client was closed"));
   }
 
-  #take(call) { // one call after the other, whatever became of the one before
+  // Run the calls one after another. A failed call does not stop the next call.
+  #take(call) {
     const made = this.#turn.then(() => {
       if (this.#closed) throw new SinewError("connection_lost", "the client was closed");
       return call(performance.now() + (this.#options.timeoutMs ?? 10000));
@@ -331,13 +334,13 @@ export class Client {
       if (this.#socket !== socket) return;
       const [size, most] = typeof data === "string" ? [data.length, MAX_TOLD] : [data.byteLength, MAX_REPLY];
       if (size > most) this.#forget(new SinewError("bad_reply", `the reply: expected at most ${most} bytes, got ${size}`));
-      else if (typeof data === "string") { // an error, after which the server ends the connection
+      else if (typeof data === "string") { // the server sends an error as text, and then closes the connection
         said = data;
       } else if (this.#waiting) this.#waiting.resolve(new Uint8Array(data));
       else this.#forget();
     };
     socket.onclose = socket.onerror = ({ type, reason }) => {
-      if (this.#socket !== socket || (type === "error" && said)) return; // the end follows, which has the reason
+      if (this.#socket !== socket || (type === "error" && said)) return; // the close event follows and has the reason
       const never = `no server of this protocol answers at ${this.#url}, the key is not its own, or ` + (this.#url.startsWith("wss:")
         ? "its certificate is not trusted (Node takes one more from NODE_EXTRA_CA_CERTS)" : "it wants wss://");
       const told = said || reason || (open ? `the connection to ${this.#url} was lost` : never);
@@ -362,7 +365,8 @@ export class Client {
     return reply;
   }
 
-  #next(end) { // the next binary frame
+  // Return the next binary message.
+  #next(end) {
     return new Promise((resolve, reject) => {
       const late = () => this.#forget(new SinewError("timeout", `no answer from ${this.#url} in time`));
       const timer = setTimeout(late, Math.min(LONGEST_MS, Math.max(0, end - performance.now())));
@@ -371,7 +375,8 @@ export class Client {
     });
   }
 
-  #forget(error) { // the next call connects anew
+  // Close the connection and reject the waiting call. The next call opens a new connection.
+  #forget(error) {
     const socket = this.#socket;
     this.#socket = this.#opened = null;
     this.#waiting?.reject(error ?? new SinewError("connection_lost", `no connection to ${this.#url}`));
