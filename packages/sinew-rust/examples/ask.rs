@@ -1,10 +1,13 @@
 //! ask ADDRESS PROMPT --image CAMERA=FILE ... --state 0.1,0.2 \[--seed N\] \[--key KEY, else SINEW_API_KEY\]
 //! \[--times N\] \[--rate HZ\] \[--bytes FILE\]
 //!
-//! Asks a server once, or N times, prints the action rows, and ends with 0; 1 on an error, which it prints with its
-//! code. FILE is a PPM (P6) picture, whose pixels are sent as they are, or a JPEG or PNG file. --rate streams: so
-//! many samples a second, until N windows have come, each a line: its step, and its nodes. --bytes writes the first
-//! request instead.
+//! An example program. It sends one request, or N requests, and prints the actions of each chunk. The exit status is 0,
+//! or 1 after an error, which it prints with its code.
+//!
+//! FILE is a PPM (P6), JPEG or PNG file. The pixels of a PPM file are sent uncompressed.
+//! --rate HZ opens a stream and sends HZ samples per second. The program ends after N windows, and prints one line for
+//! each window: the first step and the nodes.
+//! --bytes FILE writes the first request to FILE and sends nothing.
 
 use std::error::Error;
 use std::io::Write;
@@ -65,7 +68,7 @@ fn ask(given: &[String]) -> Result<(), Box<dyn Error>> {
         return stream(Stream::new(address, rate, options, "")?, seen, f64::from(rate), times);
     }
     let mut robot = Client::with_options(address, options)?;
-    let mut out = std::io::stdout().lock(); // println! would panic where a pipe has ended
+    let mut out = std::io::stdout().lock(); // println! would panic if the pipe is closed
     for _ in 0..times {
         let chunk = robot.infer(&seen)?;
         for row in &chunk {
@@ -76,7 +79,7 @@ fn ask(given: &[String]) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Print so many windows.
+/// Send samples at the given rate, and print the given number of windows.
 fn stream(mut robot: Stream, mut seen: Observation<'_>, rate: f64, times: u32) -> Result<(), Box<dyn Error>> {
     robot.open()?;
     let (begun, mut out, mut windows) = (Instant::now(), std::io::stdout().lock(), 0);
@@ -92,7 +95,7 @@ fn stream(mut robot: Stream, mut seen: Observation<'_>, rate: f64, times: u32) -
                 return Ok(());
             }
             let late = begun.elapsed().as_secs_f64() - window.sample_time;
-            seen.delay = Some(1 + (late * rate) as u32); // as late as this one came
+            seen.delay = Some(1 + (late * rate) as u32); // assume that the next window is as late
         }
     }
     Ok(())
@@ -102,7 +105,7 @@ fn number<T: FromStr>(option: &str, text: &str) -> Result<T, String> {
     text.trim().parse().map_err(|_| format!("{option}: expected a number, got {text} [usage]"))
 }
 
-/// Return a PPM's pixels, or a file that the server decodes.
+/// Return an image with the pixels of a PPM file, or with the bytes of a file that the server decodes.
 fn picture<'a>(camera: &str, path: &str, content: &'a [u8]) -> Result<Image<'a>, String> {
     if !content.starts_with(b"P6") {
         return Ok(Image::file(camera, content));

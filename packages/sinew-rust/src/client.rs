@@ -1,4 +1,4 @@
-//! Talks to one server.
+//! The client of one server.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -9,10 +9,13 @@ use crate::zmtp::UnixPlace;
 use crate::zmtp::{Connection, Place};
 use crate::{Chunk, Error, Observation, Options, Report, Result};
 
-pub(crate) const LONGEST: Duration = Duration::from_secs(365 * 86400); // of a time limit, so that every moment can be told
+/// The longest time limit, one year. `Instant` could not represent the end of a much longer time limit.
+pub(crate) const LONGEST: Duration = Duration::from_secs(365 * 86400);
 
-/// Talks to one server. The first call connects; a connection that breaks or misses its reply is thrown away and the
-/// next call opens another, so that a late reply answers nothing else.
+/// A client of one server. The first call opens the connection.
+///
+/// If the connection breaks or a reply is late, the client closes the connection, and the next call opens a new one. So
+/// a late reply cannot be taken for the reply to a later request.
 pub struct Client {
     options: Options,
     place: Place,
@@ -22,7 +25,8 @@ pub struct Client {
 }
 
 impl Client {
-    /// Make a client of `[tcp://]HOST:PORT[/POLICY]` or, on Unix, `ipc:///PATH[#POLICY]`. Nothing is sent yet.
+    /// Create a client for the address `[tcp://]HOST:PORT[/POLICY]` or, on Unix, `ipc:///PATH[#POLICY]`. The first call
+    /// connects, not this function.
     ///
     /// # Errors
     /// [`Error::BadAddress`].
@@ -30,7 +34,7 @@ impl Client {
         Self::with_options(address, Options::default())
     }
 
-    /// Make a client with other options.
+    /// Create a client with other options than the defaults.
     ///
     /// # Errors
     /// [`Error::BadAddress`].
@@ -39,7 +43,7 @@ impl Client {
         Ok(Self { options, place, policy, last_id: 0, connection: None })
     }
 
-    /// Give later calls another time limit.
+    /// Change the time limit of later calls.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.options.timeout = timeout;
     }
@@ -47,7 +51,7 @@ impl Client {
     /// Return the actions for one observation.
     ///
     /// # Errors
-    /// Any [`Error`] but [`Error::BadAddress`].
+    /// Any [`Error`] except [`Error::BadAddress`].
     pub fn infer(&mut self, seen: &Observation<'_>) -> Result<Chunk> {
         let begun = Instant::now();
         let id = self.next_id();
@@ -60,11 +64,13 @@ impl Client {
         self.keep(chunk)
     }
 
-    /// Return what each of 1 to 64 observations gets, in their order: a chunk, or an error that leaves the others
-    /// alone. `deadline_ms` is of them all: milliseconds from arrival, after which they are refused.
+    /// Send 1 to 64 observations in one message, and return one result for each, in the same order.
+    ///
+    /// An error in one result does not affect the other results. `deadline_ms` applies to all observations: the server
+    /// rejects them if they wait longer than this number of milliseconds after their arrival.
     ///
     /// # Errors
-    /// Any [`Error`] but [`Error::BadAddress`]; [`Error::BadObservation`] before anything is sent.
+    /// Any [`Error`] except [`Error::BadAddress`]. After [`Error::BadObservation`], the client has sent nothing.
     pub fn infer_all(&mut self, seen: &[Observation<'_>], deadline_ms: Option<f32>) -> Result<Vec<Result<Chunk>>> {
         let begun = Instant::now();
         let id = self.next_id();
@@ -76,39 +82,39 @@ impl Client {
         self.keep(answers)
     }
 
-    /// Return, as JSON, what the server runs and expects.
+    /// Return a description of the server and of its policy's inputs and outputs, as JSON.
     ///
     /// # Errors
-    /// Those of the connection and of the server.
+    /// [`Error::Timeout`], [`Error::ConnectionLost`], [`Error::BadReply`], [`Error::Server`].
     pub fn metadata(&mut self) -> Result<String> {
         self.control(Control::Metadata, "")
     }
 
-    /// Return status and counters, as JSON.
+    /// Return the server's status and counters, as JSON.
     ///
     /// # Errors
-    /// As of [`Client::metadata`].
+    /// The same errors as [`Client::metadata`].
     pub fn health(&mut self) -> Result<String> {
         self.control(Control::Health, "")
     }
 
-    /// Say that a new episode begins in a session, "" where there is but one.
+    /// Tell the server that a new episode starts in a session. A client with only one session can pass "".
     ///
     /// # Errors
-    /// As of [`Client::metadata`].
+    /// The same errors as [`Client::metadata`].
     pub fn reset(&mut self, session: &str) -> Result<()> {
         self.control(Control::Reset, session).map(|_| ())
     }
 
-    /// Tell the server how the robot's run goes, which its dashboard shows.
+    /// Send a report of the robot's run to the server, which shows it in its dashboard.
     ///
     /// # Errors
-    /// As of [`Client::metadata`].
+    /// The same errors as [`Client::metadata`].
     pub fn report(&mut self, session: &str, report: &Report) -> Result<()> {
         self.control(Control::Report(report), session).map(|_| ())
     }
 
-    /// End the connection; a later call opens another.
+    /// Close the connection. A later call opens a new connection.
     pub fn close(&mut self) {
         self.connection = None;
     }
@@ -137,7 +143,8 @@ impl Client {
         Ok(reply)
     }
 
-    /// Return what was read of a reply. After one that makes no sense the next may not be that of its request either.
+    /// Return the given result. If the reply was malformed, close the connection first, because the next reply may then
+    /// belong to another request.
     fn keep<T>(&mut self, read: Result<T>) -> Result<T> {
         if matches!(read, Err(Error::BadReply(_))) {
             self.close();
@@ -162,7 +169,7 @@ pub(crate) fn split(address: &str, options: &Options) -> Result<(Place, String)>
     Ok((place, policy))
 }
 
-/// Return true for an address or a name that only this machine reaches.
+/// Return true for an address or a name that only this machine can reach.
 fn is_loopback(host: &str) -> bool {
     match host.parse::<IpAddr>() {
         Ok(IpAddr::V4(address)) => address.is_loopback(),

@@ -1,37 +1,40 @@
-//! What can go wrong.
+//! The errors of the client.
 
 use std::fmt;
 
-/// The outcome of a call.
+/// The result of a call.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Says what went wrong. Each text names the field, what was expected and what came.
+/// The error of a call. The text contains the field, the expected value and the actual value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Error {
-    /// The address is none of a native wire, or the key would travel unencrypted to it.
+    /// The address does not have a supported form, or the key would travel to it unencrypted.
     BadAddress(String),
-    /// An observation that cannot be sent. What the server refuses is [`Error::Server`], with the same code.
+    /// The client cannot send this observation. If the server rejects an observation, the error is [`Error::Server`]
+    /// with the same code.
     BadObservation(String),
-    /// There was no answer in time; the next call opens another connection.
+    /// The server did not answer in time. The next call opens a new connection.
     Timeout(String),
-    /// The connection broke, or nobody of this protocol answers; the next call opens another.
+    /// The connection broke, or no server with this protocol answers. The next call opens a new connection.
     ConnectionLost(String),
-    /// The reply is no reply to this request; the next call opens another connection.
+    /// The reply is malformed or belongs to another request. The next call opens a new connection.
     BadReply(String),
-    /// A chunk that must not be executed: not finite, outside the limits, too long, or of another adapter.
+    /// The robot must not execute the chunk: an action is not finite or outside the limits, the chunk is too long, or
+    /// another adapter computed it.
     UnsafeChunk(String),
-    /// The server refused, with one of the codes of docs/troubleshooting.md: `busy`, `superseded`, `deadline`, `unauthorized` ...
+    /// The server rejected the request. docs/troubleshooting.md lists the codes, such as `busy`, `superseded`,
+    /// `deadline` and `unauthorized`.
     Server {
-        /// What a program decides by.
+        /// The code for programs.
         code: String,
-        /// What a person reads.
+        /// The text for people.
         message: String,
     },
 }
 
 impl Error {
-    /// Return the code by which a program decides, the same in every language's client.
+    /// Return the error's code for programs. All clients, in every language, use the same codes.
     pub fn code(&self) -> &str {
         match self {
             Error::BadAddress(_) => "bad_address",

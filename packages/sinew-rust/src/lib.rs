@@ -1,5 +1,8 @@
-//! Asks a Sinew server for a robot's actions, over its native wire: Protobuf messages over ZMTP 3 on plain sockets. No
-//! dependency and no `unsafe`; one request, one reply, a time limit on each; or a stream, which waits for nothing.
+//! A client of a Sinew server. It sends observations and receives chunks of actions, over the native protocol: Protobuf
+//! messages over ZMTP 3. The crate has no dependencies and no `unsafe` code.
+//!
+//! A [`Client`] sends one request and waits for its reply, with a time limit. A [`Stream`] sends samples and reads
+//! windows, and never waits for the server.
 //!
 //! ```no_run
 //! use sinew_client::{Client, Image, Observation};
@@ -28,7 +31,7 @@ mod client;
 mod error;
 pub mod messages;
 mod protobuf;
-#[allow(dead_code)] // it has every field of a message, and a client does not send all
+#[allow(dead_code)] // the module has all fields of the messages, but the client does not use all of them
 #[rustfmt::skip]
 mod schema;
 mod stream;

@@ -1,4 +1,4 @@
-//! Between bytes and what they mean; no sockets.
+//! Functions that encode requests and decode replies. They use no sockets.
 
 use std::borrow::Cow;
 
@@ -8,8 +8,9 @@ use crate::schema::{predict_request as asked, predict_request_kind as kind, pred
 use crate::{Chunk, Error, Image, Observation, Options, Pixels, Report, Result, Timing, Window};
 
 const MAX_DIM: usize = 1024;
-const MAX_WARNINGS: usize = 1024; // of a reply: an empty one has 3 bytes there and 24 here
-const MOST_TOGETHER: usize = 64; // observations of one message
+/// The limit of warnings in a reply. An empty warning has 3 bytes in the message but 24 bytes in memory.
+const MAX_WARNINGS: usize = 1024;
+const MOST_TOGETHER: usize = 64; // the limit of observations in one message
 
 fn refuse<T>(field: impl AsRef<str>, expected: &str, got: impl std::fmt::Display) -> Result<T> {
     Err(Error::BadObservation(format!("{}: expected {expected}, got {got}", field.as_ref())))
@@ -23,10 +24,10 @@ fn unsafe_chunk<T>(text: impl Into<String>) -> Result<T> {
     Err(Error::UnsafeChunk(text.into()))
 }
 
-/// Return the bytes of a request for one chunk, of a `policy` of the server or "" for its first.
+/// Encode a request for one chunk. `policy` is the name of one of the server's policies, or "" for the first policy.
 ///
 /// # Errors
-/// [`Error::BadObservation`] naming the field.
+/// [`Error::BadObservation`] with the name of the field.
 pub fn encode_infer(seen: &Observation<'_>, request_id: u64, api_key: &str, policy: &str) -> Result<Vec<u8>> {
     if seen.images.is_empty() {
         return refuse("images", "a frame of each camera", "none");
@@ -34,21 +35,21 @@ pub fn encode_infer(seen: &Observation<'_>, request_id: u64, api_key: &str, poli
     encode(seen, request_id, api_key, policy, None)
 }
 
-/// What a sample of a stream has beside an observation.
+/// The fields of a stream's sample that an observation does not have.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Pace {
-    /// Nodes per second.
+    /// Nodes of the trajectory per second.
     pub rate: f32,
-    /// When the frames were exposed, seconds of the robot's clock; the sample's `time` if absent.
+    /// The time when the cameras captured the frames, in seconds of the robot's clock. If absent, the sample's `time`.
     pub frame_time: Option<f64>,
-    /// "", `linear` or `hold`.
+    /// How an ordinary checkpoint's actions become nodes: "", `linear` or `hold`.
     pub interpolation: String,
 }
 
-/// Return the bytes of a stream's sample, with frames or without.
+/// Encode a stream's sample, with or without frames.
 ///
 /// # Errors
-/// [`Error::BadObservation`] naming the field.
+/// [`Error::BadObservation`] with the name of the field.
 pub fn encode_sample(
     sample: &Observation<'_>,
     pace: &Pace,
@@ -62,7 +63,7 @@ pub fn encode_sample(
     encode(sample, request_id, api_key, policy, Some(pace))
 }
 
-/// Return the bytes that end a session's stream.
+/// Encode the message that ends a session's stream.
 pub fn encode_end(session: &str, api_key: &str) -> Vec<u8> {
     let mut out = Writer::default();
     out.integer(asked::KIND, kind::STREAM_END);
@@ -123,7 +124,7 @@ fn encode(
     out.text(asked::ADAPTER, &seen.adapter);
     out.bytes.reserve(pixels);
     for frame in &seen.images {
-        let mut before = Writer::default(); // the frame's message up to its data, which is copied once
+        let mut before = Writer::default(); // the Image message without its data, so the pixels are copied only once
         let shape = match frame.pixels {
             Pixels::Rgb { height, width, .. } => Some((image_encoding::RGB_U8, height, width)),
             Pixels::Float { height, width, .. } => Some((image_encoding::F32_RGB_01, height, width)),
@@ -150,7 +151,7 @@ fn data_of<'a>(frame: &Image<'a>) -> Cow<'a, [u8]> {
     }
 }
 
-/// Return the bytes of a frame on the wire.
+/// Return the number of bytes of a frame in the message.
 fn size_of(frame: &Image<'_>) -> usize {
     match frame.pixels {
         Pixels::Rgb { data, .. } | Pixels::File(data) => data.len(),
@@ -163,7 +164,7 @@ fn check_frame(frame: &Image<'_>) -> Result<()> {
     let (count, height, width, what) = match frame.pixels {
         Pixels::Rgb { data, height, width } => (data.len(), height, width, "bytes"),
         Pixels::Float { data, height, width } => {
-            // NaN is in no range
+            // The range contains no NaN, so this search also finds NaN.
             if let Some(wrong) = data.iter().find(|number| !(0.0..=1.0).contains(*number)) {
                 return refuse(field, "numbers from 0 to 1", wrong);
             }
@@ -179,10 +180,10 @@ fn check_frame(frame: &Image<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Return the bytes of one request for a chunk of each of several observations, 1 to 64.
+/// Encode one request with 1 to 64 observations. The server computes a chunk for each observation.
 ///
 /// # Errors
-/// [`Error::BadObservation`] naming the observation and its field.
+/// [`Error::BadObservation`] with the index of the observation and the name of the field.
 pub fn encode_infer_all(
     seen: &[Observation<'_>],
     request_id: u64,
@@ -212,20 +213,20 @@ pub fn encode_infer_all(
     Ok(out.bytes)
 }
 
-/// What is asked beside observations.
+/// The requests without an observation.
 #[derive(Debug, Clone, Copy)]
 pub enum Control<'a> {
-    /// What the server runs and expects.
+    /// Read the description of the server and of its policy's inputs and outputs.
     Metadata,
-    /// Status and counters.
+    /// Read the server's status and counters.
     Health,
-    /// A new episode begins.
+    /// Start a new episode.
     Reset,
-    /// How the robot's run goes.
+    /// Send a report of the robot's run.
     Report(&'a Report),
 }
 
-/// Return the bytes of a request without an observation.
+/// Encode a request without an observation.
 pub fn encode_control(kind: Control<'_>, request_id: u64, session: &str, api_key: &str, policy: &str) -> Vec<u8> {
     let mut out = Writer::default();
     out.integer(asked::REQUEST_ID, request_id);
@@ -281,8 +282,6 @@ fn encode_report(said: &Report) -> Vec<u8> {
     out.bytes
 }
 
-// ---------------------------------------------------------------------------- replies
-
 #[derive(Default)]
 struct Reply<'a> {
     request_id: u64,
@@ -298,7 +297,7 @@ impl<'a> Reply<'a> {
     fn read(bytes: &'a [u8]) -> Result<Self> {
         let mut found = Self::default();
         let chunk = &mut found.chunk;
-        chunk.timing.batch = 1; // of a server that does not know the field
+        chunk.timing.batch = 1; // an old server does not send this field
         for field in Reader::new(bytes) {
             let field = field?;
             match field.number {
@@ -386,10 +385,11 @@ fn read_window(message: &Field<'_>) -> Result<Window> {
     Ok(made)
 }
 
-/// Return the window of a stream's message, `None` for one up to the number `ended`, of the stream before.
+/// Decode a stream's message to a window. Return `None` if the message belongs to the previous stream. `ended` is the
+/// number of the previous stream's last message.
 ///
 /// # Errors
-/// [`Error::Server`], [`Error::BadReply`], and [`Error::UnsafeChunk`] for what must not be executed.
+/// [`Error::Server`], [`Error::BadReply`], and [`Error::UnsafeChunk`] if the robot must not execute the nodes.
 pub fn decode_window(bytes: &[u8], ended: u64, options: &Options) -> Result<Option<Window>> {
     let reply = Reply::read(bytes)?;
     let Some(mut window) = reply.window else {
@@ -408,18 +408,18 @@ pub fn decode_window(bytes: &[u8], ended: u64, options: &Options) -> Result<Opti
     Ok(Some(window))
 }
 
-/// Return the chunk of a reply to the request `request_id`, which asked with `seen`.
+/// Decode the reply to the request `request_id` to a chunk. `seen` is the observation of that request.
 ///
 /// # Errors
-/// [`Error::Server`], [`Error::BadReply`], and [`Error::UnsafeChunk`] for what must not be executed.
+/// [`Error::Server`], [`Error::BadReply`], and [`Error::UnsafeChunk`] if the robot must not execute the actions.
 pub fn decode_chunk(bytes: &[u8], request_id: u64, seen: &Observation<'_>, options: &Options) -> Result<Chunk> {
     accepted(Reply::of(bytes, request_id)?.chunk, seen, options)
 }
 
-/// Return what each of several observations got, in their order: a chunk, or an error of its own.
+/// Decode the reply to several observations. Return one result for each observation, in the same order.
 ///
 /// # Errors
-/// [`Error::BadReply`] where the reply has not one answer for each, and [`Error::Server`].
+/// [`Error::Server`], and [`Error::BadReply`] if the number of answers and observations differs.
 pub fn decode_all(
     bytes: &[u8],
     request_id: u64,
@@ -434,7 +434,7 @@ pub fn decode_all(
     Ok(each.map(|(answer, seen)| accepted(Reply::read(answer)?.chunk, seen, options)).collect())
 }
 
-/// Return the JSON of a reply to `METADATA` or `HEALTH`; "" of one to the others.
+/// Return the JSON text in a reply to `METADATA` or `HEALTH`. Replies to other requests have the text "".
 ///
 /// # Errors
 /// [`Error::Server`], [`Error::BadReply`].
@@ -446,13 +446,17 @@ fn accepted(chunk: Chunk, seen: &Observation<'_>, options: &Options) -> Result<C
     let words = seen.text_only || !seen.question.is_empty();
     check_rows(&chunk.actions, chunk.rows, chunk.dim, words, options)?;
     if chunk.adapter != seen.adapter {
-        // servers of before there were any ignore the field
+        // An old server ignores the field adapter.
         return unsafe_chunk(format!("adapter: expected an answer of '{}', got '{}'", seen.adapter, chunk.adapter));
     }
     Ok(chunk)
 }
 
-/// Refuse rows that are none, or that must not be executed.
+/// Check the actions of a reply. `none` is true if a reply without actions is valid.
+///
+/// # Errors
+/// [`Error::BadReply`] if the number of values does not match `rows` and `dim`, and [`Error::UnsafeChunk`] if the robot
+/// must not execute the actions.
 fn check_rows(actions: &[f32], rows: usize, dim: usize, none: bool, options: &Options) -> Result<()> {
     if rows.checked_mul(dim) != Some(actions.len()) || dim == 0 || (!none && rows == 0) {
         let numbers = actions.len();
@@ -483,7 +487,8 @@ fn check_rows(actions: &[f32], rows: usize, dim: usize, none: bool, options: &Op
     Ok(())
 }
 
-/// Return a server's text as it may be printed: a line of at most 1,000 characters, without control characters.
+/// Return a server's text in a form that is safe to print: one line of at most 1,000 characters, without control
+/// characters.
 fn plain(text: &str) -> String {
     text.chars().take(1000).map(|each| if each.is_control() { ' ' } else { each }).collect()
 }

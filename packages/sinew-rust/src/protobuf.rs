@@ -1,8 +1,10 @@
-//! The part of Protobuf's wire format that the messages use (<https://protobuf.dev/programming-guides/encoding>).
+//! An encoder and decoder for the part of Protobuf's wire format that the messages use
+//! (<https://protobuf.dev/programming-guides/encoding>).
 
 use crate::{Error, Result};
 
-/// Writes one message. Fields are written in the order of the calls; proto3 leaves out what is zero or empty.
+/// Encodes one message. The order of the calls is the order of the fields. proto3 omits numbers that are zero and texts
+/// that are empty.
 #[derive(Default)]
 pub(crate) struct Writer {
     pub(crate) bytes: Vec<u8>,
@@ -17,7 +19,7 @@ impl Writer {
         self.bytes.push(value as u8);
     }
 
-    /// Begin a field of `size` bytes, which the caller writes.
+    /// Write the start of a field with `size` bytes. The caller writes the bytes themselves.
     pub(crate) fn begin(&mut self, number: u32, size: usize) {
         self.varint(u64::from(number) << 3 | 2);
         self.varint(size as u64);
@@ -41,7 +43,7 @@ impl Writer {
         }
     }
 
-    /// Write an optional field, also where it is 0.
+    /// Write an optional field, even if its value is 0.
     pub(crate) fn present(&mut self, number: u32, value: Option<u64>) {
         if let Some(value) = value {
             self.varint(u64::from(number) << 3);
@@ -71,7 +73,7 @@ impl Writer {
     }
 }
 
-/// Reads one message: an iterator over its fields, or the error of bytes that are none.
+/// An iterator over the fields of one message. An item is an error if the bytes are not a Protobuf message.
 pub(crate) struct Reader<'a> {
     rest: &'a [u8],
 }
@@ -191,7 +193,7 @@ impl<'a> Field<'a> {
         String::from_utf8(self.bytes()?.to_vec()).map_err(|_| self.other("text in UTF-8"))
     }
 
-    /// Append one float, or many in a block.
+    /// Append the field's values to a vector. The field contains one float, or a block of several floats.
     pub(crate) fn append_to(&self, into: &mut Vec<f32>) -> Result<()> {
         let Value::Bytes(block) = self.value else {
             into.push(self.float()?);

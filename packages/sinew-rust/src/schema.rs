@@ -1,4 +1,4 @@
-//! The numbers of the fields of the messages, and of their enumerations, a module for each.
+//! The numbers of the messages' fields and of the enumerations' values. Each message and each enumeration has a module.
 
 macro_rules! numbers {
     ($module:ident: $($name:ident = $number:literal),+) => {

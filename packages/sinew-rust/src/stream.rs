@@ -1,4 +1,4 @@
-//! Streams to one server.
+//! A stream to one server.
 
 use std::time::{Duration, Instant};
 
@@ -7,12 +7,14 @@ use crate::messages::{self, Pace};
 use crate::zmtp::{Connection, Place};
 use crate::{Error, Observation, Options, Result, Window};
 
-const MAX_UNSENT: usize = 4; // messages; further ones would be old when they leave
-const LINGER: Duration = Duration::from_millis(50); // that the end of a stream may take to leave
+/// The limit of waiting messages. A message behind four others would be too old when it leaves.
+const MAX_UNSENT: usize = 4;
+const LINGER: Duration = Duration::from_millis(50); // `drop` waits at most so long until the end of the stream is sent
 
-/// Streams to one server: samples and frames go out, windows come in (docs/stream.md). After
-/// [`Error::ConnectionLost`] or [`Error::BadReply`] the next sample opens another connection and begins anew; after an
-/// error of the server the stream stands.
+/// A stream to one server: it sends samples and frames, and receives windows (docs/stream.md).
+///
+/// After [`Error::ConnectionLost`] or [`Error::BadReply`], the next sample opens a new connection and starts a new
+/// stream. After an error from the server, the stream continues.
 pub struct Stream {
     options: Options,
     place: Place,
@@ -20,13 +22,15 @@ pub struct Stream {
     pace: Pace,
     session: String,
     last_id: u64,
-    ended: u64, // the last message of the stream before
+    ended: u64, // the number of the previous stream's last message
     connection: Option<Connection>,
 }
 
 impl Stream {
-    /// Make a stream of `rate` nodes per second to an address of [`Client`](crate::Client)'s. Nothing is sent yet.
-    /// `interpolation`: "", `linear` or `hold`, between the rows of an ordinary checkpoint's chunks.
+    /// Create a stream with `rate` nodes per second. The form of the address is the same as for
+    /// [`Client`](crate::Client). The first sample connects, not this function.
+    ///
+    /// `interpolation` is "", `linear` or `hold`: how an ordinary checkpoint's actions become nodes.
     ///
     /// # Errors
     /// [`Error::BadAddress`].
@@ -36,7 +40,7 @@ impl Stream {
         Ok(Self { options, place, policy, pace, session: String::new(), last_id: 0, ended: 0, connection: None })
     }
 
-    /// Connect, where no connection stands, within the time limit. [`Stream::send`] does it too.
+    /// Open the connection within the time limit, if it is not open. [`Stream::send`] also opens the connection.
     ///
     /// # Errors
     /// [`Error::Timeout`], [`Error::ConnectionLost`].
@@ -48,10 +52,12 @@ impl Stream {
         Ok(())
     }
 
-    /// Send a sample with the frames that are new, or none; false, and nothing is sent, where four messages have not
-    /// left. Waits for nothing once the connection stands. Of `sample` `time` is wanted, seconds of the robot's clock;
-    /// `delay` counts nodes from its own to the first that the answer can still reach (1 if absent). `frame_time`: when
-    /// the frames were exposed, `time` if absent.
+    /// Send a sample with its new frames, if there are any. Return false and send nothing if four earlier messages have
+    /// not left yet. An open connection never makes this call wait.
+    ///
+    /// The sample's `time` is required, in seconds of the robot's clock. Its `delay` is the number of nodes from the
+    /// sample's node to the first node that the answer can still change (1 if absent). `frame_time` is the time when
+    /// the cameras captured the frames (`time` if absent).
     ///
     /// # Errors
     /// [`Error::BadObservation`], [`Error::Timeout`], [`Error::ConnectionLost`].
@@ -75,7 +81,7 @@ impl Stream {
         Ok(sent)
     }
 
-    /// Return the next window of this stream, `None` where none has come within `wait`.
+    /// Return the next window of this stream, or `None` if no window arrives within `wait`.
     ///
     /// # Errors
     /// [`Error::Server`], [`Error::ConnectionLost`], [`Error::BadReply`], [`Error::UnsafeChunk`].
@@ -94,8 +100,8 @@ impl Stream {
         })
     }
 
-    /// End it: no window of what was sent before is returned, and the next sample begins another stream that knows
-    /// nothing of this one.
+    /// End the stream. After this call, [`Stream::next_window`] returns no window of this stream. The next sample
+    /// starts a new, independent stream.
     ///
     /// # Errors
     /// [`Error::ConnectionLost`].

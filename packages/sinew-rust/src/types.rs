@@ -1,82 +1,84 @@
-//! What is asked and what is answered.
+//! The types of requests and answers.
 
 use std::time::Duration;
 
-/// One camera's frame, which is read while a call runs and not kept.
+/// One camera's frame. The client borrows the pixels only during a call.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Image<'a> {
-    /// The camera's name, as the policy has it.
+    /// The policy's name of the camera.
     pub camera: String,
-    /// What it saw.
+    /// The pixels.
     pub pixels: Pixels<'a>,
 }
 
-/// The bytes of a frame.
+/// The pixels of a frame.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Pixels<'a> {
-    /// `height * width * 3` bytes, row by row, RGB interleaved.
+    /// `height * width * 3` bytes in row-major order, RGB interleaved.
     Rgb {
-        /// The bytes.
+        /// The bytes of the pixels.
         data: &'a [u8],
-        /// Rows.
+        /// Height in pixels.
         height: u32,
-        /// Pixels of a row.
+        /// Width in pixels.
         width: u32,
     },
-    /// `height * width * 3` numbers from 0 to 1, row by row, RGB interleaved.
+    /// `height * width * 3` numbers from 0 to 1 in row-major order, RGB interleaved.
     Float {
-        /// The numbers.
+        /// The numbers of the pixels.
         data: &'a [f32],
-        /// Rows.
+        /// Height in pixels.
         height: u32,
-        /// Pixels of a row.
+        /// Width in pixels.
         width: u32,
     },
-    /// A JPEG or PNG file, which the server decodes.
+    /// The bytes of a JPEG or PNG file. The server decodes them.
     File(&'a [u8]),
 }
 
 impl<'a> Image<'a> {
-    /// Describe `height * width * 3` bytes, row by row, RGB interleaved.
+    /// Create an image from `height * width * 3` bytes in row-major order, RGB interleaved.
     pub fn rgb(camera: impl Into<String>, data: &'a [u8], height: u32, width: u32) -> Self {
         let pixels = Pixels::Rgb { data, height, width };
         Self { camera: camera.into(), pixels }
     }
 
-    /// Describe `height * width * 3` numbers from 0 to 1, row by row, RGB interleaved.
+    /// Create an image from `height * width * 3` numbers from 0 to 1 in row-major order, RGB interleaved.
     pub fn float(camera: impl Into<String>, data: &'a [f32], height: u32, width: u32) -> Self {
         let pixels = Pixels::Float { data, height, width };
         Self { camera: camera.into(), pixels }
     }
 
-    /// Describe the bytes of a JPEG or PNG file.
+    /// Create an image from the bytes of a JPEG or PNG file.
     pub fn file(camera: impl Into<String>, data: &'a [u8]) -> Self {
         Self { camera: camera.into(), pixels: Pixels::File(data) }
     }
 }
 
-/// What a robot sees and is asked to do. Of a policy of several moments `images` has each camera once for each moment
-/// and `state` the numbers of all, oldest first. What is empty or `None` is not sent; `sinew.proto` says what each
-/// field means.
+/// The robot's observation and instruction. The client does not send fields that are empty or `None`. `sinew.proto`
+/// describes each field.
+///
+/// Some policies read several time steps. For such a policy, `images` contains each camera once for each time step, and
+/// `state` contains the values of all time steps. The oldest time step comes first.
 #[derive(Debug, Clone, Default, PartialEq)]
-#[allow(missing_docs)] // those of the schema, under its names
+#[allow(missing_docs)] // sinew.proto describes the other fields under the same names
 pub struct Observation<'a> {
     pub images: Vec<Image<'a>>,
-    /// World units.
+    /// The state in the robot's own units.
     pub state: Vec<f32>,
     pub prompt: String,
-    /// In the place of `prompt`.
+    /// The instruction as token ids, instead of `prompt`.
     pub tokens: Vec<i32>,
-    /// \[H, noise_dim\], row by row.
+    /// The noise that the solver starts from, \[H, noise_dim\] in row-major order.
     pub noise: Vec<f32>,
     pub seed: Option<u64>,
     pub solver_steps: Option<u32>,
     pub session: String,
-    /// Seconds, echoed.
+    /// The capture time in seconds. The chunk has the same value.
     pub time: Option<f64>,
-    /// Milliseconds from arrival; a request that would begin later is refused.
+    /// The server rejects the request if it waits longer than this number of milliseconds after its arrival.
     pub deadline_ms: Option<f32>,
-    /// Real-time chunking: the rows of the running chunk from this frame on, \[R, action_dim\].
+    /// Real-time chunking: the remaining actions of the running chunk, \[R, action_dim\].
     pub previous: Vec<f32>,
     pub delay: Option<u32>,
     pub horizon: Option<u32>,
@@ -92,7 +94,7 @@ pub struct Observation<'a> {
     pub text_tokens: u32,
 }
 
-/// Where the milliseconds of a reply went; `sinew.proto` says what each is.
+/// Durations on the server in milliseconds. `sinew.proto` describes each field.
 #[derive(Debug, Clone, Default, PartialEq)]
 #[allow(missing_docs)]
 pub struct Timing {
@@ -105,41 +107,41 @@ pub struct Timing {
     pub queue_ms: f32,
     pub server_ms: f32,
     pub text_ms: f32,
-    /// Requests that were computed at once.
+    /// The number of requests that were computed together.
     pub batch: u32,
     pub reused_views: u32,
     pub reused_prefix: bool,
 }
 
-/// What a robot is to do next.
+/// The answer to an observation: a chunk of actions, or generated text.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Chunk {
-    /// \[rows, dim\], row by row, world units.
+    /// The actions in the robot's own units, \[rows, dim\] in row-major order.
     pub actions: Vec<f32>,
-    /// Control steps; 0 where words alone were asked for.
+    /// The number of actions. 0 if the request asked only for text.
     pub rows: usize,
-    /// Numbers of a row, 1 or more.
+    /// The number of values in an action, 1 or more.
     pub dim: usize,
-    /// Where the time went.
+    /// Durations on the server.
     pub timing: Timing,
-    /// Draws the same noise again.
+    /// The seed that reproduces the noise.
     pub seed: Option<u64>,
-    /// As it was asked.
+    /// The session of the request.
     pub session: String,
-    /// As it was asked.
+    /// The time of the request.
     pub time: Option<f64>,
-    /// What the policy had to do without, in sentences.
+    /// Sentences about inputs that the policy had to do without.
     pub warnings: Vec<String>,
-    /// The words that were asked for.
+    /// The generated text.
     pub text: String,
     /// The adapter that computed the chunk.
     pub adapter: String,
-    /// From the call to its return.
+    /// The duration of the whole call.
     pub round_trip: Duration,
 }
 
 impl Chunk {
-    /// Return the rows, one after the other, `dim` numbers each.
+    /// Iterate over the actions. Each item has `dim` values.
     pub fn iter(&self) -> std::slice::ChunksExact<'_, f32> {
         self.actions.chunks_exact(self.dim.max(1))
     }
@@ -154,13 +156,14 @@ impl<'a> IntoIterator for &'a Chunk {
     }
 }
 
-/// Nodes `step`, `step + 1` ... of a stream's trajectory; node k belongs to k / rate seconds of the robot's clock. No
-/// rows: the answer comes later than they would reach. `sinew.proto` says what each field is.
+/// The nodes `step`, `step + 1` and so on of a stream's trajectory. Node k belongs to k / rate seconds of the robot's
+/// clock. A window has no nodes (`rows` is 0) if the answer came too late for all of them. `sinew.proto` describes each
+/// field.
 #[derive(Debug, Clone, Default, PartialEq)]
 #[allow(missing_docs)]
 pub struct Window {
     pub step: i64,
-    /// \[rows, dim\], row by row, world units.
+    /// The nodes in the robot's own units, \[rows, dim\] in row-major order.
     pub actions: Vec<f32>,
     pub rows: usize,
     pub dim: usize,
@@ -170,26 +173,27 @@ pub struct Window {
     pub sensor_age_ms: f32,
     pub head_ms: f32,
     pub run: u64,
-    /// Of the message with the newest sample.
+    /// The number of the message with the newest sample.
     pub request_id: u64,
     pub label: String,
     pub text: String,
     pub said: String,
 }
 
-/// How a client asks, and what it takes for an answer.
+/// The options of a client or stream.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// Of each call, connecting included. The look-up of a host's name is the system's and not within it.
+    /// The time limit of each call, including the connection. It does not limit the operating system's look-up of a
+    /// host name.
     pub timeout: Duration,
-    /// Empty where the server requires none. It is not encrypted, so an address of another machine is rejected, unless
-    /// `SINEW_ALLOW_UNENCRYPTED_KEY` is 1 in the environment.
+    /// The API key. Empty if the server requires no key. The key is not encrypted, so the client rejects a key for the
+    /// address of another machine, unless `SINEW_ALLOW_UNENCRYPTED_KEY` is 1 in the environment.
     pub api_key: String,
-    /// Longer chunks are refused.
+    /// The client rejects chunks with more actions than this.
     pub max_rows: usize,
-    /// The lowest of each action, `dim` numbers; an answer below is refused.
+    /// The lower limit for each value of an action, `dim` numbers. The client rejects chunks with a smaller value.
     pub low: Option<Vec<f32>>,
-    /// The highest of each action.
+    /// The upper limit for each value of an action, `dim` numbers. The client rejects chunks with a larger value.
     pub high: Option<Vec<f32>>,
 }
 
@@ -199,11 +203,11 @@ impl Default for Options {
     }
 }
 
-/// How a robot's run goes, for the server's dashboard: `Report` of `sinew.proto`, which says what each field is.
+/// The report of a robot's run, for the server's dashboard. The message `Report` of `sinew.proto` describes each field.
 #[derive(Debug, Clone, Default, PartialEq)]
 #[allow(missing_docs)]
 pub struct Report {
-    /// Drawn at random: tells robots of one host and session apart.
+    /// A random number that separates two robots with the same host and session.
     pub run: u64,
     pub name: String,
     /// One of starting, moves, holds, paused, aligning, human, returning, ended.
@@ -217,10 +221,10 @@ pub struct Report {
     pub steps: u64,
     pub late: u64,
     pub skipped: u64,
-    /// Control steps by reason, 12 at most.
+    /// The number of control steps in which the robot held, for each reason. At most 12 reasons.
     pub held: Vec<(String, u64)>,
     pub clipped_commands: u64,
-    /// Commands by the limit that changed them.
+    /// The number of commands that a limit changed, for each limit.
     pub clipped: Vec<(String, u64)>,
     pub limits: Vec<String>,
     pub failed_requests: u64,
@@ -228,6 +232,6 @@ pub struct Report {
     pub steps_by_hand: u64,
     pub episodes: Option<u64>,
     pub successes: Option<u64>,
-    /// x, y, z of each joint, metres.
+    /// The arm's last position: x, y, z of the base, each joint and the tip, in metres.
     pub arm: Vec<f32>,
 }

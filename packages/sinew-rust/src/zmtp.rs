@@ -1,4 +1,5 @@
-//! A REQ or DEALER socket of ZMTP 3 without encryption (<https://rfc.zeromq.org/spec/23>), over TCP or a Unix socket.
+//! A REQ or DEALER socket of the protocol ZMTP 3 without encryption (<https://rfc.zeromq.org/spec/23>), over TCP or a
+//! Unix socket.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, Read, Write};
@@ -16,14 +17,16 @@ use crate::{Error, Result};
 const MAX_REPLY: u64 = 1 << 28; // bytes
 const MAX_COMMAND: u64 = 1024; // bytes
 const GREETING: usize = 64; // bytes
-const MORE: u8 = 1; // flags of a frame
+
+// MORE, LONG and COMMAND are the flags of a ZMTP frame.
+const MORE: u8 = 1;
 const LONG: u8 = 2;
 const COMMAND: u8 = 4;
-const MAX_TURNS: usize = 64; // looks at what has come, of 64 KiB each, before messages are read
-const NAP: Duration = Duration::from_millis(2); // between two attempts to send what the server did not take
-const PAUSE: Duration = Duration::from_millis(100); // between two attempts to connect
+const MAX_TURNS: usize = 64; // reads of at most 64 KiB each, before the received messages are decoded
+const NAP: Duration = Duration::from_millis(2); // the wait between two attempts to send waiting messages
+const PAUSE: Duration = Duration::from_millis(100); // the wait between two attempts to connect
 
-/// Where a server listens.
+/// The address of a server.
 #[derive(Debug)]
 pub(crate) enum Place {
     Tcp {
@@ -34,8 +37,10 @@ pub(crate) enum Place {
     Unix(UnixPlace),
 }
 
-/// A Unix socket. `connect` of the standard library takes no time limit, and waits for as long as the queue of a server
-/// is full: it has a thread, one at a time, and the next call goes on waiting for the one that is under way.
+/// The path of a Unix socket, and the attempt to connect to it.
+///
+/// `UnixStream::connect` has no time limit, and it waits as long as the server's queue of connections is full. So a
+/// thread calls it. If the time limit ends first, the thread continues, and the next call waits for the same thread.
 #[cfg(unix)]
 #[derive(Debug)]
 pub(crate) struct UnixPlace {
@@ -65,14 +70,14 @@ impl UnixPlace {
     fn begin(&self) -> io::Result<Receiver<io::Result<UnixStream>>> {
         let (send, receive) = sync_channel(1);
         let path = self.path.clone();
-        // Who waited may be gone by then.
+        // Ignore an error of `send`: the caller may have dropped the receiver.
         std::thread::Builder::new().spawn(move || drop(send.send(UnixStream::connect(path))))?;
         Ok(receive)
     }
 }
 
-/// Refuse a socket that belongs to another user than this one and root: whoever binds the path first would get the key.
-/// Systems without `/proc` are not checked.
+/// Check that the socket belongs to this user or to root. Otherwise, another user could bind the path first and receive
+/// the key. The check needs `/proc`, so a system without `/proc` skips it.
 #[cfg(unix)]
 fn check_owner(path: &str) -> Result<()> {
     use std::os::unix::fs::MetadataExt;
@@ -111,15 +116,16 @@ stream!(TcpStream);
 #[cfg(unix)]
 stream!(UnixStream);
 
-/// One connection. After an error it is of no use.
+/// One connection to a server. Drop the connection after an error.
 pub(crate) struct Connection {
     stream: Box<dyn Stream>,
-    buffer: Vec<u8>,           // what came and was not read
-    unsent: VecDeque<Vec<u8>>, // of a DEALER
+    buffer: Vec<u8>,           // received bytes that are not decoded yet
+    unsent: VecDeque<Vec<u8>>, // messages that wait to be sent (only DEALER)
 }
 
 impl Connection {
-    /// Connect and shake hands until `end`, as a socket of this kind. A server that is not there yet may come.
+    /// Connect and do the handshake of a socket of this kind, at the latest until `end`. The server may start later, so
+    /// repeat failed attempts.
     pub(crate) fn open(place: &Place, end: Instant, kind: &str) -> Result<Self> {
         let stream: Box<dyn Stream> = match place {
             Place::Tcp { host, port } => Box::new(tcp(host, *port, end)?),
@@ -149,7 +155,8 @@ impl Connection {
         Ok(made)
     }
 
-    /// Return the connection where it waits for a request: it has not ended, and nobody said what was not asked.
+    /// Return the connection if it can send a request. Return `None` if the server closed the connection or sent a
+    /// message without a request.
     pub(crate) fn if_idle(mut self) -> Option<Self> {
         let mut part = [0; 4096];
         self.stream.set_nonblocking(true).ok()?;
@@ -160,13 +167,13 @@ impl Connection {
             Err(_) => return None,
         }
         self.stream.set_nonblocking(false).ok()?;
-        // What came may be a heartbeat, which is read before the reply.
+        // A received command may be a heartbeat. Keep it: `frame` reads commands before the reply.
         self.buffer.first().map_or(true, |flags| flags & COMMAND != 0).then_some(self)
     }
 
     /// Send a request and return its reply.
     pub(crate) fn ask(&mut self, request: &[u8], end: Instant) -> Result<Vec<u8>> {
-        let mut before = head(0, MORE); // the empty frame of a REQ socket
+        let mut before = head(0, MORE); // a REQ socket sends an empty frame before each request
         before.extend(head(request.len(), 0));
         self.send(&before, end)?;
         self.send(request, end)?;
@@ -180,7 +187,7 @@ impl Connection {
         }
     }
 
-    /// Return the next frame of a message, having answered the commands before it.
+    /// Return the next frame of a message, and answer the commands before it.
     fn frame(&mut self, end: Instant) -> Result<(u8, Vec<u8>)> {
         loop {
             self.receive(1, end)?;
@@ -191,7 +198,7 @@ impl Connection {
         }
     }
 
-    /// Return the next command; a ping is answered.
+    /// Return the next command. If the command is a ping, answer it.
     fn command(&mut self, end: Instant) -> Result<Vec<u8>> {
         let (flags, body) = self.raw(end)?;
         if flags & COMMAND == 0 {
@@ -204,7 +211,7 @@ impl Connection {
     }
 
     fn raw(&mut self, end: Instant) -> Result<(u8, Vec<u8>)> {
-        left(end)?; // also of a server that never stops talking
+        left(end)?; // checked for each frame, because a server may send bytes without end
         loop {
             match self.whole()? {
                 Some(found) => return Ok(found),
@@ -213,7 +220,7 @@ impl Connection {
         }
     }
 
-    /// Return the next frame where it has come whole.
+    /// Return the next frame, or `None` if the frame is not complete yet.
     fn whole(&mut self) -> Result<Option<(u8, Vec<u8>)>> {
         let have = self.buffer.len();
         if have < 2 || (self.buffer[0] & LONG != 0 && have < 9) {
@@ -228,7 +235,7 @@ impl Connection {
         if size > most {
             return Err(Error::BadReply(format!("the reply: expected at most {most} bytes, got {size}")));
         }
-        let whole = start + size as usize; // at most 2^28 and 9
+        let whole = start + size as usize; // at most 9 + 2^28, so the sum cannot overflow
         if have < whole {
             return Ok(None);
         }
@@ -237,18 +244,18 @@ impl Connection {
         Ok(Some((flags, body)))
     }
 
-    /// Messages that were put and have not left whole.
+    /// Return the number of messages that are not sent completely.
     pub(crate) fn unsent(&self) -> usize {
         self.unsent.len()
     }
 
-    /// Send a message of one frame, or as much of it as the server takes now; later calls send the rest.
+    /// Send a message of one frame, as many bytes as the socket accepts now. Later calls send the rest.
     pub(crate) fn put(&mut self, message: &[u8]) -> Result<()> {
         self.unsent.push_back([&head(message.len(), 0), message].concat());
         self.flush()
     }
 
-    /// Send what is unsent, as far as the server takes it now.
+    /// Send waiting messages, as many bytes as the socket accepts now.
     pub(crate) fn flush(&mut self) -> Result<()> {
         self.stream.set_nonblocking(true).map_err(lost)?;
         while let Some(first) = self.unsent.front_mut() {
@@ -264,7 +271,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Return the next message of one frame, `None` where none has come until `end`.
+    /// Return the next message of one frame, or `None` if no message arrives until `end`.
     pub(crate) fn get(&mut self, end: Instant) -> Result<Option<Vec<u8>>> {
         let mut part = [0; 1 << 16];
         loop {
@@ -288,7 +295,7 @@ impl Connection {
         }
     }
 
-    /// Append what has come, or comes first, to the buffer; false where that is nothing.
+    /// Append received bytes to the buffer. Return false if there are none before the read's time limit.
     fn take(&mut self, part: &mut [u8]) -> Result<bool> {
         match self.stream.read(part) {
             Ok(0) => return Err(Error::ConnectionLost("the server has closed the connection".into())),
@@ -298,11 +305,11 @@ impl Connection {
         Ok(true)
     }
 
-    /// Have at least `count` bytes in the buffer.
+    /// Wait until the buffer has at least `count` bytes.
     fn receive(&mut self, count: usize, end: Instant) -> Result<()> {
         let mut part = [0; 1 << 16];
         while self.buffer.len() < count {
-            self.stream.wait_at_most(left(end)?).map_err(lost)?; // also of a server that never stops talking
+            self.stream.wait_at_most(left(end)?).map_err(lost)?; // checked in each turn, see `raw`
             self.take(&mut part)?;
         }
         left(end).map(|_| ())
@@ -328,7 +335,7 @@ fn head(size: usize, flags: u8) -> Vec<u8> {
     }
 }
 
-/// Return what a command is answered with: a ping, and nothing else.
+/// Return the answer to a command: a pong for a ping, and `None` for other commands.
 fn heard(command: &[u8]) -> Result<Option<Vec<u8>>> {
     if let Some(reason) = command.strip_prefix(b"\x05ERROR") {
         let reason = String::from_utf8_lossy(reason);
@@ -353,7 +360,7 @@ fn late() -> Error {
     Error::Timeout("no answer in time".into())
 }
 
-/// Return the time until `end`, above zero.
+/// Return the remaining time until `end`, which is above zero, or the error of a timeout.
 fn left(end: Instant) -> Result<Duration> {
     match end.saturating_duration_since(Instant::now()) {
         Duration::ZERO => Err(late()),
@@ -363,13 +370,14 @@ fn left(end: Instant) -> Result<Duration> {
 
 fn may_go_on(error: io::Error) -> Result<()> {
     match error.kind() {
-        // a limit that passed is found by whoever asks for the time that is left
+        // The caller checks the remaining time with `left`, so a timeout of the socket is no error here.
         ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted => Ok(()),
         _ => Err(lost(error)),
     }
 }
 
-/// Try a host's addresses in turn until the time is up; one that is silent gets its share of the time that is left.
+/// Try a host's addresses in turn until the time is over. An address that does not react gets an equal share of the
+/// remaining time.
 fn tcp(host: &str, port: u16, end: Instant) -> Result<TcpStream> {
     let lookup = (host, port).to_socket_addrs();
     let found: Vec<SocketAddr> = lookup.map_err(|error| Error::ConnectionLost(format!("{host}: {error}")))?.collect();
