@@ -320,7 +320,7 @@ def main() -> None:
                     process.kill()
                 process.wait()
             said = "".join((work / f"{label} {host}" / "log").read_text() for host in range(1, HOSTS))
-            elsewhere = [int(n) for n in re.findall(r"played here +(\d+) episodes", said)]
+            elsewhere = [int(n) for n in re.findall(r"played +(\d+) episodes on this machine", said)]
             row(label, out, begun, kills=kills, elsewhere=elsewhere)
     shutil.rmtree(work)
 

@@ -155,7 +155,7 @@ def test_windows_that_take_longer_to_arrive() -> None:
         link.send([0.0], now[0])
     assert arrived == [[], [], [], [0], [1], [2], [3], [4], [5], [6]]  # 60 ms after its sample each
     for text in ("3", "uniform:1-4ms", "normal:80,20ms"):
-        with pytest.raises(SinewError, match="^latency: expected milliseconds"):
+        with pytest.raises(SinewError, match="^latency: with --stream, expected milliseconds"):
             way(Latency(text))
     assert way(Latency()) == 0.0
 

@@ -888,7 +888,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["injected_latency"]["seeds"]["count"] == max(each["episodes"] for each in played)
     renderer.backend.cache_clear()
     assert report["variants"][0]["episodes"] == 2
-    assert "film       none, small frames instead: a film needs OpenGL" in text.getvalue()
+    assert "film       none, so a GIF shows small frames: a film needs OpenGL" in text.getvalue()
     assert "95 % interval" in text.getvalue()
     assert "round trip" in text.getvalue()
     assert "default    hand-over freeze: the policy states that actions are delta actions" in text.getvalue()

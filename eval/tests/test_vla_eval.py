@@ -314,10 +314,10 @@ def test_episodes_begin_and_end() -> None:
 
 
 def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SinewError, match="vla-eval://127.0.0.1:1: no answer"):
+    with pytest.raises(SinewError, match="vla-eval://127.0.0.1:1: cannot connect"):
         ModelServer("vla-eval://127.0.0.1:1")
     assert main(["eval", "vla-eval://127.0.0.1:1", "--env", "sinew/Blocks-v0", "--episodes", "1"]) == 1
-    assert "no answer" in capsys.readouterr().err
+    assert "cannot connect" in capsys.readouterr().err
 
 
 def test_another_version_of_the_protocol_is_refused() -> None:

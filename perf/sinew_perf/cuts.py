@@ -15,7 +15,7 @@ from sinew_perf.scenarios import Payload
 from sinew_perf.trace import STAGES
 
 ROBOT, SERVER = "robot", "server"
-CALLED = {"vision": "vision", "prefix": "language", "head": "action"}
+STAGE_NAMES = {"vision": "vision", "prefix": "language", "head": "action"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Cut:
         """Return a text such as "action on the robot, vision and language on H200 over WiFi 7"."""
         texts = []
         for place in (ROBOT, SERVER):
-            here = [CALLED[stage] for stage, at in zip(STAGES, self.places, strict=True) if at == place]
+            here = [STAGE_NAMES[stage] for stage, at in zip(STAGES, self.places, strict=True) if at == place]
             title = (
                 f"{self.server.title} over {self.network}" if self.server and place == SERVER else "the robot"
             )
@@ -70,7 +70,7 @@ class Cut:
     def record(self) -> dict[str, Any]:
         """Return this division of the stages, ready for JSON."""
         names = [link.name for link in self.route]
-        where = dict(zip(CALLED.values(), self.places, strict=True))
+        where = dict(zip(STAGE_NAMES.values(), self.places, strict=True))
         at = {"server": self.server.name if self.server else None, "network": names}
         ms = {name: getattr(self, name) for name in ("latency_ms", "robot_ms", "server_ms", "network_ms")}
         return where | at | ms | {"up_bytes": self.up, "down_bytes": self.down, "refused": self.refused}

@@ -75,11 +75,13 @@ def _memory_apart(
         )  # fmt: skip
         return CountedMemory(*map(int, parse_json(child.stdout.splitlines()[-1])))
     except subprocess.TimeoutExpired:
-        raise SinewError(f"{path}: counting its memory took more than {COUNT_S:g} s") from None
+        raise SinewError(
+            f"{path}: counting the memory of this bundle took more than {COUNT_S:g} s; try again on an idle machine"
+        ) from None
     except (OSError, ValueError, IndexError, TypeError) as error:
         error_lines = child.stderr.strip().splitlines() if isinstance(error, (ValueError, IndexError)) else []
         raise SinewError(
-            f"{path}: its memory could not be counted: {(error_lines or [str(error)])[-1][:300]}"
+            f"{path}: the memory of this bundle could not be counted: {(error_lines or [str(error)])[-1][:300]}"
         ) from None
 
 

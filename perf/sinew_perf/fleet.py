@@ -23,7 +23,7 @@ from sinew.serve.request import Request
 
 from sinew_perf.operators import Component
 
-MOST = 1024  # largest number of robots that is tried
+MAX_ROBOTS = 1024  # largest number of robots that is tried
 PERIODS = 25  # number of simulated periods
 WARM = 5  # number of periods before the measurement starts
 KIND = "one"  # all robots request the same kind of batch
@@ -187,7 +187,7 @@ def most_robots(
     if best.in_time < share:
         return None
     low, high = 1, 2
-    while high <= MOST and (result := at(high)).in_time >= share:
+    while high <= MAX_ROBOTS and (result := at(high)).in_time >= share:
         best, low, high = result, high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
@@ -256,7 +256,7 @@ def between(measured: Mapping[int, float]) -> Callable[[int], float]:
 
 
 def _never(*_: object) -> Any:
-    raise AssertionError("nothing is computed here")
+    raise AssertionError("the simulation of a batcher never computes an answer")
 
 
 def measured(source: str, threads: int | None, engine: str, sizes: Sequence[int]) -> dict[int, float]:

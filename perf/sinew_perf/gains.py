@@ -27,7 +27,7 @@ BATCH = 8
 CAMERA_HZ = 30.0
 ON_GPU = "cuda"  # the engine that a machine with a GPU would use
 # A change must make the policy this many times as fast, because a smaller gain would be shown as 1.00.
-LEAST, NO_GAIN = 1.005, "is not faster by the roofline"
+MIN_GAIN, NO_GAIN = 1.005, "is not faster by the roofline"
 # These numbers are from docs/low-bit.md, where the head also has int8.
 BITS_WON = (
     "success on pen 99.0 %, as in float32; on shove {} instead of 98.0; check yours with `sinew eval --gate`"
@@ -170,7 +170,7 @@ def order(
             option for option in options if option is best or (best.group and option.group == best.group)
         ]
         options = [option for option in options if option not in rivals]
-        if ms(now) < LEAST * ms(best.apply(now)):
+        if ms(now) < MIN_GAIN * ms(best.apply(now)):
             for option in rivals:
                 without[option.name] = (
                     "is included in the changes above" if option.apply(now) == now else NO_GAIN
@@ -185,7 +185,7 @@ def order(
     under = _under(program(now), now.traffic, machine, without)
     if server is not None:
         under += _away(source, program(now), now.traffic, machine, server, route, without)
-    without |= {gain.name: NO_GAIN for gain in under if gain.before_ms < LEAST * gain.after_ms}
+    without |= {gain.name: NO_GAIN for gain in under if gain.before_ms < MIN_GAIN * gain.after_ms}
     under = [gain for gain in under if gain.name not in without]
     return Order(start_ms, taken, sorted(under, key=lambda gain: gain.after_ms - gain.before_ms), without)
 

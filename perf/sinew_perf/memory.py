@@ -40,11 +40,11 @@ RUNTIME = {"cpu": 250_000_000, "cuda": 1_000_000_000}
 # default workspace, 32 MiB, not measured.
 WORKSPACE = {"cpu": 40_000_000, "cuda": 32 << 20}
 
-# The C library glibc returns a freed block of at least MAPPED[0] bytes at once, until the first such block is
-# freed. After that, glibc keeps freed blocks up to the size of this block (at most MAPPED[1]), and up to twice
+# The C library glibc returns a freed block of at least MMAP_THRESHOLDS[0] bytes at once, until the first such block is
+# freed. After that, glibc keeps freed blocks up to the size of this block (at most MMAP_THRESHOLDS[1]), and up to twice
 # this size of free memory in total (mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD). Therefore the second
 # inference on a CPU has a higher peak than the first.
-MAPPED = (128 << 10, 32 << 20)
+MMAP_THRESHOLDS = (128 << 10, 32 << 20)
 PAGE = 4096  # bytes per page of a mapped file
 # Engine -> the only device on which the engine runs.
 DEVICES: Mapping[str, Device] = {"cpu": "cpu", "cuda": "cuda"}
@@ -494,7 +494,7 @@ def peaks(recorded: ProgramTrace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
 def kept(recorded: ProgramTrace) -> int:
     """Return the bytes of freed memory that the C library may keep: twice the largest block that it keeps."""
     largest = max((event.block.nbytes for event in recorded.events), default=0)
-    return 2 * min(largest, MAPPED[1]) if largest >= MAPPED[0] else 0
+    return 2 * min(largest, MMAP_THRESHOLDS[1]) if largest >= MMAP_THRESHOLDS[0] else 0
 
 
 def cache_scale(program: PublishedProgram) -> float:

@@ -18,7 +18,7 @@ COMPONENTS = ("vision", "prefix", "head")
 check = figures.check
 
 # Component -> its name in the figures.
-CALLED = {"prefix": "language", "head": "action"}
+COMPONENT_NAMES = {"prefix": "language", "head": "action"}
 PLACES = ("network", "vision", "language", "action")
 
 
@@ -64,7 +64,8 @@ def roofline(
         for row in timings[machine.name]:
             axes.plot(row.intensity, row.flops / row.seconds / 1e12, markersize=8, **_style(row.name))
     handles = [
-        axes.plot([], [], label=CALLED.get(n, n), markersize=8, **_style(n))[0] for n in _components(rows)
+        axes.plot([], [], label=COMPONENT_NAMES.get(n, n), markersize=8, **_style(n))[0]
+        for n in _components(rows)
     ]
     axes.set(
         xscale="log", yscale="log", xlabel="operational intensity, FLOP per byte of memory",
@@ -89,7 +90,7 @@ def sizes(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             own = [row for row in rows if (row["machine"], row["part"]) == (machine, part)]
             points = sorted({(row["params_b"], row["ms"]) for row in own})
             axes.plot(*zip(*points, strict=True), linewidth=1.4, **{**_style(part), "linestyle": line})
-    handles = [axes.plot([], [], label=CALLED.get(p, p), **_style(p))[0] for p in COMPONENTS]
+    handles = [axes.plot([], [], label=COMPONENT_NAMES.get(p, p), **_style(p))[0] for p in COMPONENTS]
     handles += [
         axes.plot([], [], color=figures.GREY, linestyle=line, label=titles[machine])[0]
         for machine, line in styles.items()

@@ -39,7 +39,7 @@ from sinew_perf.trace import STAGES, ProgramTrace, TracedCall, trace
 PRESETS = tuple(presets())
 _MODELS = files("sinew_perf") / "data" / "models"
 # Models that exist only as a description of their sizes, one file for each name.
-DESCRIBED = tuple(sorted(each.name.removesuffix(".json") for each in _MODELS.iterdir()))
+MODEL_NAMES = tuple(sorted(each.name.removesuffix(".json") for each in _MODELS.iterdir()))
 # Published models have weights in bf16. The models keep some projections in fp32.
 PRESET_DTYPE = "bf16"
 
@@ -83,7 +83,7 @@ class PublishedProgram:
         """Load the program of a policy.
 
         Args:
-            source: Path of a bundle, one of ``PRESETS`` at its published size, one of ``DESCRIBED``, or a file in
+            source: Path of a bundle, one of ``PRESETS`` at its published size, one of ``MODEL_NAMES``, or a file in
                 their form (:func:`sinew.families.published.described`).
             request: Sizes of a request.
             dtypes: Number formats, see :func:`sinew_perf.precision.by_stage`. None for the formats in the bundle, and
@@ -299,7 +299,7 @@ def _repeats(stage: str, recorded: ProgramTrace) -> int:
 
 def is_sizes_alone(source: str | Path) -> bool:
     """Return True for the name of a published model or a file that describes one. Such a model has no weights."""
-    return str(source) in (*PRESETS, *DESCRIBED) or Path(source).suffix == ".json"
+    return str(source) in (*PRESETS, *MODEL_NAMES) or Path(source).suffix == ".json"
 
 
 def of_bundle(path: Path) -> PublishedProgram:
@@ -308,8 +308,8 @@ def of_bundle(path: Path) -> PublishedProgram:
         bundle = open_bundle(path)
     except BundleError as error:
         raise SinewError(
-            f"{error}{did_you_mean(path.name.lower(), (*PRESETS, *DESCRIBED))}; expected one of "
-            f"{', '.join((*PRESETS, *DESCRIBED))}, FILE.json of a model's sizes, or a policy as for `sinew serve`"
+            f"{error}{did_you_mean(path.name.lower(), (*PRESETS, *MODEL_NAMES))}; expected one of "
+            f"{', '.join((*PRESETS, *MODEL_NAMES))}, FILE.json of a model's sizes, or a policy as for `sinew serve`"
         ) from None
     return of_opened(bundle)
 
@@ -366,7 +366,7 @@ def preset(name: str) -> PublishedProgram:
     if name in PRESETS:
         description = published(name)
     else:
-        description = described(_MODELS / f"{name}.json" if name in DESCRIBED else Path(name))
+        description = described(_MODELS / f"{name}.json" if name in MODEL_NAMES else Path(name))
     model = build_on_meta(description.architecture, description.config).eval().requires_grad_(False)
     shapes = Shapes(
         description.views,

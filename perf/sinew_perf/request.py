@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from sinew.core import SinewError
 from sinew.layers.sizes import MAX_LENGTH
 
-LEAST = {"cameras": 1, "prompt_tokens": 0, "chunk": 1, "steps": 1}
+MINIMA = {"cameras": 1, "prompt_tokens": 0, "chunk": 1, "steps": 1}
 LIMITS = {"cameras": 64, "prompt_tokens": 1 << 20, "chunk": MAX_LENGTH, "steps": 1000}
 
 
@@ -29,10 +29,10 @@ class TracedRequest:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise :class:`SinewError` for a size below ``LEAST`` or above ``LIMITS``."""
+        """Raise :class:`SinewError` for a size below ``MINIMA`` or above ``LIMITS``."""
         for name, value in asdict(self).items():
-            if value is not None and not LEAST[name] <= value <= LIMITS[name]:
-                raise SinewError(f"{name}: expected {LEAST[name]} to {LIMITS[name]}, got {value}")
+            if value is not None and not MINIMA[name] <= value <= LIMITS[name]:
+                raise SinewError(f"{name}: expected {MINIMA[name]} to {LIMITS[name]}, got {value}")
 
 
 AS_THE_POLICY = TracedRequest()

@@ -140,7 +140,7 @@ def test_memory_is_that_of_the_engine_that_will_run(rolling_bundle):
     assert computed > 0
     assert memory_budget(2.0, options) == (2 << 30, "--memory-gib 2")
     assert memory_need(str(rolling_bundle), options, None, 8, apart=True) == (weights, computed)
-    with pytest.raises(SinewError, match="its memory could not be counted"):
+    with pytest.raises(SinewError, match="memory of this bundle could not be counted"):
         memory_apart(str(rolling_bundle), "no such type", "eager", "cpu")
     budget, why = memory_budget(None, options)
     assert budget is not None

@@ -322,9 +322,9 @@ def test_the_largest_models_rate(capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 0}, "steps: expected 1 to 1048576, got 0"),
-        ({"views": True}, "views: expected 1 to 1048576, got True"),
-        ({"colour": 1}, "got 'colour'"),
+        ({"steps": 0}, "steps: expected a whole number from 1 to 1048576, got 0"),
+        ({"views": True}, "views: expected a whole number from 1 to 1048576, got True"),
+        ({"colour": 1}, "unknown field 'colour'"),
         ({"title": 3}, "title: expected a text"),
         ({"architecture": "zebra"}, "zebra"),
         ({"config": {"vision": 3}}, "vision"),

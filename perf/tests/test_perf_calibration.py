@@ -426,7 +426,7 @@ def test_what_an_engine_cannot_be_asked_is_named(quick: Path) -> None:
         measure_engine(policy, [MeasuredSizes(1, 4, 7)])
     with pytest.raises(SinewError, match=f"views: expected 1 to {cameras}, got 9"):
         measure_engine(policy, [MeasuredSizes(9, 4, chunk)])
-    with pytest.raises(SinewError, match="has no time for each stage"):
+    with pytest.raises(SinewError, match="cannot time each stage"):
         seconds_by_stage([Timing(total_ms=3.0)])
 
 

@@ -515,7 +515,9 @@ def test_the_demo_of_an_act(tmp_path: Path) -> None:
     assert "as numbers in the state" in result.stdout
     (played,) = json.loads((tmp_path / "report.json").read_text())["variants"]
     assert (played["wins"], played["episodes"]) == (3, 3)
-    made = "closed_loop.gif" if "film       none, small frames instead" in result.stdout else "film.webp"
+    made = (
+        "closed_loop.gif" if "film       none, so a GIF shows small frames" in result.stdout else "film.webp"
+    )
     assert (tmp_path / made).stat().st_size > 10_000
     refused = sinew("demo", "egg", "--out", tmp_path)
     assert refused.returncode == 2

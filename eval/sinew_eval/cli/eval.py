@@ -658,7 +658,7 @@ def _join(run: str, typed: TypedNames, workers: int | None, hosts: str | None) -
         each if Target.parse(each).kind != LOCAL else str(resolve(each)) for each in typed.policies
     )
     played = join(run, workers or usual_workers(), replaced(typed, policies=policies))
-    terminal.console().print(f"played here  {played} episodes", markup=False)
+    terminal.console().print(f"played  {played} episodes on this machine", markup=False)
     terminal.emit({"joined": run, "episodes": played})
     return 0
 

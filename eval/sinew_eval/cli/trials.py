@@ -62,7 +62,7 @@ HELP = {
     "is judged": "Enter keeps it   s success   f failure   d discard   q stops",
 }
 # Options that --compare may change.
-VARIED = (
+COMPARABLE_SETTINGS = (
     "replan",
     "handover",
     "solver_steps",
@@ -70,9 +70,9 @@ VARIED = (
     "device",
     "engine",
 )
-MOST = 999  # largest number of scenes
+MAX_SCENES = 999  # largest number of scenes
 # Options that define how a trial is driven and when it ends. They are equal for all trials of a session.
-DRIVEN = ("hz", "seconds", "prompt", "stale")
+LOOP_OPTIONS = ("hz", "seconds", "prompt", "stale")
 BY_CHUNKS = ("substeps", "max_age", "finish", "future", "advantage", "guidance_scale")
 
 
@@ -131,8 +131,8 @@ def trials(
         api_key_file: File with the key of the servers. Default: SINEW_API_KEY in the environment.
     """
     key = api_key_of(api_key_file)
-    if (count := plan.scenes) > MOST:
-        raise SinewError(f"--scenes: expected at most {MOST}, got {count}")
+    if (count := plan.scenes) > MAX_SCENES:
+        raise SinewError(f"--scenes: expected at most {MAX_SCENES}, got {count}")
     driven = changed(replace(lead, frames=None)) or changed(
         replace(ChunkFlags(), assist=by.assist, split=by.split)
     )
@@ -173,7 +173,9 @@ def trials(
         room = TrialSetup(stack, on, by, lead, plan, rigs, key)
         plan.out.mkdir(parents=True, exist_ok=True)
         stack.enter_context(episode_log.sole(plan.out, "wait until that session has ended"))
-        rules = {name: getattr(on, name) for name in DRIVEN} | {name: getattr(by, name) for name in BY_CHUNKS}
+        rules = {name: getattr(on, name) for name in LOOP_OPTIONS} | {
+            name: getattr(by, name) for name in BY_CHUNKS
+        }
         sitting = TrialSession(plan.out, task, variants, count, plan.seed, plan.order, plan.sequential, rules)
         failed = room.play(sitting)
         record, due = room.report(sitting), sitting.due()
@@ -196,9 +198,9 @@ def _asked(target: str, by: ChunkFlags, plan: TrialFlags, runs: Runs) -> list[Va
         names = [
             part.partition("=")[0] for part in text.split(",") if "=" in part and not Path(text).exists()
         ]
-        if other := [name for name in names if name.replace("-", "_") not in VARIED]:
+        if other := [name for name in names if name.replace("-", "_") not in COMPARABLE_SETTINGS]:
             raise SinewError(
-                f"--compare: expected a policy, or settings of {', '.join(VARIED)}, got {other[0]}"
+                f"--compare: expected a policy, or settings of {', '.join(COMPARABLE_SETTINGS)}, got {other[0]}"
             )
     try:
         base = variant_of(target, runs, CAMERAS, replan=parse_replan(by.replan), handover=by.handover)

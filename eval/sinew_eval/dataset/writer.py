@@ -192,7 +192,9 @@ class DatasetWriter:
         try:
             self._end_file()
             if not self._episodes:
-                raise SinewError(f"{self.out}: no episode was complete, so no data set was written")
+                raise SinewError(
+                    f"{self.out}: no data set was written, because no episode was complete; record a whole episode"
+                )
             self._describe_all()
             self._refuse_existing(self.out)
             self._folder.chmod(0o777 & ~_umask())

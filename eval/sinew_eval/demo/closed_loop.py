@@ -32,7 +32,7 @@ from sinew_eval.foreign.server import serving
 from sinew_eval.report.report import document, success_cells
 
 # Policy -> (its environment, how the policy receives the instruction).
-PLAYED = {
+DEMOS = {
     "blocks": ("sinew/Blocks-v0", "in many wordings"),
     "act": ("sinew/BlocksGoal-v0", "as numbers in the state"),
 }
@@ -67,7 +67,7 @@ def run(
         out_dir: Folder for the files.
         episodes: Number of episodes.
         console: Rich console for the output.
-        policy: Key of ``PLAYED``.
+        policy: Key of ``DEMOS``.
         sweep_episodes: Episodes for each point of the figure. 0 for no figure.
         film: True to draw the animation with MuJoCo's renderer. None to use this renderer if it works.
 
@@ -87,7 +87,7 @@ def run(
         except SinewError as error:
             if film:
                 raise
-            console.print(f"film       none, small frames instead: {error}", soft_wrap=True)
+            console.print(f"film       none, so a GIF shows small frames: {error}", soft_wrap=True)
     bundle = ASSETS / f"{policy}.gguf"
     if not bundle.is_file():
         raise SinewError(f"{bundle}: the trained demo policy is missing; install the package again")
@@ -95,7 +95,7 @@ def run(
     started = time.perf_counter()
     # MuJoCo draws the film in another process while the sweep is played.
     with _served(bundle, out_dir, console) as address, ThreadPoolExecutor(1) as drawing:
-        env, wording = PLAYED[policy]
+        env, wording = DEMOS[policy]
         report, drawn = _drive(address, out_dir, episodes, console, bool(film), env, wording, drawing)
         if sweep_episodes:
             report["injected_latency"] = _sweep(address, sweep_episodes, console, env)

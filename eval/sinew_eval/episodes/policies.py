@@ -280,7 +280,7 @@ def chosen(variant: Variant) -> EngineChoice:
 
 
 # Fields of a policy's description that decide how its chunks are executed.
-STATED = (
+EXECUTION_FIELDS = (
     "motion",
     "temporal_ensemble",
     "real_time_chunking",
@@ -297,7 +297,7 @@ def stated_facts(target: str, env_id: str) -> dict[str, Any]:
         env_id: Environment, which determines the expert for the target ``expert``.
 
     Returns:
-        Field of ``STATED`` -> value, or None if the policy states nothing.
+        Field of ``EXECUTION_FIELDS`` -> value, or None if the policy states nothing.
     """
     if target == EXPERT:
         specs = (spec.to_dict() for start, (spec, _) in EXPERTS.items() if env_id.startswith(start))
@@ -308,7 +308,7 @@ def stated_facts(target: str, env_id: str) -> dict[str, Any]:
         from sinew.policy import open_bundle
 
         whole = open_bundle(target).manifest.spec.to_dict()
-    return {key: whole.get(key) for key in STATED}
+    return {key: whole.get(key) for key in EXECUTION_FIELDS}
 
 
 @lru_cache(maxsize=64)
@@ -349,7 +349,7 @@ def identity(target: str) -> dict[str, Any]:
             "id": text,
             "dtype": server["dtype"],
             "hardware": server["hardware"],
-            **{key: policy.get(key) for key in STATED},
+            **{key: policy.get(key) for key in EXECUTION_FIELDS},
             "name": policy["name"],
             "architecture": policy["architecture"],
         }

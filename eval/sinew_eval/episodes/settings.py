@@ -56,7 +56,9 @@ class Latency:
                 f"latency: expected a whole number of control steps, or milliseconds such as 50ms, got {self.text!r}"
             )
         if match["kind"] == "uniform" and float(match["first"]) > float(match["second"]):
-            raise SinewError(f"latency: the lower end is above the upper end in {self.text!r}")
+            raise SinewError(
+                f"latency: expected the lower end before the upper end, got {self.text!r}; swap them"
+            )
         if max(float(match["first"]), float(match["second"] or 0)) > MOST_DELAY:
             raise SinewError(f"latency: expected at most {MOST_DELAY}, got {self.text!r}")
 
@@ -178,7 +180,8 @@ class Variant:
             dtype_word(self.dtype)
         if self.edge_adapter and self.stream:
             raise SinewError(
-                "edge_adapter: cannot be combined with a stream, whose action head already runs in every control step"
+                "edge_adapter: cannot be combined with a stream, whose action head already runs in every control step;"
+                " omit one"
             )
         if self.batch < 1:
             raise SinewError(f"batch: expected 1 or more, got {self.batch}")

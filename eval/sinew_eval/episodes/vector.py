@@ -18,7 +18,7 @@ from sinew_eval.episodes.adapters import time_limit
 from sinew_eval.episodes.lockstep import RESET, STEP
 
 # Attributes that adapters read from an environment, in addition to its spec.
-TOLD = ("control_hz", "max_steps", "task_description")
+ADAPTER_ATTRIBUTES = ("control_hz", "max_steps", "task_description")
 
 
 class VectorParts:
@@ -131,7 +131,7 @@ class Part(gymnasium.Env):
         copies: Sequence[gymnasium.Env] = getattr(env.unwrapped, "envs", ())
         self.spec = env.spec or (copies[0].spec if copies else None)
         for each in (*(copy.unwrapped for copy in copies[:1]), env.unwrapped):
-            for name in TOLD:
+            for name in ADAPTER_ATTRIBUTES:
                 if hasattr(each, name):
                     setattr(self, name, getattr(each, name))
         if copies and (limit := time_limit(copies[0])):

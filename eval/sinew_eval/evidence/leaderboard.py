@@ -34,7 +34,7 @@ MAX_TASKS = 10_000  # largest number of tasks of a variant
 MAX_NUMBER = 1e18  # largest measured number in a report
 FEW = 10  # a page folds the table if there are more pairs
 # Fields of a variant that appear in the name of a row if rows of the same policy differ in them.
-TOLD = (
+DISTINGUISHING_FIELDS = (
     "replan",
     "latency",
     "handover",
@@ -345,7 +345,7 @@ def _labels(ranked: Sequence[Standing]) -> list[str]:
         same = [other for other in ranked if other.name == each.name]
         differences = [
             f"{name} {'full' if name == 'replan' and value == 0 else value}"
-            for name in TOLD
+            for name in DISTINGUISHING_FIELDS
             if len({str(other.variant.get(name)) for other in same}) > 1
             and (value := each.variant.get(name)) is not None
         ]

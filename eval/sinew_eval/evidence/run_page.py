@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sinew_eval.evidence.films import Film
 
 PAGE = "report.html"
-SHOWN = 400  # a page folds the list if there are more trials
+MAX_UNFOLDED = 400  # a page folds the list if there are more trials
 
 
 def outcomes(results: Sequence[Sequence[Episode]]) -> list[list[dict[str, Any]]]:
@@ -121,7 +121,11 @@ def trials_of(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"<p>Variants disagree about {len(disputed)} of {len(rows)} trials.</p>"
         yield page.table(columns, disputed) if disputed else ""
     whole = page.table(columns, [row for _, row in rows])
-    yield page.folded(f"all {len(rows)} trials", whole) if len(labels) > 1 or len(rows) > SHOWN else whole
+    yield (
+        page.folded(f"all {len(rows)} trials", whole)
+        if len(labels) > 1 or len(rows) > MAX_UNFOLDED
+        else whole
+    )
 
 
 def _said(trial: Mapping[str, Any]) -> str:

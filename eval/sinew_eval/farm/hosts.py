@@ -341,7 +341,9 @@ class RemoteQueue:
                 time.sleep(AGAIN_S)
                 continue
             if answer.status != 200:
-                raise SinewError(f"{self.address}: {answer.status} {answer.reason}")
+                raise SinewError(
+                    f"{self.address}: the run refused a request ({answer.status} {answer.reason})"
+                )
             return content
 
 
@@ -379,7 +381,9 @@ def fetch(address: str, folder: Path, typed: TypedNames) -> TypedNames:
         path = folder / f"{index}.gguf"
         queue.ask("GET", f"/bundle/{index}", into=path)
         if (got := file_hash(str(path))) != sha256:
-            raise SinewError(f"{address}: expected a bundle with SHA-256 {sha256[:16]}, got {got[:16]}")
+            raise SinewError(
+                f"{address}: expected a bundle with SHA-256 {sha256[:16]}, got {got[:16]}; join again"
+            )
         files.append(str(path))
     (folder / PLAN).write_bytes(data)
     return replace(typed, policies=(*typed.policies, *files))

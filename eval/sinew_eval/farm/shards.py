@@ -45,7 +45,7 @@ LINES = 15  # log lines shown when a shard fails
 HEAD = "head"  # prefix of the names of the run's own shards
 # Modules that play episodes, on this machine and on the hosts of a cluster.
 SHARD, CLUSTER = "sinew_eval.farm.shards", "sinew_eval.foreign.cluster"
-SAID = "said: "  # prefix of the lines in a shard's log that the run prints for the user
+LOG_PREFIX = "said: "  # prefix of the lines in a shard's log that the run prints for the user
 NOTHING = (
     "no run is active here; pass the folder of a running `sinew eval --shards N --out FOLDER`, or the http:// address"
     " of a run with --listen"
@@ -251,8 +251,8 @@ class WorkerPool:
             whole, end, _ = log.read().rpartition(b"\n")
         self._heard[name] += len(whole + end)
         for text in whole.decode(errors="replace").splitlines():
-            if text.startswith(SAID):
-                logger.warning("%s", text.removeprefix(SAID))
+            if text.startswith(LOG_PREFIX):
+                logger.warning("%s", text.removeprefix(LOG_PREFIX))
 
     def close(self) -> None:
         """Kill all worker processes, also in the middle of an episode."""

@@ -442,7 +442,9 @@ def work(folder: Path, worker: str, typed: TypedNames, hosts: str, count: int) -
         there.play()
     except (ConnectionError, ray.exceptions.RayError) as error:
         logger.warning(
-            "%s: the connection to the cluster is lost (%s)", hosts, " ".join(str(error).split())[:200]
+            "%s: the connection to the cluster is lost (%s); run the same command to continue",
+            hosts,
+            " ".join(str(error).split())[:200],
         )
         raise SystemExit(GONE) from None
     finally:
@@ -454,7 +456,7 @@ def work(folder: Path, worker: str, typed: TypedNames, hosts: str, count: int) -
 
 if __name__ == "__main__":
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter(f"{shards.SAID}%(message)s"))
+    handler.setFormatter(logging.Formatter(f"{shards.LOG_PREFIX}%(message)s"))
     logging.getLogger("sinew").addHandler(handler)
     place, name, names, where, number = sys.argv[1:6]
     typed = TypedNames.from_json(names)

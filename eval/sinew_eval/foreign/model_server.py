@@ -73,7 +73,10 @@ class ModelServer:
                 self._session.ws_connect(url, max_msg_size=MAX_BYTES), TIMEOUT_S
             )
         except (self._aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise SinewError(f"{self.address}: no answer ({type(error).__name__}: {error})") from None
+            raise SinewError(
+                f"{self.address}: cannot connect ({type(error).__name__}: {error}); start the server, or check the"
+                " address"
+            ) from None
 
     def start(self, env: gymnasium.Env) -> None:
         self._end()
@@ -136,7 +139,9 @@ class ModelServer:
             )
         type_, seq = answer.get("type"), answer.get("seq")
         if isinstance(type_, str) and type_ == "error":
-            raise SinewError(f"{self.address}: {named(answer['payload'].get('error'), 500)}")
+            raise SinewError(
+                f"{self.address}: the server reports an error: {named(answer['payload'].get('error'), 500)}"
+            )
         # Check the types before comparing, because an answer may contain arrays, which compare element by element.
         if not (
             isinstance(type_, str) and isinstance(seq, int) and (type_, seq) == (expected_kind, self._seq)
@@ -153,16 +158,21 @@ class ModelServer:
                 self._socket.send_bytes(self._msgpack.packb(message, default=_to_map))
             )
         except (ConnectionError, self._aiohttp.ClientError) as error:
-            raise SinewError(f"{self.address}: the server closed the connection ({error})") from None
+            raise SinewError(
+                f"{self.address}: the server closed the connection ({error}); read the server's log"
+            ) from None
 
     async def _receive(self) -> Any:
         try:
             message = await asyncio.wait_for(self._socket.receive(), TIMEOUT_S)
         except TimeoutError:
-            raise SinewError(f"{self.address}: no answer within {TIMEOUT_S:g} s") from None
+            raise SinewError(
+                f"{self.address}: no answer within {TIMEOUT_S:g} s; check that the server is running"
+            ) from None
         if message.type != self._aiohttp.WSMsgType.BINARY:
             raise SinewError(
-                f"{self.address}: the server closed the connection ({named(message.extra or message.data, 200)})"
+                f"{self.address}: the server closed the connection ({named(message.extra or message.data, 200)});"
+                " read the server's log"
             )
         try:
             return unpack_msgpack(message.data, max_values=MAX_VALUES, max_text=MAX_BYTES)
@@ -191,9 +201,9 @@ def _array(value: Any) -> Any:
         return value
     shape, data, dtype = (value.get(name) for name in ("shape", "data", "dtype"))
     if not isinstance(data, memoryview) or not isinstance(dtype, str):
-        raise ValueError("an array without bytes or type")
+        raise ValueError("expected an array with bytes and a type")
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"a shape of {shown(shape)}")
+        raise ValueError(f"expected a shape of whole numbers from 0, got {shown(shape)}")
     return raw_array(data, dtype, shape)
 
 

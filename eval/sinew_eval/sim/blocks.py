@@ -29,7 +29,7 @@ os.environ.setdefault("MUJOCO_GL", "disable")
 import mujoco
 
 STEP_SIZE = 0.02  # metres per unit of action
-_FIXED = {"front": scene.FRONT, "overview": scene.OVERVIEW}
+_FIXED_CAMERAS = {"front": scene.FRONT, "overview": scene.OVERVIEW}
 
 
 @dataclass(frozen=True)
@@ -238,12 +238,12 @@ class BlocksEnv(gymnasium.Env):
         size = size or self.image_size
         ee = self._ee()
         moving = scene.hand_boxes(ee, self._opening()).joined(self._block_boxes())
-        if camera in _FIXED:
+        if camera in _FIXED_CAMERAS:
             key = (camera, size)
             if key not in self._backgrounds:
                 frame = RenderedFrame.empty(size, scene.BACKGROUND)
-                self._backgrounds[key] = draw(frame, _FIXED[camera], self._static)
-            return draw(self._backgrounds[key].copy(), _FIXED[camera], moving).color
+                self._backgrounds[key] = draw(frame, _FIXED_CAMERAS[camera], self._static)
+            return draw(self._backgrounds[key].copy(), _FIXED_CAMERAS[camera], moving).color
         frame = RenderedFrame.empty(size, scene.BACKGROUND)
         return draw(frame, scene.WRIST.moved(ee), self._static.joined(moving)).color
 

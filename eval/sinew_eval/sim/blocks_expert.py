@@ -18,7 +18,7 @@ STACK = 2 * scene.BLOCK_HALF
 
 _OPEN, _CLOSE = 1.0, -1.0
 # A block between the fingers is held if the opening is smaller than this, even if the fingers hold its edges. Metres.
-_HELD = 0.049
+_GRASPED_OPENING = 0.049
 # Grid of places on the table where the hand puts down a block that is not in the instruction.
 _SPOTS = np.array([[x, y] for x in (-0.08, 0.0, 0.08) for y in (-0.11, -0.04, 0.04, 0.11)])
 
@@ -27,7 +27,7 @@ def act(world: World) -> np.ndarray:
     """Return the expert's action in a state, float32 [4]."""
     target, goal = world.blocks[world.color], scene.BIN_CENTERS[world.side]
     between = _between_fingers(world)
-    held_block = between if between is not None and world.opening < _HELD else None
+    held_block = between if between is not None and world.opening < _GRASPED_OPENING else None
     lift = _stack_height(world, goal)
 
     if _in_bin(target, goal, lift):

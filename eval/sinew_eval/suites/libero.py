@@ -248,7 +248,9 @@ def read_states(path: Path) -> np.ndarray:
             data = archive.read(next(name for name in archive.names if name.endswith("/data.pkl")))
         opcodes = [(op.name, value) for op, value, _ in pickletools.genops(bytes(data))]
     except (OSError, StopIteration, ValueError) as error:
-        raise SinewError(f"{path}: not a file of initial states ({error})") from error
+        raise SinewError(
+            f"{path}: not a file of LIBERO's initial states ({error}); run `sinew eval --setup libero` again"
+        ) from error
     integers = [value for name, value in opcodes if "BININT" in name and isinstance(value, int)]
     texts = [value for name, value in opcodes if "UNICODE" in name and isinstance(value, str)]
     numbers = max(texts, key=len, default="").encode("latin1")

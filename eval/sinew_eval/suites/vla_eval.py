@@ -27,7 +27,10 @@ from sinew_eval.suites.mapping import Mapping
 
 # Maximum number of control steps if a benchmark's metadata state none. vla-eval's orchestrator has the same default.
 MAX_STEPS = 300
-WANTED = ("send_state", "send_wrist_image")  # arguments of constructors that add data to the observation
+DATA_ARGUMENTS = (
+    "send_state",
+    "send_wrist_image",
+)  # arguments of constructors that add data to the observation
 # Frame of a benchmark with LIBERO's scenes -> names that policies use for this camera.
 _LIBERO = {
     "images/agentview": libero.MAPPING.known_as["agentview_image"] + ("image",),
@@ -66,7 +69,7 @@ class Simulator(gymnasium.Env):
         kind = _load(name, place)
         _draw_with(kind, render, name)
         accepted = _accepted(kind)
-        arguments = {each: True for each in WANTED if each in accepted} | dict(params or {})
+        arguments = {each: True for each in DATA_ARGUMENTS if each in accepted} | dict(params or {})
         try:
             self.benchmark = kind(**arguments)
         except TypeError as error:
@@ -74,7 +77,7 @@ class Simulator(gymnasium.Env):
         self._loop = asyncio.new_event_loop()
         self._tasks = list(self.benchmark.get_tasks())
         if not self._tasks:
-            raise SinewError(f"{name}: the benchmark has no tasks")
+            raise SinewError(f"{name}: the benchmark has no tasks; check its params")
         self.max_steps = int(self.benchmark.get_metadata().get("max_steps", MAX_STEPS))
         self.action_space = _action_space(self.benchmark)
         self.task_description = ""

@@ -31,7 +31,7 @@ SUCCESS, FAILURE, DISCARD = "success", "failure", "discard"
 # A trial without a judge is discarded after this many requests in a row without an answer.
 LOST = 10
 # Number of bytes that are read from `--judge` at once, which is also the longest line.
-READ = 1 << 16
+READ_BYTES = 1 << 16
 SET_UP, RUNS, JUDGED, OVER = "waits", "runs", "is judged", "is over"
 
 
@@ -158,10 +158,10 @@ class VerdictInput:
         if self._file is not None:
             # No program has written to the FIFO since the last read.
             with suppress(BlockingIOError):
-                self._rest += os.read(self._file, READ)
+                self._rest += os.read(self._file, READ_BYTES)
             *lines, self._rest = self._rest.split(b"\n")
             # Treat a line that is too long as complete, so that the buffer does not grow.
-            if len(self._rest) > READ:
+            if len(self._rest) > READ_BYTES:
                 lines, self._rest = [*lines, self._rest], b""
             refused = []
             for line in lines:

@@ -136,6 +136,6 @@ def _moment(path: Path, control_hz: float) -> WatchedMoment:
     images = {name: parts.pixels(record, name) for name in seen.images}
     rows = parts.rows(record)
     if rows is None or not images:
-        raise SinewError(f"{path}: the record contains no frame or no command")
+        raise SinewError(f"{path}: expected a record with a frame and a command; omit this file")
     step = round(control_hz * parts.seconds(record, "time", seen.time or 0.0))
     return WatchedMoment(step, images, np.asarray(seen.state), rows[0], str(seen.prompt))

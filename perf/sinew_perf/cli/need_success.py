@@ -92,7 +92,7 @@ def need_success(
     terminal.console().print(table if enough else f"no machine reaches {required:.0%}")
     late = [each for each in rows if each[3] is None]
     if late:
-        console.print(f"{len(late)} are slower than every latency in the report")
+        console.print(f"{len(late)} machines and precisions are slower than every latency in the report")
     if not jitter_ms:
         console.print(
             "all requests are assumed to have the same latency; for a deviation, pass --jitter-ms as `sinew bench`"

@@ -93,7 +93,9 @@ def observe(policy: Any, request: MeasuredSizes) -> Observation:
 def seconds_by_stage(timings: Sequence[Timing]) -> dict[str, list[float]]:
     """Return stage -> seconds of each run. The head is one solver step, the median of the steps of a run."""
     if not all(timing.step_ms and timing.vision_ms and timing.prefix_ms for timing in timings):
-        raise SinewError("the engine runs all stages as one program, so it has no time for each stage")
+        raise SinewError(
+            "this engine runs all stages as one program and cannot time each stage; choose another engine"
+        )
     return {
         "vision": [1e-3 * timing.vision_ms for timing in timings],
         "prefix": [1e-3 * timing.prefix_ms for timing in timings],
