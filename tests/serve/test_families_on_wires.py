@@ -182,7 +182,7 @@ def test_memory_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
         assert min(np.abs(one - other).max() for one, other in itertools.combinations(found, 2)) > 1e-2
         spec = client.spec
         assert (spec.history, spec.history_stride, spec.history_padding) == (3, 2, "mask")
-        with pytest.raises(ClientError, match="each camera once for each moment, of which there are 3"):
+        with pytest.raises(ClientError, match="each camera once for each of at most 3 observation steps"):
             client.infer(replace(given, earlier=2 * tuple(given.earlier)))
 
 
