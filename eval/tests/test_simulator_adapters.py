@@ -425,7 +425,7 @@ def test_libero_sentences_and_initial_states(tmp_path: Path) -> None:
         with pytest.raises(SinewError, match="expected one float64 array"):
             libero.read_states(tmp_path / "b.pruned_init")
     (tmp_path / "c.pruned_init").write_bytes(b"not a zip")
-    with pytest.raises(SinewError, match="not a file of initial states"):
+    with pytest.raises(SinewError, match="not a file of LIBERO's initial states"):
         libero.read_states(tmp_path / "c.pruned_init")
 
 
