@@ -131,8 +131,8 @@ def test_moments_before_are_brought_into_the_same_form() -> None:
             np.testing.assert_array_equal(found.images[name], frame)
     assert observation({**BASE, "earlier": "x"}, SPEC).earlier == "x"  # which the processor refuses
     for moment, message in (
-        ({"images": frames}, "earlier[0]: expected images and state of a moment, got dict"),
-        (7, "earlier[0]: expected images and state of a moment, got int"),
+        ({"images": frames}, "earlier[0]: expected images and state of an observation step, got dict"),
+        (7, "earlier[0]: expected images and state of an observation step, got int"),
         ({"images": 7, "state": STATE}, "earlier[0].images: expected a mapping of cameras, got int"),
         ({"images": {"a": "x"}, "state": STATE}, "earlier[0].images.a: expected numbers, got text"),
         ({"images": frames, "state": "x"}, "earlier[0].state: expected numbers, got text"),
