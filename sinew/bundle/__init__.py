@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from sinew.bundle.schema import Manifest
     from sinew.bundle.writer import TensorSource, write_bundle
 
-EXPORTED = (
-    "policy.gguf"  # `sinew export` writes the bundle without weights under this name, next to the graphs
-)
+# `sinew export` writes the bundle without weights under this name, next to the graphs.
+EXPORTED = "policy.gguf"
 
 __all__ = ["EXPORTED", "Bundle", "GGUFFile", "Manifest", "TensorSource", "write_bundle"]
 

@@ -47,10 +47,8 @@ KEY_ARCHITECTURE = "general.architecture"
 KEY_NAME = "general.name"
 KEY_VERSION = "sinew.format_version"
 KEY_TOKENIZER = "tokenizer.huggingface.json"
-# Keys of the hashes of the bundle itself (reader.py).
-KEY_HEADER = (
-    "sinew.header_sha256"  # SHA-256 of the file before the tensors, computed with this value as zeros
-)
+# The value of this key is the SHA-256 of the file before the tensors. It is computed while the value is all zeros.
+KEY_HEADER = "sinew.header_sha256"
 KEY_TENSORS = "sinew.tensor_sha256"  # JSON: name of a tensor -> SHA-256 of its bytes
 
 # The model may read at most this many pixels of all views. Camera frames may have four times as many pixels together.
@@ -65,9 +63,8 @@ STATISTICS: dict[str, tuple[str, ...]] = {
     "quantile10": ("q10", "q90"),
     "identity": (),
 }
-PAIRS = {
-    mode: STATISTICS[mode] for mode in ("min_max", "quantiles", "quantile10")
-}  # modes that use (low, high)
+# The modes whose statistics are a lower and an upper bound.
+PAIRS = {mode: STATISTICS[mode] for mode in ("min_max", "quantiles", "quantile10")}
 
 
 @dataclass(frozen=True)

@@ -135,13 +135,8 @@ def _prompt(prompt: Any) -> Any:
     old = PROMPT_DEFAULTS | {key: value for key, value in prompt.items() if key in PROMPT_DEFAULTS}
     if any(type(old[key]) is not type(usual) for key, usual in PROMPT_DEFAULTS.items()):
         return prompt  # the decoder rejects the invalid fields by name
-    changes = (
-        "clean",
-        "strip",
-        "lower",
-        "words_only",
-        "as_list",
-    )  # format 2 applied the changes in this order
+    # Format 2 always applied the changes in this order.
+    changes = ("clean", "strip", "lower", "words_only", "as_list")
     steps: list[dict[str, Any]] = [{"kind": kind} for kind in changes if old[kind]]
     places = {
         "{prompt}": {"kind": "instruction"},

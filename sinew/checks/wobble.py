@@ -29,12 +29,8 @@ from sinew.core import SinewError
 
 SPREAD = 0.1  # amplitude, as a share of the standard deviation of each number in the training data
 SHARE = 0.5  # the wobble uses at most this share of a limit of speed or acceleration
-FREQUENCIES = (
-    0.43,
-    0.71,
-    1.13,
-    1.7,
-)  # Hz; without a common period, so that only one shift explains the signal
+# Frequencies of the wobble in Hz. They have no common period, so that only one delay explains the measured signal.
+FREQUENCIES = (0.43, 0.71, 1.13, 1.7)
 FADE_S = 0.5  # the wobble grows and fades in this time
 # The wobble runs at this share of the control rate, so that observations are not synchronous with camera frames.
 UNLOCKED = 0.93
@@ -300,7 +296,7 @@ def plan(
         SettingsError: A setting does not fit.
     """
     facts = facts_of(robot)
-    # Only a simulation states a rate. It advances with every command, and has no other clock.
+    # Only a simulation states a rate, because a simulation advances by one step with every command.
     fixed = facts.hz
     rate = settings.get("hz") or policy.get("control_hz") or fixed
     run_settings = {

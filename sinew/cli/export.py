@@ -71,9 +71,8 @@ def export(
         if qdq:
             from sinew.lowbit.quantization import paired, paired_recipe
 
-            quantisation = paired_recipe(
-                opened, qdq
-            )  # raises for an invalid recipe, before the export begins
+            # Parse the recipe now, so that an invalid recipe is reported before the export begins.
+            quantisation = paired_recipe(opened, qdq)
 
         def also(bundle: Bundle, folder: Path) -> None:
             nonlocal error

@@ -74,10 +74,8 @@ def _answer(process: Process, replicas: Fleet, api_key: Keys, deadline_ms: float
     text = ready_text(
         replicas.first.spec, replicas.first.describe(), tuple(process.wires), more, bool(api_key)
     )
-    with (
-        process.signals(),
-        hints.read_by("client"),
-    ):  # set the signal handlers again, because Ray has replaced them
+    # Set the signal handlers again, because Ray has replaced them.
+    with process.signals(), hints.read_by("client"):
         process.run(service, lambda: say(text))
     return internal(service)
 

@@ -135,8 +135,8 @@ def _shortened(
     stacks = stacks_of(bundle)
     for name, layers in skipped.items():
         if name not in stacks:
-            known = ", ".join(f"{each} ({count} layers)" for each, count in stacks.items()) or "none"
-            raise SinewError(f"--layers {name}: expected a stack of {bundle.path}: {known}")
+            listing = ", ".join(f"{each} ({count} layers)" for each, count in stacks.items()) or "none"
+            raise SinewError(f"--layers {name}: expected a stack of {bundle.path}: {listing}")
         if not layers or layers[-1] >= stacks[name] or len(layers) == stacks[name]:
             raise SinewError(
                 f"--layers {name}: expected fewer than all of the layers 0 to {stacks[name] - 1}, got"
@@ -146,7 +146,7 @@ def _shortened(
         name: {**part, COUNT: part[COUNT] - len(skipped[name])} if name in skipped else part
         for name, part in bundle.manifest.config.items()
     }
-    kept = {
+    new_indices = {
         name: {old: new for new, old in enumerate(k for k in range(count) if k not in skipped.get(name, ()))}
         for name, count in stacks.items()
     }
@@ -155,7 +155,7 @@ def _shortened(
         stored_as: str | None = info.name
         match = _LAYER.fullmatch(info.name)
         if match is not None and match[1] in skipped:
-            index = kept[match[1]].get(int(match[2]))
+            index = new_indices[match[1]].get(int(match[2]))
             stored_as = None if index is None else f"{match[1]}.layers.{index}.{match[3]}"
         if stored_as is not None:
             data = FileSlice(bundle.path, info.offset, info.nbytes)

@@ -40,13 +40,11 @@ FAMILIES = (
     "wallx",
     "xvla",
 )
-FORMATS = (
-    "sinew.vlacpp.read",
-)  # readers of formats with several families; they are tried after all families
+# Readers of file formats that several families share. The registry tries these readers after all families.
+FORMATS = ("sinew.vlacpp.read",)
 HOME = "sinew.families"
-GROUP = (
-    "sinew.families"  # group of entry points of other distributions: name -> package of the family's folder
-)
+# Other distributions add families with this group of entry points: name -> package of the family's folder.
+GROUP = "sinew.families"
 PUBLISHED = "published.json"
 
 

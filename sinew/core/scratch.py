@@ -71,7 +71,8 @@ def sweep(parent: Path, form: re.Pattern[str]) -> None:
     try:
         leftovers = [Path(each.path) for each in os.scandir(parent) if form.fullmatch(each.name)]
     except OSError:
-        return  # the later write reports the error
+        # The folder cannot be read. The next write to the folder reports the error.
+        return
     for path in leftovers:
         lock = hold(path, wait=False)
         if lock is not None:
@@ -134,7 +135,7 @@ def ended_by_signals() -> Iterator[None]:
     before = sys.unraisablehook
     for each in changed:
         signal.signal(each, _end)
-    # Use partial, because a lambda would add one more frame in which a signal may be lost.
+    # Use partial, because a lambda adds a stack frame, and a signal that arrives in this frame may be lost.
     sys.unraisablehook = partial(_again, before)
     try:
         yield

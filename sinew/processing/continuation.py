@@ -155,6 +155,5 @@ def _turned_back(actions: np.ndarray, steps: Sequence[VectorStep], state: np.nda
             raise ObservationError(
                 "previous", "actions that can be turned back into the model's", f"a step {step.kind}: {why}"
             )
-    return turn_back(
-        actions, steps, state
-    )  # relative actions are now relative to the state of the new observation
+    # Relative actions become relative to the state of the new observation.
+    return turn_back(actions, steps, state)

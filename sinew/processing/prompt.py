@@ -16,11 +16,8 @@ from sinew.steps.tokenizer import decode, encode, open_tokenizer
 
 MAX_CHARACTERS = 1 << 16  # longer texts are rejected before the tokenizer runs, which would need much time
 REMEMBERED = 64  # the tokens of this many texts are cached
-FIELDS = {
-    "prompt": "prompt",
-    "subtask": "prompt",
-    "question": "question",
-}  # kind of prompt -> field of its text
+# Kind of prompt -> field of the observation that contains the text.
+FIELDS = {"prompt": "prompt", "subtask": "prompt", "question": "question"}
 # Kind of prompt -> expected and actual value for an error if its text is empty.
 ASKED = {
     "subtask": ("an instruction from which a subtask is generated", "it"),

@@ -68,9 +68,8 @@ class Safety:
                     bound[..., list(step.dims)] = end
         relative = any(step.reads for step in self._recipe.action_steps)
         whole = (self._spec.chunk_size, self._spec.action.dim)
-        self._fixed = (
-            None if relative else self._allowed(whole)
-        )  # absolute limits are the same for every state
+        # Limits of absolute actions are the same for every state, so compute them once.
+        self._fixed = None if relative else self._allowed(whole)
 
     def check(self, observation: Observation) -> tuple[str, ...]:
         """Return warnings about a state that is unlike the training data.
@@ -139,8 +138,11 @@ class Safety:
         return replace(chunk, actions=actions, warnings=(*chunk.warnings, f"clamped: {text}"))
 
     def of_windows(self) -> Safety:
-        """Return a copy with one range for all rows. A stream's action windows begin and end elsewhere than chunks, and
-        may have another rate, so ranges of single rows do not fit them."""
+        """Return a copy that uses one range for all actions of a chunk.
+
+        A stream sends action windows, which begin and end at other times than chunks and may have another rate. So the
+        ranges of single actions in a chunk do not apply to windows.
+        """
         if self._action_low.ndim == 1:
             return self
         safety = copy.copy(self)

@@ -9,7 +9,7 @@ import numpy as np
 from sinew.core import SinewError
 from sinew.records.recorder import Record
 
-LATEST = 1e12  # times of any clock must be smaller, in seconds
+LATEST = 1e12  # a time must be smaller than this many seconds, whatever the clock
 
 
 def seconds(record: Record, what: str, value: Any) -> float:

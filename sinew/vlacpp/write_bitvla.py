@@ -123,9 +123,8 @@ def keys(bundle: Bundle) -> dict[str, Any]:
         "preprocessor_config_json": json.dumps({"image_mean": image.mean, "image_std": image.std}),
     }
     for name, text in (TOKENS | {"action_begin_id": "<action_0>"}).items():
-        if (
-            number := words.token_to_id(text)
-        ) is not None:  # vla.cpp uses the published id if the file has none
+        # If the file lacks an id, vla.cpp uses the id of the published checkpoint.
+        if (number := words.token_to_id(text)) is not None:
             metadata[f"tokens.{name}"] = number
     return metadata
 

@@ -23,9 +23,8 @@ LEFT = 0.5  # an explanation may leave at most this share of the sum of squared 
 FITS = 3.0  # a number fits a position if it is within this many standard deviations
 OUTSIDE = 2.0  # a joint is outside the training data at this many half ranges from the middle
 REFUSED = 20.0  # a server rejects a state at this many half ranges from the middle (sinew.processing.safety)
-NARROW = (
-    0.1 / DEVIATIONS
-)  # assumed spread of a joint that never moved in training, relative to its mean or to 1
+# The assumed spread of a joint that never moved in training, relative to its mean or to 1.
+NARROW = 0.1 / DEVIATIONS
 # Factor that converts the robot's value to the training unit -> the robot's unit and the training unit.
 SCALES = {
     np.pi / 180: "degrees, where training has radians",

@@ -43,7 +43,7 @@ INSTEAD = {
     "pytorch_model_fsdp*": 'to make it, run `accelerate merge-weights "{0}" "{1}"`',
     "zero_to_fp32.py": 'to make it, run `python "{0}" "{1}" "{1}" --safe_serialization`',
     "*model*.bin": "to make it, save `torch.load({0!r}, weights_only=True)` with `safetensors.torch.save_file`",
-    # No adapter, optimizer or processor: their names begin with a, o or p.
+    # This pattern excludes adapters, optimizers and processors, whose names begin with a, o or p.
     "[!aop]*.safetensors": "rename this file if it contains the weights",
 }
 # The name of a file with the weights of a whole model begins with one of these texts.

@@ -16,12 +16,8 @@ from sinew.convert.read.files import read_bytes
 from sinew.core import ConvertError
 from sinew.core.extras import install
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = (
-    1,
-    2,
-    3,
-    4,
-)  # values of SentencePiece.Type in sentencepiece_model.proto
+# The values of SentencePiece.Type in sentencepiece_model.proto.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 BPE = 2  # the value of TrainerSpec.ModelType for byte pair encoding
 SPACE = "\u2581"
 

@@ -19,11 +19,8 @@ from sinew.core import SinewError, machine, progress
 TRAINING = "optimizer* scheduler* rng_state* training_args.bin training_state global_step* events.out* wandb *.md *.log"
 # Every layout of a checkpoint contains one of these names. openpi's layout contains the last two.
 CHECKPOINT = ("config.json", "params", "assets")
-WEIGHTS = (
-    ".safetensors",
-    ".pt",
-    ".gguf",
-)  # suffixes of files of weights; orbax uses a folder params/ instead
+# File names of weights end with one of these suffixes. Checkpoints of orbax have a folder params/ instead.
+WEIGHTS = (".safetensors", ".pt", ".gguf")
 MAX_FILES = 10_000
 LONG = 1 << 28  # hashing a file with this many bytes or more shows a progress bar
 # These packages, and the family's reader, decide the content of a bundle.
