@@ -504,7 +504,7 @@ class Scheduler:
             turn.away += self.device_lock.pass_on()
 
     def _costs_at_most(self, seconds: float, job: ServingJob) -> bool:
-        """Return True if a request is decoded, and its known cost is at most ``seconds``."""
+        """Return True if a request is decoded, its cost is known, and the cost is at most ``seconds``."""
         usual = None if job.prepared is None else self.costs.seconds(job.alike, 1)
         return usual is not None and usual <= seconds
 

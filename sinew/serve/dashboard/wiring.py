@@ -46,7 +46,9 @@ class Wiring:
         return None if manifest.seen is None else cls(manifest)
 
     def put(self, wire: str, client: str, session: str, observation: Observation) -> None:
-        """Use an answered observation, if it is the next one in ``EVERY`` observations of its session."""
+        """Compare an answered observation with the training data. Only every ``EVERY``-th observation of a session
+        is compared.
+        """
         name = wire, client, session
         with self._lock:
             robot = self._sessions.get(name)
