@@ -299,7 +299,7 @@ def test_flags(adapters: Make, tmp_path: Path) -> None:
     assert "engine onnx cannot compute adapters" in refusal(found.base, *twice[:2], "--engine", "onnx")
     assert "an adapter of 'checkpoint' and has no base weights" in refusal(arm)
     other = adapters("pi0-2cam").files["arm"]
-    assert "an adapter of pi0" in refusal(found.base, "--adapter", f"a={other}")
+    assert "this adapter is for the architecture pi0" in refusal(found.base, "--adapter", f"a={other}")
 
 
 # ----------------------------------------------------------------------------- safety

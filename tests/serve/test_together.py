@@ -253,7 +253,10 @@ def test_eval_asks_a_server_in_messages(
     monkeypatch.setitem(served.service.about()["server"], "max_batch", 1)
     assert main(typed) == 1
     said = " ".join(capsys.readouterr().err.split())
-    assert "batch 2: this server computes one observation at a time; `sinew serve --max-batch auto`" in said
+    assert (
+        "batch 2: this server computes one observation at a time; restart it with `sinew serve --max-batch auto`"
+        in said
+    )
 
 
 class Several(Puppet):
