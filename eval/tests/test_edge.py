@@ -54,7 +54,7 @@ def test_it_is_small_and_fits_its_policy_alone(name: str, other: str, most: int)
     own, foreign, adapter = served_of(name), served_of(other), Adapter.read(path)
     adapter.check(own, own["control_hz"])
     rows = f"expected {own['chunk_size']}, got {foreign['chunk_size']}"
-    with pytest.raises(AdapterError, match=f"edge adapter of {name}: rows of a chunk: {rows}"):
+    with pytest.raises(AdapterError, match=f"edge adapter for {name}: actions per chunk: {rows}"):
         adapter.check(foreign, foreign["control_hz"])
 
 
