@@ -133,5 +133,8 @@ def test_statistics_of_another_robot(folder: Path, golden: Path, part: str) -> N
     for file in folder.glob("*processor*.safetensors"):
         found = load_file(file)
         save_file({k: v[:5].copy() if k.startswith(part) else v for k, v in found.items()}, file)
-    expected = f"statistics of {part.rpartition('.')[2]}: expected 6 numbers, got 5 of mean, 5 of std"
+    expected = (
+        f"statistics of {part.rpartition('.')[2]}: expected 6 numbers, got 5 of mean, 5 of std; use the statistics of"
+        " the policy's training data"
+    )
     assert refused(folder, golden) == expected

@@ -84,7 +84,7 @@ def test_imported_files_act_like_their_checkpoints(golden, tmp_path, case):
         (
             "openvla-oft",
             {"embodiment": "gr1"},
-            "--embodiment: .*openvla_oft or vla_adapter, which does not take",
+            "--embodiment: .*openvla_oft or vla_adapter, which does not support",
         ),
         ("openvla-oft", {"settings": {"frames": "2x2"}}, "--set frames: expected a setting of .*openvla_oft"),
         ("groot-n17", {"embodiment": ""}, "several robots. Choose one with --embodiment TAG"),
