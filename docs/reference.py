@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+from sinew.cli.settings import option_name
+
 FOLDER = "reference"
 # Module -> what is said of it, and its names; those of its ``__all__`` where none are given.
 MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -89,8 +91,10 @@ def _verb(words: tuple[str, ...], verb: Any, command: Any, arguments: list[Any])
     for title, members in groups.items():
         lines += ["", f"## {title}", "", "| | default | |", "|---|---|---|"]
         for each in members:
-            names = ", ".join(f"`{name}`" for name in each.names)
+            names = ", ".join(f"`{name}`" for name in each.names) if each.show else f"`{option_name(each)}`"
             lines.append(f"| {names} {_kind(each)} | {_default(each)} | {_cell(each.parameter.help)} |")
+    if not all(each.show for each in arguments):
+        lines += ["", "A name without dashes is a setting: pass `--set NAME=VALUE`."]
     lines += ["", "Each flag may also come from the environment or a file: [all settings](../settings.md)."]
     lines += ["Exit status: [every verb](../../commands.md#exit-status)."]
     return "\n".join(lines) + "\n"
@@ -100,7 +104,8 @@ def _settings(rows: list[tuple[tuple[str, ...], Any]]) -> str:
     lines = [
         "# All settings",
         "",
-        "Every flag of every verb. The command line wins over the environment, and that over the file of `--config`.",
+        "Every option of every verb. A name without dashes has no flag: pass it with `--set NAME=VALUE`.",
+        "The command line wins over the environment, and that over the file of `--config`.",
         "`--host` of `sinew serve` is `SINEW_SERVE_HOST`, or `host` under `[serve]` in the file; of `sinew hub pull`,",
         "`--out` is `SINEW_HUB_PULL_OUT`, or `out` under `[hub.pull]`.",
         "",
@@ -109,7 +114,7 @@ def _settings(rows: list[tuple[tuple[str, ...], Any]]) -> str:
     ]
     same: dict[tuple[str, str, str], list[tuple[str, ...]]] = defaultdict(list)
     for words, each in rows:
-        same[each.name, _default(each), f"{_cell(each.parameter.help)}"].append(words)
+        same[option_name(each), _default(each), f"{_cell(each.parameter.help)}"].append(words)
     for (name, default, text), verbs in sorted(same.items()):
         flag = name.removeprefix("--").upper().replace("-", "_")
         links = ", ".join(f"[{' '.join(each)}](verbs/{'-'.join(each)}.md)" for each in verbs)

@@ -166,16 +166,15 @@ def test_mistakes_in_settings(words: str, message: str, capsys: pytest.CaptureFi
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize(
-    ("command", "own"), [(("run",), 40), (("trials",), 32), (("doctor",), 3)], ids=["run", "trials", "doctor"]
-)
-def test_settings_are_listed(command: tuple[str, ...], own: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--settings"]) == 0
+@pytest.mark.parametrize("command", ["run", "trials", "doctor"])
+def test_settings_are_listed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--settings"]) == 0
     text = capsys.readouterr().out
     rows = re.findall(
         r"^  (\w+) +(?:text|number|whole number|true or false|path|choice)\b", text, re.MULTILINE
     )
-    assert len(rows) == len(set(rows)) == own
+    options = settings.flags(build_app()[command].assemble_argument_collection())
+    assert sorted(rows) == sorted(name.replace("-", "_") for name, each in options.items() if not each.show)
     assert "kinematics_options" in rows
 
 
