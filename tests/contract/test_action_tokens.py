@@ -172,7 +172,9 @@ def test_sentences_that_are_no_chunk(said: list[int], chunk: Any) -> None:
 
 
 def test_a_sentence_that_begins_otherwise_is_refused() -> None:
-    with pytest.raises(SinewError, match=r"begins with \[70, 71\], as in training, got \[79, 70\]"):
+    with pytest.raises(
+        SinewError, match=r"begins with the tokens \[70, 71\], as in training, got \[79, 70\]"
+    ):
         replace(FAST, begins=(70, 71)).chunk(np.array([79, 70, 71]))
 
 

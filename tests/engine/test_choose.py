@@ -317,7 +317,7 @@ def test_of_two_that_follow_a_recipe_the_one_that_was_measured_is_taken(tmp_path
 
 def test_a_reason_leaves_out_engines_for_other_weights(smolvla_bundle) -> None:
     bundle = Bundle(smolvla_bundle("smolvla-2cam"))
-    assert "few bits" not in choose(bundle, device="cpu").engine_reason
+    assert "low-bit" not in choose(bundle, device="cpu").engine_reason
     with pytest.raises(
         SinewError, match="engine cpu needs low-bit weights, .*; make them with `sinew quantize`$"
     ):

@@ -115,7 +115,7 @@ def test_what_a_policy_was_not_trained_for_is_refused(
     policy = load(committed("smolvla-2cam"), engine="eager", threads=1)
     previous = np.zeros((8, policy.spec.action.dim), np.float32)
     policy.check(ask(policy, previous=previous, delay=COMMITTED))
-    with pytest.raises(ObservationError, match=rf"delay: expected at most the {COMMITTED} rows"):
+    with pytest.raises(ObservationError, match=rf"delay: expected at most the {COMMITTED} actions"):
         policy.check(ask(policy, previous=previous, delay=COMMITTED + 1))
     policy.check(ask(policy, previous=previous, delay=COMMITTED + 1, rtc="guided"))
     with pytest.raises(ObservationError, match="beta: expected no value with rtc trained"):

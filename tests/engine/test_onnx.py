@@ -263,7 +263,7 @@ def test_short_memory_leaves_norms_unfolded(smolvla_bundle, golden, tmp_path, mo
     monkeypatch.setattr(opening.machine, "memory", lambda: (1 << 20, 1 << 20))
     with caplog.at_level("INFO"):
         policy = load(path, engine="onnx", threads=1)
-    assert "memory is short" in caplog.text
+    assert "copies of the weights do not fit the memory" in caplog.text
     assert set(policy.engine.graphs.rewrites) == set(load(path, engine="plan").engine.plan.applied) - {
         "fold-norms", "pack-qkv", "sigmoid-gelu"
     }  # fmt: skip

@@ -101,7 +101,9 @@ def test_fewer_views_and_other_steps(policy: Policy) -> None:
         assert_close(expected, found.actions)
     with pytest.raises(SinewError, match="the same batch_key"):
         policy.run_batch([members[0], *members_of(policy, 1)])
-    with pytest.raises(SinewError, match="solver_steps: expected one of the exported 10, got 7"):
+    with pytest.raises(
+        SinewError, match="solver_steps: expected one of the exported numbers of steps 10, got 7"
+    ):
         policy.run_batch([replace(member, steps=7) for member in members])
 
 
@@ -166,8 +168,11 @@ def test_graphs_of_one_observation(policy: Policy, exported: Callable[[Path], Pa
     prepared = members_of(old, 2)
     for one in prepared:
         assert np.array_equal(old.run(one).actions, policy.run(one).actions)
-    reason = r"expected graphs with a batch axis, got .*vision\.onnx .* fixed pixels to \[1, .*export the bundle again"
-    with pytest.raises(SinewError, match=f"a batch of 2: {reason}"):
+    reason = (
+        r"expected graphs with a batch axis, got .*vision\.onnx, whose input pixels has the fixed shape \[1, "
+        r".*export the bundle again"
+    )
+    with pytest.raises(SinewError, match=f"a batch of 2 observations: {reason}"):
         old.run_batch(prepared)
     with pytest.raises(SinewError, match=f"--max-batch 4: {reason}"):
         Batcher(4).calibrate(old)

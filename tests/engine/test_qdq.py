@@ -116,7 +116,7 @@ def test_the_folder_computes_a_little_else_and_says_how_much(made: Made, golden:
     for words in (
         "products between pairs: vision ",
         "Softmax",
-        "2 observations from random frames, behind 2",
+        "2 observations from random frames, after 2",
     ):
         assert words in text
     assert main(["doctor", str(made.robot)]) == 0
@@ -142,11 +142,11 @@ def test_what_it_refuses(made: Made, tmp_path: Path, capsys: pytest.CaptureFixtu
     for arguments, words in (
         (
             ["--qdq", "head=q4_0"],
-            "--qdq: expected int8 of some components, and fp32 of others, got head=q4_0",
+            "--qdq: expected int8 for some components and fp32 for the others, got head=q4_0",
         ),
-        (["--qdq", "head=fp32"], "expected int8 of some components"),
-        (["--records", str(tmp_path)], "--records needs --qdq"),
-        (["--observations", "5"], "--observations needs --qdq"),
+        (["--qdq", "head=fp32"], "expected int8 for some components"),
+        (["--records", str(tmp_path)], "--records requires --qdq"),
+        (["--observations", "5"], "--observations requires --qdq"),
     ):
         assert export(made.bundle, tmp_path / "robot", *arguments) == 1
         assert words in " ".join(capsys.readouterr().err.split())

@@ -328,7 +328,7 @@ def test_four_bits_are_rounded_by_what_was_recorded(smolvla_bundle, tmp_path, ca
         said = " ".join(capsys.readouterr().out.split())
         made[name] = Bundle(tmp_path / f"{name}.gguf").manifest.quantization
         assert ("rounded separately; random frames cannot calibrate" in said) == (name == "drawn")
-        assert ("rounded by its inputs in 3 observations" in said) == (name == "known")
+        assert ("q4_0 calibrated with 3 observations" in said) == (name == "known")
     assert [each.calibrated for each in made.values()] == [0, 3]
     assert made["known"].source.startswith("records of")
     assert made["known"].observations == 2
