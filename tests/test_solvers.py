@@ -292,13 +292,13 @@ def test_guidance_replaces_the_output_of_each_step():
     ("record", "message"),
     [
         ({"kind": "euler", "start": 1.0, "end": 1.0}, "expected start and end to differ"),
-        ({"kind": "table"}, "got kind 'table' without one"),
+        ({"kind": "table"}, "got kind 'table' without a table"),
         (
             {"kind": "single", "table": [[0.5, 0.0, 1.0]]},
-            "expected a table for kind table and for no other, got kind 'single' with one",
+            "expected the field table for kind 'table' only, got kind 'single' with a table",
         ),
-        ({"kind": "diffusion"}, "got kind 'diffusion' without them"),
-        ({"kind": "euler", "levels": {"count": 5}}, "got kind 'euler' with them"),
+        ({"kind": "diffusion"}, "got kind 'diffusion' without levels"),
+        ({"kind": "euler", "levels": {"count": 5}}, "got kind 'euler' with levels"),
         ({"kind": "diffusion", "levels": {"count": 0}}, "count: expected 1 to 100000, got 0"),
         (
             {"kind": "diffusion", "levels": {"count": 5, "last_beta": 1.0}},

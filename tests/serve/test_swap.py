@@ -420,7 +420,7 @@ def test_a_form_is_what_the_policy_states():
         Fitted(ARM.to_dict()).check(SimpleNamespace(spec=replace(ARM, control_hz=10.0, embodiment="aloha")))
     assert str(error.value) == (
         "the server has another policy than at the start of this run: control_hz: expected 20, got 10;"
-        " embodiment: expected droid, got aloha"
+        " embodiment: expected droid, got aloha; start the run again with the new policy"
     )
 
 

@@ -106,7 +106,8 @@ class Fitted:
             self._form = described
         if others := differing(self._form, described):
             raise UnsafeChunk(
-                f"{where} has another policy than at the start of this run: {'; '.join(others.values())}"
+                f"{where} has another policy than at the start of this run: {'; '.join(others.values())}; start the run"
+                " again with the new policy"
             )
 
 

@@ -233,7 +233,7 @@ class LentFrames:
         if (now := self._frames.generation()) != self._generation:
             raise RequestError(
                 f"generation: expected {self._generation}, got {now}: the client has overwritten the frames in shared"
-                " memory before the answer"
+                " memory before the answer; write new frames only after the answer"
             )
 
 

@@ -244,13 +244,13 @@ class Solver:
             raise ValueError(f"solver: expected start and end to differ, got {self.start} twice")
         if (self.kind == "table") != bool(self.table):
             raise ValueError(
-                f"solver: expected a table for kind table and for no other, got kind {self.kind!r}"
-                f" {'with' if self.table else 'without'} one"
+                f"solver: expected the field table for kind 'table' only, got kind {self.kind!r}"
+                f" {'with' if self.table else 'without'} a table"
             )
         if (self.kind == "diffusion") != (self.levels is not None):
             raise ValueError(
-                f"solver: expected levels for kind diffusion and for no other, got kind {self.kind!r}"
-                f" {'without' if self.levels is None else 'with'} them"
+                f"solver: expected the field levels for kind 'diffusion' only, got kind {self.kind!r}"
+                f" {'without' if self.levels is None else 'with'} levels"
             )
 
     @property

@@ -145,7 +145,7 @@ class StreamLink:
 
     @property
     def address(self) -> str:
-        """The present address."""
+        """The address of the server that the stream uses now."""
         return self._addresses.present
 
     @property

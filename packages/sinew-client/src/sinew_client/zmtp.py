@@ -196,7 +196,9 @@ class Framing:
             self._count += 1
             self._size += size
             if self._count > MAX_FRAMES or self._size > 2 * self.limit:
-                raise ZmtpError(f"a message has {self._count} frames and {self._size} bytes, or more")
+                raise ZmtpError(
+                    f"expected a shorter message, got at least {self._count} frames and {self._size} bytes"
+                )
             keep = self._count <= KEPT_FRAMES and self._size <= self.limit
         self._flags = flags
         self._start += head
