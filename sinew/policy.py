@@ -349,9 +349,7 @@ class Policy(DescribedPolicy, OpenPolicy):
         first = members[0]
         if len(members) > 1:
             if self.unbatched:
-                raise SinewError(
-                    f"a batch of {len(members)} observations: {self.unbatched}; run the observations one by one"
-                )
+                raise SinewError(f"a batch of {len(members)} observations: {self.unbatched}")
             if None in (keys := {self.batch_key(member) for member in members}) or len(keys) > 1:
                 raise SinewError(
                     "a batch: expected observations with the same batch_key; use Policy.infer_all, which groups them"

@@ -93,7 +93,7 @@ def test_a_sentence_that_does_not_begin_as_in_training_is_refused(open_engine, g
     policy = open_engine("eager")
     words, said = policy.engine.model.action_tokens, np.array(sentence(g, 0))
     with pytest.raises(
-        SinewError, match=r"tokens: expected a chunk that begins with \[\d+, \d+\].* got \[1, 2\]"
+        SinewError, match=r"tokens: expected a chunk that begins with the tokens \[\d+, \d+\].* got \[1, 2\]"
     ):
         words.chunk(np.array([1, 2, *said[2:]]))
     with pytest.raises(SinewError, match="begins with"):

@@ -82,7 +82,7 @@ def test_a_change_in_place_is_refused_before_the_next_answer(bundle, tmp_path, e
             with pytest.raises(ServerError, match=message) as error:
                 client.infer(GOOD)
         assert error.value.code == "bad_bundle"
-        assert "renaming" in str(error.value)
+        assert "rename it over the old file" in str(error.value)
         status, text = health(web)
         assert status == 503
         assert message in text

@@ -66,7 +66,7 @@ def test_a_served_chunk_is_continued_as_in_process_and_replayed(tmp_path: Path) 
                 client.infer(observation(previous=ROWS, rtc="trained"))
             with pytest.raises(ServerError, match="delay: expected `previous` with it"):
                 client.infer(observation(delay=2))
-            with pytest.raises(InvalidObservation, match="previous: expected 2 dimension"):
+            with pytest.raises(InvalidObservation, match="previous: expected an array with 2 dimension"):
                 client.infer(observation(previous=ROWS[0]))
             with pytest.raises(ServerError, match="previous: expected rows of 4 numbers"):
                 client.infer(observation(previous=ROWS[:19, :3]))
