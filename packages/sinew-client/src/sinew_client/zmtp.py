@@ -83,7 +83,7 @@ class Framing:
         self._flags = 0
         # This is the number of missing bytes of the present frame. Until they arrive, ``next`` returns None.
         self.left = 0
-        self._body: memoryview | None = None  # body of the present frame; None if its bytes are not stored
+        self._body: memoryview | None = None  # body of the current frame; None if its bytes are not stored
         self._filled = 0
         self._frames: list[Frame] = []
         # Of the present message: stored bytes, number of frames, and bytes of all frames.

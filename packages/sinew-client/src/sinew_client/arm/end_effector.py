@@ -47,7 +47,7 @@ _FORMS: dict[str, tuple[int, Any, Any]] = {
     "wxyz": (4, lambda x: from_quaternion(np.roll(x, -1)), lambda m: np.roll(to_quaternion(m), 1)),
     "rot6d": (6, from_6d, to_6d),
     "gripper": (1, None, None),
-    "joints": (0, None, None),  # the robot determines the count
+    "joints": (0, None, None),  # the number of joints depends on the robot
 }
 # Bundles use these names for the numbers of each form.
 _NAMED = {

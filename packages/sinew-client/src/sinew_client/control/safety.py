@@ -336,7 +336,7 @@ class Guard:
                 limits.jerk * period**3,
             )  # fmt: skip
             self._smooth = JerkLimit(bounds.take(self._jerky))
-        # The last command, float64 [D] but rounded to float32. Unknown numbers are NaN.
+        # The last command, float64 [D] with values rounded to float32. NaN marks an unknown value.
         self._last = np.zeros(0)
         # The position before the last command, float32 [D]. Unknown numbers are NaN.
         self.before: np.ndarray | None = None

@@ -324,7 +324,7 @@ def check_start(limits: Limits, motion: Motion, state_dim: int | None = None) ->
     if lost.any():
         missing = ", ".join(limits.name(int(joint)) for joint in np.flatnonzero(lost))
         needs = ", ".join(f"limits.{name}" for name in RATES if np.isfinite(getattr(limits, name)).any())
-        # The motion is absolute here, but the state and the command have different counts of numbers.
+        # The motion is absolute here, but the state and the command do not have the same number of values.
         if placed[lost].all():
             columns = list(range(limits.dim))
             raise SettingsError(
