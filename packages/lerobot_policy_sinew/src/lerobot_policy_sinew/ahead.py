@@ -89,20 +89,20 @@ class Ahead:
         self._backend, self._spec, self._timeout = backend, spec, timeout
         self._fitted = Fitted(spec.to_dict())
         self._session, self._seed, self.asked = session, seed, 0
-        policy, given = spec.to_dict(), {"kind": motion} if motion else None
+        policy, user_motion = spec.to_dict(), {"kind": motion} if motion else None
         says = stated(policy)
-        if given and says and says != given:
+        if user_motion and says and says != user_motion:
             raise ValueError(
                 f"policy.motion: the policy {spec.name[:LONGEST]} states that its actions are {says['kind']}, got"
                 f" {motion}; omit --policy.motion"
             )
-        if not (given or says):
+        if not (user_motion or says):
             raise ValueError(
                 f"policy.motion: the policy {spec.name[:LONGEST]} does not state what its actions are relative to, so"
                 " it is unknown how to hold the robot while it waits for a chunk. If actions are goal positions, as for"
                 " LeRobot's arms, pass --policy.motion=absolute"
             )
-        self._still = parse_motion(given or says).still(spec.action.dim)
+        self._still = parse_motion(user_motion or says).still(spec.action.dim)
         try:
             parse_rule(replan or REPLAN)
         except ValueError as error:
@@ -111,7 +111,7 @@ class Ahead:
             "hz": float(spec.control_hz or HZ),
             "handover": handover,
             "replan": replan or REPLAN,
-            "motion": given,
+            "motion": user_motion,
             "deadline": min(timeout, LONGEST_ANSWER),
             "watchdog": False,
             "rest": "hold",  # LeRobot's own loop returns the robot to its start pose

@@ -31,18 +31,18 @@ def read_messages(text: str) -> dict[str, dict[str, Any]]:
         For each message, {"enums": {name: {value: number}}, "fields": [(number, name, type)]}. A type is the name of a
         scalar, message or enum, after "repeated " or "optional " if the field is so.
     """
-    text, found = re.sub(r" *//.*", "", text), {}
+    text, messages = re.sub(r" *//.*", "", text), {}
     for message, body in re.findall(r"^message (\w+) {$(.*?)^}$", text, re.MULTILINE | re.DOTALL):
         enums = {
             name: {value: int(number) for value, number in re.findall(r"(\w+) = (\d+);", values)}
             for name, values in re.findall(r"^  enum (\w+) {$(.*?)^  }$", body, re.MULTILINE | re.DOTALL)
         }
         fields = re.findall(r"^  ((?:\w+ )?\w+) (\w+) = (\d+);$", body, re.MULTILINE)
-        found[message] = {
+        messages[message] = {
             "enums": enums,
             "fields": [(int(number), name, kind) for kind, name, number in fields],
         }
-    return found
+    return messages
 
 
 MESSAGES = read_messages((pkgutil.get_data("sinew_client", "sinew.proto") or b"").decode())

@@ -455,7 +455,7 @@ class BaseController:
             The check is necessary because a limit of acceleration may move the robot beyond the clipped target.
             """
             reached, here = self.motion.reached(row, state), self._pose(limits, state)
-            # A robot that is already outside the workspace may stay there and move back, so its position extends the workspace.
+            # A robot outside the workspace may stay there and move back, so its position extends the workspace.
             ends = np.fmin(low, here), np.fmax(high, here)
             slack = 4.0 * np.spacing(np.maximum(np.abs(reached), np.abs(inside)))
             return not np.any((reached < ends[0] - slack) | (reached > ends[1] + slack))

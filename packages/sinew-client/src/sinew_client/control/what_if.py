@@ -120,7 +120,7 @@ def read_run(path: Path) -> RunLog:
     log: RunLog | None = None
     controller: Any = None
     guard = _LimitsWatch()
-    asked: tuple[int, int] | None = None  # step and age of the frame of the request in progress
+    request: tuple[int, int] | None = None  # step and age of the frame of the request in progress
     waits: list[
         tuple[int | None, int, int]
     ] = []  # latency if there was an answer, time in progress, age of the frame
@@ -140,21 +140,21 @@ def read_run(path: Path) -> RunLog:
                 continue
             step = event.get("step")
             if kind == "ask":
-                log, asked = replace(log, requests=log.requests + 1), (step, step - event["frame"])
+                log, request = replace(log, requests=log.requests + 1), (step, step - event["frame"])
                 if event.get("time") is not None:
                     log.late_ms.append(1e3 * max(0.0, event["time"] - step * log.settings.period))
-            elif kind == "arrived" and asked is not None:
-                log.latencies.append(step - asked[0])
-                waits.append((step - asked[0], step - asked[0], asked[1]))
-                log, asked = replace(log, size=max(log.size, len(event["actions"]))), None
+            elif kind == "arrived" and request is not None:
+                log.latencies.append(step - request[0])
+                waits.append((step - request[0], step - request[0], request[1]))
+                log, request = replace(log, size=max(log.size, len(event["actions"]))), None
             elif kind in ("failed", "bad_chunk"):
                 log.failed[event["reason"]] += 1
-                asked = None
+                request = None
             elif kind == "fault":
                 log.drops[step] = event["reason"], bool(event.get("moved", False))
-                if asked is not None:
-                    waits.append((None, step - asked[0], asked[1]))
-                asked = None
+                if request is not None:
+                    waits.append((None, step - request[0], request[1]))
+                request = None
             command = apply_event(controller, event)
             if command is not None:
                 guard.step(controller, command, event["state"])
@@ -169,8 +169,8 @@ def read_run(path: Path) -> RunLog:
             raise JournalError(f"{path}: line {number}: {type(error).__name__}: {error!s:.300}") from error
     if log is None or not log.steps or not log.latencies:
         raise JournalError(f"{path}: the log has no answered request, so there is nothing to replay")
-    if asked is not None:
-        waits.append((None, log.steps[-1] + 1 - asked[0], asked[1]))
+    if request is not None:
+        waits.append((None, log.steps[-1] + 1 - request[0], request[1]))
     usual = int(np.median(log.latencies))
     log.waits.extend(
         (max(usual, open_for) if known is None else known, age) for known, open_for, age in waits
