@@ -1017,11 +1017,12 @@ def perf(walk: Walk) -> None:
     ).result
     assert any(row["enough"] for row in kept["found"]), kept
     assert (walk.folder / "pen.png").stat().st_size > 10_000
-    for name, latency in (("robot", "50ms"), ("edge", "100ms"), ("cloud", "normal:125,20ms")):
-        walk.type(
-            f"sinew eval pen --replan 2 --handover aligned --latency {latency} --episodes 200 --out runs/{name}",
-            instead=("--episodes 200", "--episodes 12"),
-        )
+    for line in (
+        "sinew eval pen --replan 2 --handover aligned --latency 50ms --episodes 200 --out runs/robot",
+        "sinew eval pen --replan 2 --handover aligned --latency 100ms --episodes 200 --out runs/edge",
+        "sinew eval pen --replan 2 --handover aligned --latency normal:125,20ms --episodes 200 --out runs/cloud",
+    ):
+        walk.type(line, instead=("--episodes 200", "--episodes 12"))
     chosen = walk.type(
         "sinew perf choose --mode robot=runs/robot --mode edge=runs/edge --mode cloud=runs/cloud --cost robot=1"
         " --cost edge=0.3 --cost cloud=0.1 --available edge=0.99 --available cloud=0.97 --failure-cost 5",

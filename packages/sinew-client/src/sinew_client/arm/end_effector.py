@@ -245,7 +245,7 @@ class KinematicsOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> KinematicsOptions:
-        """Parse the options from a mapping, such as the JSON object of ``--kinematics-options``.
+        """Parse the options from a mapping, such as the JSON object of the setting ``kinematics_options``.
 
         Args:
             given: Field -> value; None for the defaults.
