@@ -255,7 +255,9 @@ def test_a_head_elsewhere_computes_what_the_policy_does(request: pytest.FixtureR
     wanted = policy.run(prepared).actions
     largest = np.abs(wanted).max()
     if policy.facts.chooses_tokens:
-        with pytest.raises(SinewError, match="expected fp32 for .*, whose head chooses tokens, got int8"):
+        with pytest.raises(
+            SinewError, match="expected fp32 for .*, because its head chooses tokens, got int8"
+        ):
             read_context(policy, prepared, "int8")
     for form in ("fp32",) if policy.facts.chooses_tokens else FORMS:
         context = unpack(read_context(policy, prepared, form), template, torch.device("cpu"), longer)
