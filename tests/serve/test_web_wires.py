@@ -433,8 +433,8 @@ def test_keys_and_tls(bundle, certificate, tmp_path, capsys):
             assert ask(connection, OBSERVED)["actions"].shape == (50, 7)
         with pytest.raises((OSError, EOFError, InvalidHandshake)):
             websockets.connect(running.address.replace("wss", "ws"), open_timeout=3)
-        page = running.address.replace("wss", "https")
-        assert main(["top", page, "--api-key-file", str(secret), "--seconds", "1"]) == 1
+        address = running.address.replace("wss", "tls")
+        assert main(["bench", address, "--api-key-file", str(secret), "--timeout", "5"]) == 1
         said = " ".join(capsys.readouterr().err.split())
         assert "expected a trusted certificate, got self-signed" in said
         assert "to trust your own certificate, set SSL_CERT_FILE=CERT.pem in the environment" in said
