@@ -3,7 +3,7 @@
 Each reader checks sizes, depth and counts before it allocates memory, and opens only regular files. It returns plain
 values, or raises OSError for the file system and :class:`UntrustedError` for the content. It never raises
 RecursionError, OverflowError, UnicodeError or MemoryError, never runs code from a file, and prints at most a few
-characters of the content. The limits are arguments with defaults. ``tests/untrusted/test_structure.py`` detects code
+characters of the content. The limits are arguments with defaults. ``tests/untrusted/test_raw_reads.py`` detects code
 that reads files without this package.
 """
 
