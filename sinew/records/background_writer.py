@@ -110,7 +110,8 @@ class BackgroundWriter(ABC):
     def close(self) -> None:
         """Write the waiting records, as many as possible in a few seconds, and end the thread."""
         self._closing.set()
-        # Put the value None into the queue to wake the thread. If the queue is full, the thread is awake and checks the event `_closing` soon.
+        # Put the value None into the queue to wake the thread. If the queue is full, the thread is awake and checks the
+        # event `_closing` soon.
         with contextlib.suppress(Full):
             self._queue.put_nowait(None)
         self._thread.join(CLOSE_S)
