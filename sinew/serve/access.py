@@ -1,4 +1,4 @@
-"""Access rules for every listener of Sinew: keys, loopback, Host and Origin.
+"""Access rules for every port of Sinew: checks of keys, of the client's address, and of the headers Host and Origin.
 
 **Keys.** A server with keys rejects a request without one of its keys. Keys travel in the header ``Authorization``
 or ``X-API-Key``, in gRPC's metadata, or in a field of the native protocol. A key never travels in an address, a
@@ -35,7 +35,7 @@ from sinew_client.tls import is_loopback
 from sinew.core import SinewError
 
 OPEN = ("/healthz", "/metrics")
-POLICIES = "/v1/policies"  # path prefix of a policy's name, for HTTP and WebSockets
+POLICIES = "/v1/policies"  # paths of HTTP and WebSockets have this prefix before a policy's name
 
 
 class UnauthorizedError(SinewError):
@@ -89,7 +89,7 @@ def check_key(key: str | bytes | None, keys: Sequence[str], role: str = ROBOT) -
 
 
 def role_for(method: str, path: str) -> str:
-    """Return the role that a request over HTTP needs."""
+    """Return the role (admin, robot or metrics) that a key must have to allow an HTTP request."""
     if path == "/metrics":
         return METRICS
     return ADMIN if path.startswith(POLICIES) and method in ("PUT", "DELETE") else ROBOT
@@ -174,7 +174,9 @@ def _name(host: str) -> str | None:
 
 @functools.cache
 def _own_names() -> frozenset[str]:
-    """Return the names of this machine, with its name in multicast DNS. No other machine can register these names."""
+    """Return the names of this machine, including its name in multicast DNS (NAME.local). No other machine can register
+    one of these names on the internet.
+    """
     name = socket.gethostname().lower()
     short = name.partition(".")[0]
     return frozenset({name, short, f"{short}.local"} - {""})

@@ -17,7 +17,7 @@ TOLD_S = 60.0  # seconds between two warnings that the access log cannot be writ
 
 
 class _Lossy(logging.Handler):
-    """Warns about lines that could not be written, usually because the disk is full, once in ``TOLD_S`` seconds.
+    """Warns at most once in ``TOLD_S`` seconds that lines could not be written, usually because the disk is full.
 
     Python's logging would print a traceback for each line.
     """
@@ -32,7 +32,9 @@ class _Lossy(logging.Handler):
 
 
 class _AccessFile(_Lossy, WatchedFileHandler):
-    """Begins a new file after logrotate has moved the present file."""
+    """Writes log lines to a file, and opens a new file after logrotate (a tool that renames old logs) has moved the
+    present file.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -64,7 +66,7 @@ def access_logging(path: str | None) -> Iterator[None]:
         yield
     finally:
         access.removeHandler(handler)
-        # The disk may still be full. The failed writes were logged before.
+        # Ignore an error here: the disk may still be full, and the failed writes were already logged.
         with contextlib.suppress(OSError):
             handler.close()
         access.propagate, access.disabled = before[:2]

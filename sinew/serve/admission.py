@@ -29,14 +29,14 @@ class Admission:
         self._waiting: dict[Hashable, list[ServingJob]] = {}  # client -> its waiting requests
         # The waiting request of each session.
         self.newest: dict[Hashable | None, ServingJob] = {}
-        # Message with several observations -> number of its waiting requests.
+        # Key: a message with several observations. Value: the number of its waiting requests.
         self._members: Counter[RequestGroup] = Counter()
 
     def __iter__(self) -> Iterator[ServingJob]:
         return (job for jobs in self._waiting.values() for job in jobs)
 
     def room(self, job: ServingJob) -> list[ServingJob]:
-        """Choose the requests that must make room for a new request.
+        """Choose the waiting requests that are rejected so that a new request gets a place in the queue.
 
         Returns:
             The requests to reject; [] while the queue has free places.
@@ -70,7 +70,7 @@ class Admission:
             self._members[job.together] += 1
 
     def leave(self, job: ServingJob) -> bool:
-        """Remove a request. Return False if it was not waiting."""
+        """Remove a request from the waiting requests. Return False if the request was not waiting."""
         if not job.waiting:
             return False
         job.waiting = False

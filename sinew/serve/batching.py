@@ -22,15 +22,15 @@ from sinew.serve.job import ServingJob
 from sinew.serve.served import ServedPolicy
 
 LARGEST = 16  # largest batch that "auto" tries
-# Least throughput of the best batch relative to single requests. With a smaller gain, "auto" computes no batches.
+# Smallest ratio of the best batch's throughput to the throughput of single requests. With a smaller ratio, "auto"
+# computes no batches.
 GAIN = 1.1
-GROWTH = 1.05  # least throughput gain of each doubling of the batch size, for "auto"
+GROWTH = 1.05  # "auto" doubles the batch size while the throughput grows by at least this factor
 TRIALS = 3  # number of measurements of each size, before serving begins
 LONGEST_S = 2.0  # seconds; "auto" tries no larger batch after a batch that takes longer
 OLD_S = 60.0  # seconds after which a measured cost is outdated and is measured again
-# Largest cost of a batch of one message while other clients are active, relative to the cost of one
-# observation. A robot may wait for such a batch (1.25) and then for its own inference (1). The sum, 2.25, is
-# close to the factor 2 of SECURITY.md.
+# While other clients are active, a batch costs at most this multiple of one observation. A robot may wait for such a
+# batch (1.25) and then for its own inference (1). The sum, 2.25, is close to the factor 2 of SECURITY.md.
 CROWDED = 1.25
 # Largest number of batch kinds whose costs are stored. It is limited because clients choose a part of the kind, the
 # number of solver steps.
@@ -46,7 +46,7 @@ class _Cost:
 
 
 class Costs:
-    """Kind and size of a batch -> its seconds, from measurements of earlier batches. Thread-safe."""
+    """Stores the measured time of earlier batches in seconds, for each kind and size of a batch. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,7 +92,8 @@ class Costs:
         return self._estimate(kind, size, 0.0)
 
     def surely(self, kind: Hashable, size: int) -> float | None:
-        """Return a time that a batch seldom exceeds, for deadlines: the mean plus twice the deviation.
+        """Return a time that a batch seldom exceeds: the mean of the measured times plus twice their deviation.
+        Deadlines are checked with this time.
 
         Args:
             kind: Kind of the batch.
@@ -186,7 +187,7 @@ class Batcher:
         self.reason = self._sentence(times, pays)
 
     def _sentence(self, seconds_by_size: dict[int, float], pays: int) -> str:
-        """Return the measurement as a sentence."""
+        """Return a sentence with the measured times of the batch sizes and the resulting gain of throughput."""
         times = ", ".join(f"{size}: {1e3 * seconds:.1f} ms" for size, seconds in seconds_by_size.items())
         gain = pays / seconds_by_size[pays] * seconds_by_size[1]
         words = (
@@ -249,8 +250,8 @@ class Batcher:
         return best
 
     def _most_beside_others(self, kind: Hashable, count: int) -> int:
-        """Return how many of ``count`` observations of one message are computed together while other clients are
-        active.
+        """Return the number of observations that are computed together while other clients are active, out of ``count``
+        observations of one message.
 
         The size doubles while a batch costs little more than one observation. A size without a recent cost is tried
         once.
@@ -295,7 +296,9 @@ class Batcher:
         return False
 
     def _sum(self, line: Sequence[ServingJob], chosen: Sequence[ServingJob]) -> float:
-        """Return the total waiting time of all requests of ``line`` if ``chosen`` are computed together, first."""
+        """Return the sum of the waiting times of all requests in ``line``, if the requests in ``chosen`` are computed
+        first, together in one batch.
+        """
         kind = line[0].kind
         end = self.costs.seconds(kind, len(chosen)) or 0.0
         waited = end * len(chosen)
@@ -308,12 +311,16 @@ class Batcher:
 
 
 def _hopeless(job: ServingJob, now: float) -> bool:
-    """Return True if the request will get an error when its turn comes."""
+    """Return True if the request will certainly get an error when its turn comes, for example because its deadline has
+    passed.
+    """
     return job.cancel.is_set() or (job.deadline is not None and now > job.deadline)
 
 
 class AllCancelled(threading.Event):
-    """An event that is set when every member of a batch is cancelled. Before that, at least one client waits."""
+    """An event that counts as set when every request of a batch is cancelled. While it is not set, at least one client
+    waits for the batch.
+    """
 
     def __init__(self, jobs: Sequence[ServingJob]):
         super().__init__()

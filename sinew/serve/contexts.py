@@ -1,5 +1,5 @@
-"""A policy that answers with the context of an observation, so that the head runs on the robot
-(``sinew/stream/split.py``).
+"""A policy that answers with the context of an observation (the output of the model's first part). The robot itself
+then computes the actions from the context (``sinew/stream/split.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from sinew.stream.split import read_context
 
 
 class ContextPolicy(ServedPolicy):
-    """A policy whose answers are contexts for heads on the robots (split inference).
+    """A policy whose answers are contexts. A context is the input of the head, the part of the model that runs on the
+    robot (split inference).
 
     Args:
         policy: Returns the policy in use. It is called for each request, because the policy may be replaced.

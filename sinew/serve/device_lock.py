@@ -22,7 +22,7 @@ Waiting = Callable[[], Sequence[Any]]
 
 @dataclass(slots=True, eq=False)
 class _InLine:
-    """A thread's place in the line for the device.
+    """The place of a thread in the queue of threads that wait for the device.
 
     Attributes:
         thread: The waiting or computing thread.
@@ -141,12 +141,12 @@ class DeviceLock:
             return now
 
     def join(self, member: object, waiting: Waiting) -> None:
-        """Register ``member`` with a function that reports its waiting requests."""
+        """Register ``member``, a scheduler, with the function ``waiting`` that returns its waiting requests."""
         with self._changed:
             self._members[member] = waiting
 
     def leave(self, member: object) -> None:
-        """Forget ``member``, which does not compute any more."""
+        """Remove ``member``, because it does not compute any more."""
         with self._changed:
             self._members.pop(member, None)
 

@@ -162,7 +162,7 @@ class FairQueue(Generic[T]):
         while lines:
             used, line = lines.popleft()
             items.append(line.popleft())
-            # Insert the owner after all owners that have used as much.
+            # Insert the owner after all owners that have used the same time or less.
             if line:
                 lines.insert(sum(other <= used for other, _ in lines), (used, line))
         return items
@@ -173,7 +173,9 @@ class FairQueue(Generic[T]):
             self._turn(owner)
 
     def charge(self, owner: Hashable, seconds: float) -> None:
-        """Add seconds to an owner's virtual time. A negative number is a refund."""
+        """Add seconds to an owner's virtual time, because its request has used this time. A negative number gives time
+        back.
+        """
         with self._lock:
             account = self._account(owner)
             account.used += seconds
@@ -197,7 +199,7 @@ class FairQueue(Generic[T]):
             return items
 
     def end(self, readers: int) -> None:
-        """Let ``get`` return None on ``readers`` threads when no items are left."""
+        """End the queue: when no items are left, ``get`` returns None on each of ``readers`` threads."""
         self._ended = True
         for _ in range(readers):
             self._signals.put(None)
@@ -211,7 +213,7 @@ class FairQueue(Generic[T]):
         return item
 
     def _first(self) -> Hashable:
-        """Return the waiting owner whose turn it is."""
+        """Return the owner whose turn it is, among the owners with a waiting item."""
         return min(self._lines, key=self._place)
 
     def _place(self, owner: Hashable) -> tuple[float, int]:

@@ -41,7 +41,7 @@ class Home(Protocol):
     """The scheduler that a job was submitted to (:class:`sinew.serve.scheduler.Scheduler`)."""
 
     def cancel(self, job: ServingJob) -> None:
-        """End a job because no client waits for its result any more."""
+        """End a job, because no client waits for its result any more."""
 
     def ready(self, decoded: list[ServingJob]) -> None:
         """Queue decoded jobs of one client for inference."""
@@ -170,7 +170,9 @@ class ServingJob:
 
     @property
     def session(self) -> str:
-        """The client's name for its episode. For a message with several observations, it may be in the observation."""
+        """The name that the client has given to its episode. In a message with several observations, each observation
+        may contain its own name.
+        """
         if self.together is not None and self.decoded is not None:
             return self.decoded.observation.session
         return self.request.session
@@ -194,7 +196,12 @@ class ServingJob:
             self.home.cancel(self)
 
     def read(self, check: Check) -> Observation:
-        """Decode the observation within the limits of its policy. ``check`` raises when no client waits any more."""
+        """Decode the observation of the request. Its frames must be within the pixel limit of the policy, and its state
+        within the policy's limits.
+
+        Args:
+            check: Function that raises an error if no client waits for the result any more.
+        """
         deployment = self.deployment
         budget = PixelBudget(MIN_BUDGET if deployment is None else deployment.pixels, check)
         observation = self.request.decode(budget)

@@ -43,13 +43,13 @@ disable_created_metrics()
 
 
 class KeptRecords(Collector):
-    """Counts the records of --record and --rerun by outcome."""
+    """Counts the records that ``--record`` and ``--rerun`` have written, dropped or failed to write."""
 
     def __init__(self, stats: Callable[[], Mapping[str, Mapping[str, int]]]):
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one counter. Its labels are the names of flags and outcomes."""
+        """Yield one counter with two labels: the flag that has enabled the recording, and the outcome of the record."""
         metric = CounterMetricFamily("sinew_records", "Requests to be kept", labels=["by", "outcome"])
         for name, counts in self._stats().items():
             for outcome in ("written", "dropped", "failed"):
@@ -68,7 +68,7 @@ class PolicyIdentities(Collector):
         self._identities = identities
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one info metric with a sample for each name."""
+        """Yield one metric of the type "info", with one sample for each policy name."""
         metric = InfoMetricFamily("sinew_policy", "The bundle that runs under each name", labels=["policy"])
         for name, identity in self._identities().items():
             labels = {key: identity.get(key, "") for key in ("hash", "source", "version", "date")}
@@ -77,7 +77,8 @@ class PolicyIdentities(Collector):
 
 
 class Metrics:
-    """Counters and histograms in one registry, with the process's own. Thread-safe.
+    """All metrics of a server in one registry: counters, histograms, and Prometheus' standard metrics of the process.
+    Thread-safe.
 
     Args:
         stats: Returns the scheduler's counters.

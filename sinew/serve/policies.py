@@ -94,7 +94,11 @@ class Policies:
         self._watching.append(left)
 
     def get(self, name: str = "") -> Deployment:
-        """Return the policy with a name; "" is the first policy. Raises UnknownPolicyError."""
+        """Return the policy with a name; "" is the first policy.
+
+        Raises:
+            UnknownPolicyError: The server has no policy with this name.
+        """
         deployment = self._deployed.get(name or DEFAULT)
         if deployment is None:
             name, names = name[:MAX_NAME], ", ".join(self._deployed)
@@ -109,7 +113,9 @@ class Policies:
 
     @property
     def several(self) -> bool:
-        """True if there is more to report than the first policy."""
+        """True if a description of the first policy alone is incomplete: the server has other policies, a hot-swap has
+        changed the first policy, or the first policy has counters.
+        """
         first = self.get()
         return len(self._deployed) > 1 or bool(first.changed) or first.state is not None
 

@@ -203,8 +203,13 @@ class Preparer:
             self._say("failed", f"engine {work.engine} was not prepared: {words}", logging.WARNING)
 
     def _follow(self) -> tuple[EngineFinding, MemoryNeed] | None:
-        """Run the process. Return its finding; None if the process was ended together with the server. Raises
-        SinewError.
+        """Run the process ``sinew prepare``, and wait for its end.
+
+        Returns:
+            The stored result of the process; None if the process was ended together with the server.
+
+        Raises:
+            SinewError: The process has failed.
         """
         with tempfile.TemporaryFile() as errors:
             with self._lock:
@@ -345,7 +350,7 @@ class Preparer:
             raise RequestError(self._refused(why).why)
 
     def _refused(self, why: str) -> EngineFinding:
-        """Store the finding that the engine is not used, and return it."""
+        """Store the result that the prepared engine is not used, with the reason ``why``, and return this result."""
         work = self._work
         finding = EngineFinding(
             work.engine, work.against, False, why, device=work.device, threads=work.threads

@@ -95,7 +95,7 @@ class Process:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM inside the block. Main thread only.
+        """Handle SIGINT and SIGTERM while the ``with`` block runs. Call this method only on the main thread.
 
         The first signal stops :meth:`run`. Before :meth:`run`, it raises KeyboardInterrupt. The second signal ends the
         process at once. If SIGINT was ignored before, it stays ignored.

@@ -115,7 +115,7 @@ class Replay(OpenPolicy, ServedPolicy):
         )
         self.threads, self.threads_reason, self.device = 0, "nothing is computed", "none"
         self._lock = threading.Lock()
-        # (adapter, session) -> number of the next chunk.
+        # Key: (adapter, session). Value: number of the next recorded chunk for this session.
         self._places: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -176,7 +176,11 @@ class Replay(OpenPolicy, ServedPolicy):
                 self._places.pop((name, session), None)
 
     def prepare(self, observation: Observation | Mapping[str, Any]) -> Observation:
-        """Check an observation as the policy would. Raises :class:`ObservationError`."""
+        """Check an observation in the same way as the recorded policy, and return it.
+
+        Raises:
+            ObservationError: The observation does not fit the recorded policy.
+        """
         self._refuse_closed()
         if not isinstance(observation, Observation):
             observation = Observation.from_mapping(observation)
@@ -191,7 +195,11 @@ class Replay(OpenPolicy, ServedPolicy):
         return observation
 
     def run(self, prepared: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
-        """Return the next recorded chunk of the observation's session. Raises :class:`CancelledError`."""
+        """Return the next recorded chunk of the observation's session.
+
+        Raises:
+            CancelledError: The event ``cancel`` was set.
+        """
         answer, again = self._next(prepared.adapter, prepared.session)
         if self.latency and (cancel or threading.Event()).wait(answer.total_ms / 1e3):
             raise CancelledError("the request was cancelled")
@@ -210,7 +218,11 @@ class Replay(OpenPolicy, ServedPolicy):
     def infer(
         self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
     ) -> ActionChunk:
-        """Return the next chunk (:meth:`prepare`, :meth:`run`). Raises RequestTimeout after ``timeout`` seconds."""
+        """Check an observation (:meth:`prepare`), and return the next recorded chunk (:meth:`run`).
+
+        Raises:
+            RequestTimeout: The chunk did not come within ``timeout`` seconds.
+        """
         with Limit(timeout) as limit:
             return self.run(self.prepare(observation), cancel=limit)
 

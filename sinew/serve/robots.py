@@ -23,8 +23,8 @@ from sinew_client.robot_report import STATES, RobotReport
 from sinew.serve.metrics import SESSION_S
 
 MAX_ROBOTS = 32  # largest number of stored reports
-# Hold reasons with their own label in the metrics. All other reasons contain free text of servers and drivers, and
-# share the label "other".
+# Reasons why a robot holds its position that have their own label in the metrics. All other reasons contain free text
+# of servers and drivers, and share the label "other".
 REASONS = (PAUSED, STARTING, STARVED, LATE, NO_WINDOW, OUT_OF_NODES, OLD_FRAME)
 GAUGES = ("rate_hz", "rows_hz", "row_age_seconds")
 PLAIN = ("rate_hz", "rows_hz", "steps", "late", "clipped_commands", "failed_requests", "takeovers")

@@ -42,11 +42,12 @@ PER_CLIENT = 2  # largest number of waiting requests of one client
 DRAIN_S = 0.01  # seconds between two checks whether all requests are answered
 FAILURES = 3  # unexpected failures in a row after which the policy is tried with its own observation
 DECODERS = 2  # number of decode threads, so that a large picture of one client does not block the others
-# An inference lets another inference run in between if it costs at least this multiple of the other.
+# A long inference lets a short one run between two of its steps if the long one costs at least this multiple of the
+# short one.
 QUICK = 2.0
 # A turn is charged at most this multiple of its usual cost, because the machine may stall during any turn.
 HICCUP = 2.0
-AHEAD = 256 << 20  # bytes of decoded frames without an answer, beyond which decoding waits
+AHEAD = 256 << 20  # decoding waits while the decoded frames of unanswered requests have more bytes than this
 
 
 class _Turn:
@@ -116,7 +117,7 @@ class Scheduler:
         # This lock guards all attributes below, and the order of submit() and stop().
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)  # signals that there may be room for more decoded frames
-        self._ahead = 0  # bytes of decoded frames without an answer
+        self._ahead = 0  # bytes of the decoded frames whose requests are not answered yet
         self._admission = Admission(queue_size, per_client)
         self._counts = {"served": 0, "failed": 0, "busy": 0, "superseded": 0, "late": 0, "batches": 0}
         self._stopping = self._draining = False
@@ -504,7 +505,7 @@ class Scheduler:
             turn.away += self.device_lock.pass_on()
 
     def _costs_at_most(self, seconds: float, job: ServingJob) -> bool:
-        """Return True if a request is decoded, its cost is known, and the cost is at most ``seconds``."""
+        """Return True if a request is decoded and its inference is known to take at most ``seconds``."""
         usual = None if job.prepared is None else self.costs.seconds(job.alike, 1)
         return usual is not None and usual <= seconds
 
@@ -616,7 +617,9 @@ class Scheduler:
             self._quiet.error("a reply could not be delivered", error)
 
     def _presentable(self, error: BaseException) -> SinewError:
-        """Return the error for the client. An unexpected error is logged completely and sent as one sentence."""
+        """Return the error that is sent to the client. An unexpected error is logged with its traceback, and the client
+        receives only one sentence.
+        """
         if isinstance(error, CancelledError) and self._stopping:
             return ShuttingDownError()
         if isinstance(error, SinewError):
@@ -625,7 +628,7 @@ class Scheduler:
         return SinewError(f"internal error ({type(error).__name__}); the server's log has the details")
 
     def _problem(self) -> str | None:
-        """Return a sentence if no request can be answered, else None."""
+        """Return a sentence with the reason why no request can be answered; None if requests can be answered."""
         return self.stuck() or self._broken
 
     def stuck(self) -> str | None:

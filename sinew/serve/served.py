@@ -36,7 +36,9 @@ class ServedPolicy(Protocol):
         return False
 
     def warm_up(self) -> object:
-        """Compute once, on the thread that will run the policy."""
+        """Compute one inference before the first request, on the thread that will run the policy, so that the first
+        request is not slow.
+        """
 
     def prepare(self, observation: Observation) -> Any:
         """Return the input of :meth:`run`. The method may be called during another inference.
@@ -46,7 +48,12 @@ class ServedPolicy(Protocol):
         """
 
     def run(self, prepared: Any, *, cancel: threading.Event | None = None) -> ActionChunk:
-        """Compute the chunk. Raises SinewError, and CancelledError after ``cancel`` is set."""
+        """Compute the chunk of a prepared observation.
+
+        Raises:
+            SinewError: The inference has failed.
+            CancelledError: The event ``cancel`` was set before the inference ended.
+        """
         raise NotImplementedError
 
     def batch_key(self, prepared: Any) -> Hashable | None:

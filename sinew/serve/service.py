@@ -36,7 +36,7 @@ from sinew.serve.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 access_log = logging.getLogger("sinew.access")
 
-STREAMED = "stream"  # entry of ``Service.uses`` for streams
+STREAMED = "stream"  # ``Service.uses`` contains this value if a robot has used streams
 MAX_SESSION = 128  # largest number of characters of a session's name, because the names are stored
 
 
@@ -292,7 +292,9 @@ class Service:
         return {name: record.stats() for name, record in self._records.items()}
 
     def _engine(self) -> dict[str, Any]:
-        """Return the first policy's bundle, its engine with the reason, and the state of a preparation."""
+        """Return facts about the first policy, ready for JSON: its bundle, its engine, the reason for this engine, and
+        the state of a preparation of a faster engine.
+        """
         server = self.policies.get().metadata.get("server", {})
         fields = {name: server[name] for name in ("identity", "engine", "engine_reason") if name in server}
         return fields if self.preparing is None else {**fields, "prepare": self.preparing.describe()}
@@ -327,7 +329,7 @@ class Service:
 
     @contextlib.contextmanager
     def reading(self, wire: str, client: str) -> Iterator[None]:
-        """Wrap the code before ``submit``, so that rejections inside the block are counted and logged."""
+        """Count and log the errors of a ``with`` block that reads a request before ``submit``."""
         try:
             yield
         except SinewError as error:
@@ -368,7 +370,9 @@ class Service:
 
 
 def _safe(job: ServingJob, outcome: Outcome) -> Outcome:
-    """Return the outcome in the form that may be sent to a robot: within the limits, with all warnings."""
+    """Return the outcome in the form that may be sent to a robot: the actions are within the limits, and all warnings
+    are added.
+    """
     if not isinstance(outcome, ActionChunk):
         return outcome
     if job.deployment is not None:

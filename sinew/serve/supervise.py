@@ -48,7 +48,7 @@ class Supervisor:
         self._checks.append(check)
 
     def forget(self, check: Callable[[], str | None]) -> None:
-        """Remove ``check``."""
+        """Remove the function ``check`` that was registered with :meth:`watch`."""
         if check in self._checks:
             self._checks.remove(check)
 

@@ -67,7 +67,8 @@ class Swapper:
     ):
         self._service, self._open, self._need = service, open, need
         self._first, self._budget, self._why = source, budget, why
-        # Name -> memory of the policy. The memory of the first policy is computed when the budget is first checked.
+        # Key: name of a policy. Value: memory of the policy. The memory of the first policy is computed when the budget
+        # is first checked.
         self._needs: dict[str, MemoryNeed] = {}
         self._forms = Forms()
         self._changing = threading.Lock()
@@ -193,7 +194,11 @@ class Swapper:
 
 @contextlib.contextmanager
 def _only(lock: threading.Lock) -> Iterator[None]:
-    """Take a lock for the block, without waiting. Raises BusyError if another thread has it."""
+    """Hold a lock while the ``with`` block runs. The method does not wait for the lock.
+
+    Raises:
+        BusyError: Another thread has the lock.
+    """
     if not lock.acquire(blocking=False):
         raise BusyError("another change of the policies is in progress; try again later")
     try:

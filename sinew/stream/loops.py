@@ -40,7 +40,9 @@ class WindowListener(Protocol):
 
 
 class Pausable(Protocol):
-    """Called around the pieces of a computation. Both methods wait while requests need the device."""
+    """Interface of an object that pauses a computation in favour of requests. A loop calls ``begin`` before the first
+    piece of the computation, and ``pause`` after each piece. Both methods wait while requests need the device.
+    """
 
     def begin(self) -> None: ...
     def pause(self) -> None: ...
@@ -78,11 +80,11 @@ class _Stream:
         return self.session.wants_run if which == RUN else self.session.wants_prefix
 
     def wait(self, which: int, now: float) -> float:
-        """Return the seconds until the next turn in the loop ``which`` may come."""
+        """Return the seconds until the stream may have its next turn in the loop ``which`` (READ or RUN)."""
         return self.due[which] - max(BURST_S, self._period(which)) - now
 
     def take(self, which: int, now: float) -> None:
-        """Record a turn in the loop ``which``."""
+        """Record that the stream has a turn in the loop ``which`` (READ or RUN) now."""
         self.due[which] = max(self.due[which], now) + self._period(which)
 
     def _period(self, which: int) -> float:
@@ -110,12 +112,12 @@ class Loops:
         self._threads, self._start, self._clock = threads, start or _daemon, clock
         self._lock = threading.Condition()  # this lock guards all attributes below
         self._streams: dict[Session, _Stream] = {}
-        # For each loop: owner -> cost of its runs.
+        # One dictionary for each loop. Key: owner. Value: accumulated cost of the owner's runs.
         self._spent: tuple[dict[Hashable, float], dict[Hashable, float]] = (
             {},
             {},
         )
-        self._least = [0.0, 0.0]  # for each loop: cost of the owner that ran last
+        self._least = [0.0, 0.0]  # for each loop: accumulated cost of the owner that ran last
         # For each loop: the streams that compute now. The last stream has interrupted the streams before it.
         self._busy: tuple[list[_Stream], list[_Stream]] = ([], [])
         # One event for the slow loop and one for the fast loop. New input sets both.
@@ -215,7 +217,7 @@ class Loops:
                         ready.append(stream)
             if not ready:
                 return wait
-            # An owner without runs gains no credit.
+            # An owner that was idle must not save up turns, so raise its cost to the cost of the owner that ran last.
             for stream in ready:
                 spent[stream.owner] = max(spent.get(stream.owner, 0.0), self._least[which])
             chosen = min(ready, key=lambda each: spent[each.owner])

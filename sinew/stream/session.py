@@ -31,7 +31,7 @@ Images = Mapping[str, np.ndarray]
 MIN_RATE, MAX_RATE = 0.1, 2000.0  # lowest and highest rate, nodes per second
 MAX_TIME = 1e9  # largest time of a robot's clock, seconds
 AHEAD_S = 0.1  # seconds by which a frame may be newer than its sample, because robots read them in any order
-OLDEST_S = 10.0  # largest age of a frame at the robot's first tick, seconds
+OLDEST_S = 10.0  # seconds by which a frame may be older than the start of the robot's clock
 INTERPOLATIONS = ("linear", "hold")
 GUIDANCE = (*RTC[:3], "none")
 
@@ -274,14 +274,18 @@ class Session:
 
     @property
     def wants_prefix(self) -> bool:
-        """True if there is a state, and a frame or an instruction for which no prefix was computed."""
+        """True if a frame and a state have arrived, and no prefix was computed yet for the newest frame and the newest
+        instruction.
+        """
         return (
             self._frame is not None and self._sample is not None and self._seen != (self._frame, self.prompt)
         )
 
     @property
     def wants_run(self) -> bool:
-        """True if a head run would read new input."""
+        """True if a head run would read new input: a prefix that no run has used yet or, for a head that reads the
+        state, a sample that no run has used yet.
+        """
         prefix, sample = self._prefix, self._sample
         if prefix is None or sample is None:
             return False

@@ -1,4 +1,4 @@
-"""The results of head runs: the next nodes of a trajectory, from a rolling window or from a whole chunk.
+"""The results of head runs: the next waypoints (nodes) of a trajectory, from a rolling window or from a whole chunk.
 
 Nodes are counted at the stream's rate from the start of the robot's clock: the time of node k is k / rate
 seconds.
@@ -24,7 +24,7 @@ from sinew.stream.text import SILENT, StreamedText
 
 ROLLING = "gradual flow matching"
 CHUNKS = "whole chunks"
-HISTORY = 1024  # number of sent nodes that the server remembers: two seconds at 480 Hz
+HISTORY = 1024  # number of sent waypoints that the server stores (two seconds at 480 Hz)
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class Rolling:
         self._engine, self._solver = engine, solver
         self._rng = np.random.default_rng(seed)
         self.rows, self.width = shape
-        # Rows of the window with their noise [H, A]; None before the first run.
+        # Actions of the window with their remaining noise, [H, A] in model units; None before the first run.
         self._x: np.ndarray | None = None
-        # Noise level of each row, and number of the first node. Both exist after the first run.
+        # Noise level of each action of the window, and number of the window's first waypoint. The first run sets both.
         self._levels: np.ndarray
         self._origin: int
 
     def run(self, context: Any, origin: int) -> np.ndarray:
-        """Run the head once for the window that begins at a node.
+        """Run the head once, for the window of actions that begins at the node ``origin``.
 
         Args:
             context: Context of the prefix.
@@ -229,7 +229,7 @@ class Chunks:
     def _continuation(self, state: Any, frame_time: float, origin: int) -> Continuation | None:
         if self.guidance == "none":
             return None
-        # The sent nodes from the time of the frame on.
+        # The sent waypoints, beginning with the waypoint at the exposure time of the frame.
         sent_nodes = self._handed.rows_from(max(0, round(frame_time * self.rate)))
         spec = self._processor.spec
         count = int((len(sent_nodes) - 1) * self.hz / self.rate) + 1 if len(sent_nodes) else 0

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import sinew
 
-# Page of docs/ -> its title in the menu. pyproject.toml lists the same pages for the wheel.
+# Key: file name of a page of docs/. Value: title of the page in the menu. pyproject.toml lists the same pages for the
+# wheel.
 PAGES = {
     "dashboard": "This dashboard",
     "troubleshooting": "Troubleshooting",

@@ -1,5 +1,5 @@
-"""The data of the dashboard: the last answers and frames, stored only while a viewer is connected, and counts of
-one hour.
+"""The data of the dashboard. The last answers and frames are stored only while a viewer is connected. Counts of one
+hour are always stored.
 
 ``put`` runs on the scheduler's threads, once per answer and after the reply. Without a viewer, ``put`` only adds
 to the history (``history.py``). With a viewer, ``put`` also stores references to the answer and its frames. JSON
@@ -179,8 +179,8 @@ class Feed:
 
     @contextlib.contextmanager
     def bell(self, ring: Callable[[], None]) -> Iterator[None]:
-        """Within the block, call ``ring`` after every stored answer. ``ring`` runs on the scheduler's thread and
-        must not block.
+        """While the ``with`` block runs, call ``ring`` after every stored answer. ``ring`` runs on the scheduler's
+        thread and must not block.
         """
         with self._lock:
             self._bells += (ring,)
@@ -247,8 +247,10 @@ class Feed:
 
     @contextlib.contextmanager
     def viewer(self, what: str = "answers") -> Iterator[None]:
-        """Within the block, count a viewer of the "answers" or "pictures". Raises BusyError if there are too many
-        viewers.
+        """Count a viewer of the "answers" or of the "pictures" while the ``with`` block runs.
+
+        Raises:
+            BusyError: There are too many viewers.
         """
         with self._lock:
             if self._viewers[what] >= VIEWERS:
@@ -273,12 +275,12 @@ class Feed:
 
     @property
     def newest(self) -> int:
-        """Return the number of the last answer."""
+        """Return the number of the last stored answer. Numbers grow by 1 for each answer."""
         return self._number
 
     @property
     def newest_frames(self) -> int:
-        """Return the number of the last answer with frames."""
+        """Return the number of the last stored answer whose request had camera frames."""
         return self._frames[0]
 
     def since(self, number: int) -> list[Answer]:

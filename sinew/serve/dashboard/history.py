@@ -29,7 +29,9 @@ class _Span:
     bins: Counter[int] = field(default_factory=Counter)
 
     def quantile(self, share: float) -> float:
-        """Return the milliseconds that the given share of the answers took at most, as the end of a bin."""
+        """Return a latency quantile in milliseconds: the upper end of the histogram bin that contains it. ``share`` of
+        the answers took at most this long.
+        """
         rank, below = math.ceil(share * self.bins.total()), 0
         for number in sorted(self.bins):
             below += self.bins[number]
@@ -68,7 +70,7 @@ class HourHistory:
                 span.refused += 1
                 return
             span.answers += 1
-            # Count the answer without a latency.
+            # A latency that is NaN or infinite has no histogram bin. Only the answer is counted.
             if not math.isfinite(ms):
                 return
             span.most = max(span.most, ms)

@@ -44,7 +44,9 @@ class Host:
 
 
 def _ticks() -> tuple[int, int] | None:
-    """Return all ticks of all processors and the ticks that were not idle, since the machine was started (Linux)."""
+    """Return two numbers of clock ticks, summed over all processors since the machine was started (Linux): all ticks,
+    and the ticks in which a processor was not idle.
+    """
     try:
         text = STAT.read_text()  # own file: of the operating system
         # Columns in proc(5): user nice system idle iowait irq softirq steal.

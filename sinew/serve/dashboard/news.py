@@ -33,7 +33,7 @@ BEHIND = 16  # largest number of unread messages of a viewer; older messages are
 
 
 class Outbox:
-    """The unread messages of one viewer, at most ``behind``."""
+    """The messages that one viewer has not read yet. At most ``behind`` messages are stored."""
 
     def __init__(self, behind: int) -> None:
         self.ended = False  # True after the last message
@@ -46,7 +46,7 @@ class Outbox:
         self._some.set()
 
     def end(self) -> None:
-        """Wake the viewer for the last time."""
+        """Wake the waiting viewer for the last time, because no further messages will come."""
         self.ended = True
         self._some.set()
 
@@ -75,7 +75,7 @@ class Broadcast:
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[Outbox]:
-        """Within the block, provide an outbox that receives the messages."""
+        """Provide an outbox that receives all messages while the ``with`` block runs."""
         outbox = Outbox(self.behind)
         self._outboxes.add(outbox)
         if self._task is None or self._task.done():
@@ -135,7 +135,7 @@ class Broadcast:
         return self._newest()
 
     def _patience(self) -> float:
-        """Return the seconds until a message is due even if there are no answers."""
+        """Return the longest time between two messages in seconds, for a time without answers."""
         return 3600.0
 
     def _left(self) -> None:
@@ -177,7 +177,7 @@ class Broadcast:
 
 
 class HealthBroadcast(Broadcast):
-    """The events ``answers``, and ``health`` every two seconds."""
+    """Sends two kinds of events to the viewers: ``answers`` after new answers, and ``health`` every two seconds."""
 
     def __init__(self, service: Service, feed: Feed):
         super().__init__(service, feed)
@@ -227,8 +227,8 @@ class HealthBroadcast(Broadcast):
 
 
 class Pictures(Broadcast):
-    """The events ``frames``: the cameras of the newest answer as JPEG files. The event loop's thread pool makes the
-    files.
+    """Sends the events ``frames`` to the viewers: the camera frames of the newest answer as JPEG files. The event
+    loop's thread pool makes the files.
     """
 
     behind = 1  # viewers need only the newest pictures
@@ -237,7 +237,7 @@ class Pictures(Broadcast):
         return await asyncio.get_running_loop().run_in_executor(None, self._pictures, last_number)
 
     def _begin(self) -> int:
-        # A new viewer receives the last frames at once.
+        # Number 0 is older than all answers, so a new viewer receives the last frames at once.
         return 0
 
     def _pictures(self, last_number: int) -> tuple[int, bytes, float]:
@@ -290,7 +290,11 @@ def _can_be_written(record: dict[str, Any]) -> bool:
 
 
 def encoded(event: str, record: Any) -> bytes:
-    """Return a server-sent event. Raises :class:`SinewError` for a record that cannot be written as JSON."""
+    """Return a server-sent event as bytes.
+
+    Raises:
+        SinewError: The record cannot be written as JSON, because a number is NaN or infinite.
+    """
     try:
         text = json.dumps(record, allow_nan=False, separators=(",", ":"))
     except ValueError as error:  # the record contains NaN or infinity

@@ -8,7 +8,7 @@ from typing import Any
 from sinew import __version__
 from sinew.core import PolicySpec
 
-# Path -> (method, summary, True if the route takes an observation and answers with a chunk).
+# Key: path. Value: (HTTP method, summary, True if the route takes an observation and answers with a chunk).
 ROUTES: dict[str, tuple[str, str, bool]] = {
     "/healthz": ("get", "Say whether the server can answer: 200, or 503 with the problems.", False),
     "/metrics": ("get", "Counters and latencies in Prometheus' text format.", False),

@@ -181,6 +181,10 @@ class Dashboard:
 
 
 async def _send(response: web.StreamResponse, message: bytes) -> None:
-    """Write events. Raises TimeoutError if the viewer reads nothing."""
+    """Write events to a viewer.
+
+    Raises:
+        TimeoutError: The viewer did not read the events in time.
+    """
     async with asyncio.timeout(STALLED_S):
         await response.write(message)

@@ -16,8 +16,8 @@ from sinew.bundle.schema import Manifest
 from sinew.checks.wiring import Finding, WiringWatch, findings
 from sinew.core import Observation
 
-EVERY = 5  # one in this many answered requests of a session is used
-LOOKS = 30  # number of used requests after which a session is judged
+EVERY = 5  # out of this many answered requests of a session, one is compared with the training data
+LOOKS = 30  # number of compared requests after which the findings of a session are computed
 SESSIONS = 32  # largest number of sessions; the newest sessions are stored
 SHOWN = 6  # largest number of findings of a session
 MAX_TEXT = 300  # longest text on the page, characters
@@ -27,7 +27,8 @@ MAX_TEXT = 300  # longest text on the page, characters
 class _Session:
     answers: int = 0
     running: WiringWatch = field(default_factory=lambda: WiringWatch(exact=False))
-    # The observations of a complete round. They are judged when a viewer receives the result.
+    # Statistics of the last LOOKS compared observations. The findings are computed from them when a viewer reads the
+    # report.
     full: WiringWatch | None = None
     findings: list[Finding] = field(default_factory=list)
 
@@ -65,7 +66,9 @@ class Wiring:
                 robot.full, robot.running = robot.running, WiringWatch(exact=False)
 
     def report(self) -> list[dict[str, Any]]:
-        """Return protocol, client, session and findings of the sessions that look wrong, as values for JSON."""
+        """Return the sessions whose robot looks wrongly wired, as values for JSON. Each entry has the protocol, the
+        client, the session and the findings.
+        """
         with self._lock:
             sessions = list(self._sessions.items())
         for _, each in sessions:

@@ -66,7 +66,7 @@ def _shown(value: Any) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _kind(text: str) -> np.dtype[Any] | None:
-    """Return the dtype that ``text`` names; None for a dtype that is not accepted."""
+    """Return the numpy dtype with the name ``text``; None if this dtype is not accepted."""
     try:
         kind = np.dtype(text)
     except (TypeError, ValueError, SyntaxError):
@@ -75,8 +75,12 @@ def _kind(text: str) -> np.dtype[Any] | None:
 
 
 def unpack(payload: bytes | bytearray | memoryview) -> Any:
-    """Return a msgpack message with its arrays decoded to views of the message. Raises RequestError or
-    ObservationError."""
+    """Return a msgpack message with its arrays decoded to views of the message.
+
+    Raises:
+        RequestError: The bytes are not a valid message.
+        ObservationError: An array of the message is not valid.
+    """
     with RequestError.at("MessagePack", UntrustedError):
         tree = unpack_msgpack(payload)
     return _decoded(tree)
@@ -137,7 +141,11 @@ def dump_npy(array: np.ndarray) -> bytes:
 
 
 def from_json_numpy(tree: Any, depth: int = 6) -> Any:
-    """Return the containers of a JSON message with their arrays decoded. Raises ObservationError."""
+    """Return a JSON message in which each array in json_numpy's form is replaced by a numpy array.
+
+    Raises:
+        ObservationError: An array of the message is not valid.
+    """
     if depth == 0:
         raise ObservationError("message", "at most 6 levels of containers", "more")
     if isinstance(tree, Mapping):

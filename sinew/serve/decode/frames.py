@@ -16,7 +16,8 @@ from PIL import Image
 from sinew.core import MAX_SIZE, ObservationError, PolicySpec, SinewError
 
 MAX_IMAGES = 16
-MIN_BUDGET = 16 << 20  # number of pixels that all frames of one request may have together for every policy
+# All frames of one request together may have this many pixels, even for a policy with small cameras.
+MIN_BUDGET = 16 << 20
 # Largest number of pixels of a request, relative to the pixels of the policy's cameras. A robot's frames may be
 # four times as wide and high as the policy's frames.
 BUDGET_FACTOR = 16
@@ -151,7 +152,9 @@ def compressed_frame(
 
 
 class _Watched(io.BytesIO):
-    """A file that raises an error while it is read, if no client waits for the result any more."""
+    """A file in memory that checks at each read whether a client still waits for the result, and raises an error if no
+    client waits.
+    """
 
     def __init__(self, data: bytes | memoryview, check: Callable[[], None]):
         super().__init__(data)
@@ -163,7 +166,9 @@ class _Watched(io.BytesIO):
 
 
 def _scans(data: bytes | memoryview) -> int:
-    """Return the number of SOS markers in a JPEG file, which is at least the number of its scans; 0 for other files."""
+    """Return the number of SOS markers ("start of scan") in a JPEG file; 0 for other files. The number is at least the
+    number of the file's scans.
+    """
     if bytes(data[:2]) != b"\xff\xd8":
         return 0
     count = at = 0

@@ -64,7 +64,7 @@ def libraries(alone: bool = False) -> tuple[Any, Any]:
 
 
 def application(config: PolicyConfig) -> Any:
-    """Return the application of one policy for Ray Serve."""
+    """Return Ray Serve's application (its unit of deployment) for one policy."""
     _ray, serve = libraries()
     actor: dict[str, Any] = {"num_cpus": config.cpus, "num_gpus": config.gpus}
     if config.memory_gib is not None:

@@ -107,7 +107,11 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(path: Path) -> FleetConfig:
-    """Return the configuration in a file. Raises SinewError with the name of a wrong field."""
+    """Return the configuration in a file.
+
+    Raises:
+        SinewError: The file cannot be read, or a field is wrong. The error names the field.
+    """
     try:
         content = read_yaml(path)
     except ModuleNotFoundError:

@@ -67,11 +67,11 @@ class RemotePolicy(ServedPolicy):
         return self.about.spec
 
     def describe(self) -> dict[str, Any]:
-        """Return engine and precision of the policy, ready for JSON."""
+        """Return the engine and the precision of the policy, ready for JSON."""
         return dict(self.about.metadata["server"])
 
     def state(self) -> dict[str, int]:
-        """Return the counters of the replicas."""
+        """Return the number of running replicas and the number of requests that were sent again, ready for JSON."""
         return {"replicas": self.replicas, "retried": self.retried}
 
     def problem(self) -> str | None:
@@ -86,8 +86,11 @@ class RemotePolicy(ServedPolicy):
         return observation
 
     def run(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
-        """Return the chunk of the replica that answers. Raises SinewError, and CancelledError after ``cancel`` is
-        set.
+        """Return the chunk of the replica that answers.
+
+        Raises:
+            SinewError: The replica has answered with an error, or no replica answers.
+            CancelledError: The event ``cancel`` was set before the answer came.
         """
         for attempt in range(1, TRIES + 1):
             try:

@@ -1,4 +1,4 @@
-"""A replica: a policy behind the same service as in a server, whose requests come through Ray."""
+"""A replica: a process with a policy. The replica handles requests like a server, but receives them through Ray."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ErrorRecord:
 
     @classmethod
     def of(cls, error: SinewError) -> ErrorRecord:
-        """Return the parts of an error that are sent."""
+        """Return the parts of an error that a replica sends to the gateway."""
         if isinstance(error, ObservationError):
             return cls(error.code, str(error), error.field, error.expected, error.got)
         return cls(error.code, str(error))
