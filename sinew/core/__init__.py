@@ -52,17 +52,18 @@ class ConvertError(SinewError):
     code = "bad_checkpoint"
 
 
-# Name of a type in flags, recipes and reports -> torch's name of the type.
+# Key: name of a number type in flags, recipes and reports. Value: torch's name of the type.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 MAX_SAID = 256  # a language head generates at most this many tokens for one text
-MAX_SIZE = 8192  # no length in a file may be larger: pixels of a side, tokens, actions, dimensions
-# The name of the token table in a language model. Only some rows of this table are read.
+# Largest length in a file: pixels along a side of an image, number of tokens, actions or dimensions.
+MAX_SIZE = 8192
+# The name of the token table in a language model. One inference reads only the rows of its own tokens.
 PROMPT_TABLE = "embed_tokens"
 
 
 def dtype_word(text: str) -> str:
-    """Convert a name of a type, Sinew's or torch's, to fp32, bf16, fp16 or native.
+    """Return Sinew's name of a number type: fp32, bf16, fp16 or native. ``text`` is Sinew's name or torch's name.
 
     Raises:
         SinewError: The name is unknown.
@@ -74,5 +75,5 @@ def dtype_word(text: str) -> str:
 
 
 def upcast_text(kind: str) -> str:
-    """Return the text for reports that describes float32 arithmetic on weights of precision ``kind``."""
+    """Return a text for reports: it states that float32 arithmetic is used with weights of the number type ``kind``."""
     return f"fp32 ({kind} weights)"

@@ -1,4 +1,4 @@
-"""Make packages callable: ``sinew.serve(policy)`` works although ``sinew.serve`` is a package."""
+"""Make packages callable like functions: ``sinew.serve(policy)`` works although ``sinew.serve`` is a package."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 def call(package: str, function: str) -> None:
-    """Make a package callable while it is being imported.
+    """Make a package callable like a function. The package itself calls this function during its import.
 
     Args:
         package: Name of the package.
-        function: The function, MODULE:NAME. It is imported on the first call.
+        function: The function that a call of the package runs, as "MODULE:NAME". It is imported on the first call.
     """
     module = sys.modules[package]
     module.__dict__["_called"] = function
@@ -30,14 +30,16 @@ class CalledPackage(ModuleType):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """Return the signature of the function, for ``help`` and completion. A class returns its own instances."""
+        """Return the signature of the function that a call of the package runs, for ``help`` and completion.
+
+        If the function is a class, the annotation of the result is this class.
+        """
         function = self._function()
         signature = inspect.signature(function)
         return signature.replace(return_annotation=function) if isinstance(function, type) else signature
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the package by its name. Plain modules are pickled in this way when a function is sent to a
-        process."""
+        """Pickle the package by its name, as plain modules are pickled when a function is sent to another process."""
         return import_module, (self.__name__,)
 
     def _function(self) -> Any:

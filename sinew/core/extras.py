@@ -1,4 +1,4 @@
-"""Optional modules: the extra of this distribution that installs each module, and the error for a missing module."""
+"""Optional modules: which extra of this pip distribution installs each module, and the error for a missing module."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sinew_client.untrusted import parse_json
 
 from sinew.core import SinewError
 
-DISTRIBUTION = "sinew-vla"  # the name on package indexes, because another project has the name `sinew`
+DISTRIBUTION = "sinew-vla"  # Sinew's name on PyPI, because another project already has the name `sinew`
 
-# Optional module -> the extra of this distribution that installs it.
+# Key: name of an optional module. Value: the extra of this pip distribution that installs the module.
 EXTRAS = {
     "grpc": "lerobot",
     "gymnasium": "sim",
@@ -36,7 +36,10 @@ EXTRAS = {
 
 
 def install(module: str) -> str:
-    """Return the command that installs a module: with an extra of this distribution, or by reinstalling it."""
+    """Return the command that installs a Python module.
+
+    The command installs an extra of this pip distribution. If no extra contains the module, it reinstalls Sinew.
+    """
     if module in sys.stdlib_module_names:
         return "this Python does not have it; on Windows, use Python in WSL (docs/install.md)"
     extra = EXTRAS.get(module.partition(".")[0])
@@ -50,7 +53,7 @@ def install_package(folder: str) -> str:
     no package index has it.
 
     Args:
-        folder: Its folder in a checkout.
+        folder: Folder of the distribution in a checkout of this git repository.
     """
     place = source()
     # Without a checkout, Sinew was installed from a wheel, so the folder of the distribution is unknown.

@@ -41,9 +41,9 @@ class Must:
     """A condition for the value of a field, as a part of its type: ``Annotated[int, within(1, 100)]``.
 
     Attributes:
-        expected: The condition as text.
+        expected: The allowed values as text, for the "expected ..." part of an error message.
         fits: Returns True if a value meets the condition.
-        said: Returns the text for a value that does not meet the condition.
+        said: Returns the "got ..." part of an error message, from a value that does not meet the condition.
     """
 
     expected: str
@@ -62,15 +62,15 @@ def within(low: float, high: float) -> Must:
 
 
 def positive(what: str = "a finite number") -> Must:
-    """Require a finite number above zero. ``what`` is the text for such a number."""
+    """Require a finite number above zero. ``what`` describes the allowed numbers in error messages."""
     return Must(f"{what} above 0", lambda value: 0 < value < math.inf)
 
 
 def share(what: str, none: bool = False) -> Must:
-    """Require a number above 0 and at most 1.
+    """Require a number above 0 and at most 1, which is a share of something.
 
     Args:
-        what: The whole, as text.
+        what: The thing of which the number is a share. Error messages contain this text.
         none: Also allow 0, which means that the share is not set.
     """
     expected = f"a part of {what}, above 0 and at most 1"
@@ -78,7 +78,7 @@ def share(what: str, none: bool = False) -> Must:
 
 
 def count(low: int, high: int, what: str) -> Must:
-    """Require ``low`` to ``high`` members of a list. ``what`` is the text for the members."""
+    """Require a list with ``low`` to ``high`` members. ``what`` describes the members in error messages."""
     expected = f"{low} to {high} {what}" if low else f"at most {high} {what}"
     return Must(expected, lambda value: low <= len(value) <= high, lambda value: str(len(value)))
 
@@ -166,9 +166,9 @@ class _Shape:
 
     Attributes:
         musts: Conditions of the value itself.
-        parts: Conditions of the members of a container; None for members without conditions.
+        parts: Conditions of each member of a container. None in place of the conditions of a member that has none.
         every: True if all members have the first entry of ``parts``.
-        alone: Conditions of a value that is not a list, for types that allow both.
+        alone: Conditions of a single value, for types that allow either a list or a single value.
     """
 
     musts: tuple[Must, ...] = ()
@@ -196,7 +196,7 @@ def _shape(hint: Any) -> _Shape | None:
 
 @cache
 def _held(kind: type) -> tuple[tuple[str, _Shape], ...]:
-    """Return the fields of a class whose values have conditions besides their types."""
+    """Return those fields of a class whose values must meet further conditions in addition to their Python types."""
     hints = get_type_hints(kind, include_extras=True) | SPECIFICATION.get(kind, {})
     shapes = ((field.name, _shape(hints[field.name])) for field in fields(kind))
     return tuple((name, shape) for name, shape in shapes if shape is not None)
@@ -215,7 +215,7 @@ def _value_problems(value: Any, shape: _Shape, path: str) -> Iterator[str]:
     if isinstance(value, tuple) and parts:
         first = parts[0]
         if shape.every and len(first.musts) == 1 and not first.parts and all(map(first.musts[0].fits, value)):
-            return  # all of the numbers, which may be thousands, have passed in one fast loop
+            return  # a fast loop has already checked all numbers of the list, which may be thousands
         for index, each in enumerate(value):
             if (part := parts[0 if shape.every else index]) is not None:
                 yield from _value_problems(each, part, f"{path}[{index}]")
@@ -231,11 +231,12 @@ def _value_problems(value: Any, shape: _Shape, path: str) -> Iterator[str]:
 
 
 class Tagged:
-    """A record that may have one of several classes. Each class is a frozen dataclass with a field ``kind``, its tag.
+    """A record that belongs to one of several classes, which its tag selects. Each class is a frozen dataclass with a
+    field ``kind``, its tag.
 
     Attributes:
         kind: The tag.
-        registry: Tag -> class, as "module:class" (``sinew/steps/registry.py``).
+        registry: Key: tag. Value: the class, as "module:class" (``sinew/steps/registry.py``).
     """
 
     kind: str
@@ -243,8 +244,12 @@ class Tagged:
 
     @classmethod
     def registered(cls: type[K], kind: object) -> type[K]:
-        """Return the class of a tag. The class may also be in an installed package with an entry point of that name in
-        the group ``sinew.steps``. Raises ValueError for an unknown tag."""
+        """Return the class that belongs to a tag. The class may also be in another installed package. That package has
+        an entry point in the group ``sinew.steps`` whose name is the tag.
+
+        Raises:
+            ValueError: The tag is unknown.
+        """
         word = kind if isinstance(kind, str) else ""
         if ours := cls.registry.get(word):
             return cast(type[K], EntryPoint(word, ours, STEPS).load())
@@ -257,8 +262,13 @@ class Tagged:
 
     @classmethod
     def read(cls: type[K], record: object) -> K:
-        """Decode a record from plain containers. Raises ValueError with the tag and the field."""
-        # Import msgspec late, because a model in memory also uses this module and must need only numpy.
+        """Decode a record from plain dicts and lists.
+
+        Raises:
+            ValueError: The record is not valid. The message names the tag and the field.
+        """
+        # Import msgspec only here. Models also import this module, and a model that is already in memory must not need
+        # any package except numpy.
         import msgspec
 
         if not isinstance(record, dict):
@@ -319,7 +329,7 @@ def from_builtins(raw: Any, kind: type[T], where: str) -> T:
             return kind.read(record)
         raise NotImplementedError(f"a field of {kind}")
 
-    # msgspec's errors are ValueErrors. So is the error for an incomplete Unicode character.
+    # All errors of msgspec are ValueErrors, and the error for an incomplete Unicode character is a ValueError too.
     with BundleError.at(where, ValueError, RecursionError), _READING:
         record = msgspec.convert(raw, kind, strict=True, dec_hook=tagged)
     if unknown := _unknown_field(raw, msgspec.to_builtins(record)):
@@ -344,7 +354,7 @@ def _unknown_field(raw: Any, decoded: Any, path: str = "") -> str | None:
                 unknown := _unknown_field(value, decoded[key], f"{path}{key}.")
             ):
                 return unknown
-    # to_builtins leaves the tuples of a record as tuples.
+    # The function to_builtins does not convert the tuples of a record to lists, so accept tuples here.
     elif isinstance(raw, list | tuple) and isinstance(decoded, list | tuple):
         for left, right in zip(raw, decoded, strict=False):
             if isinstance(left, _MANY) and (unknown := _unknown_field(left, right, path)):

@@ -1,5 +1,4 @@
-"""The style of all figures: text that is readable at half size, and colours that colour-blind readers can
-distinguish."""
+"""The style of all figures. Text is readable at half size, and colour-blind readers can distinguish the colours."""
 
 from __future__ import annotations
 
@@ -21,7 +20,10 @@ PALETTE = 128  # a PNG has at most this many colours
 
 
 def check() -> None:
-    """Raise :class:`MissingPackageError` without matplotlib. Call it before hours of work whose figure would fail."""
+    """Raise :class:`MissingPackageError` if matplotlib is not installed.
+
+    Call this before a computation of hours, so that the figure at its end does not fail.
+    """
     if find_spec("matplotlib") is None:
         raise MissingPackageError("a figure", "matplotlib")
 
@@ -58,7 +60,7 @@ def new(
 
 
 def legend(figure: Any, handles: Sequence[Any], columns: int = 4) -> None:
-    """Put a legend below all axes, where it hides no line."""
+    """Add a legend below all axes, where it does not cover any plotted line."""
     figure.legend(
         handles=list(handles), loc="outside lower center", ncols=min(columns, len(handles)), frameon=False
     )
@@ -80,7 +82,7 @@ def plain_ticks(axis: Any, values: Sequence[float]) -> None:
 def wilson_bars(
     axis: Any, x: Sequence[float], share: Sequence[float], low: Any, high: Any, **style: Any
 ) -> Any:
-    """Draw percentages with their intervals, and return the handle for a legend.
+    """Draw shares as percentages with error bars for their confidence intervals. Return the handle for a legend.
 
     Args:
         axis: The axes.

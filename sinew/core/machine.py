@@ -24,7 +24,7 @@ from sinew import WAITING
 Result = TypeVar("Result")
 PROC = Path("/proc")
 SYS = Path("/sys")
-# Type -> flags of the Linux kernel for hardware that multiplies it.
+# Key: number type. Value: the Linux kernel's flags for CPUs that multiply this type in hardware.
 HALF_UNITS = {
     "bf16": ("amx_bf16", "avx512_bf16", "bf16"),
     "fp16": ("amx_fp16", "avx512_fp16", "asimdhp"),
@@ -41,9 +41,9 @@ ISA_SETTINGS = (
     "NPY_DISABLE_CPU_FEATURES",
     "SINEW_CPU_KERNELS",
 )
-# Niceness of computations in the background. Measured: a load next to another program on the same core took 4 s at 0
-# and 5, 9 s at 10, and 71 s at 19. Next to five programs, a load at 10 did not end in 180 s. The longest answer during
-# a load was shortest at 5 (652 ms; 852 at 0, 724 at 10). See research/log/2026-11-28.md.
+# Priority (Linux niceness) of computations in the background. Measured: a load next to another program on the same core
+# took 4 s at 0 and 5, 9 s at 10, and 71 s at 19. Next to five programs, a load at 10 did not end in 180 s. The longest
+# answer during a load was shortest at 5 (652 ms; 852 at 0, 724 at 10). See research/log/2026-11-28.md.
 BESIDE = 5
 LIBRARIES = ("torch", "onnxruntime", "triton", "numpy")
 
@@ -66,7 +66,8 @@ def lower_priority(by: int = 19) -> None:
     Args:
         by: Number that is added to the niceness. The largest niceness is 19.
     """
-    # A process that `chrt -r 1` started has a real-time priority, which nice does not change, so end that first.
+    # A process that `chrt -r 1` started has a real-time priority, which the function nice does not change, so return to
+    # the normal scheduler first.
     if hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     os.nice(by)  # applies to the calling thread and to threads that it starts
@@ -85,7 +86,7 @@ def beside_others(call: Callable[[], Result]) -> Result:
         lower_priority(BESIDE)
         return call()
 
-    # A thread cannot take its priority back without privileges, so it ends with the call.
+    # A thread without privileges cannot raise its priority again, so the call runs in a new thread, which then ends.
     with ThreadPoolExecutor(1, "sinew-beside") as pool:
         return pool.submit(run).result()
 
@@ -160,7 +161,8 @@ def cores() -> Cores:
 
 
 def recommended_threads() -> tuple[int, str]:
-    """Return the number of compute threads, and the reason. More threads than cores would spin against each other."""
+    """Return the number of compute threads, and the reason. With more threads than cores, threads that wait in a loop
+    would take CPU time from threads that compute."""
     available, setting = cores(), os.environ.get("OMP_NUM_THREADS", "")
     if setting.isdecimal() and 0 < int(setting) < available.physical:
         return int(setting), f"OMP_NUM_THREADS={setting}"
@@ -173,7 +175,7 @@ def recommended_threads() -> tuple[int, str]:
 
 
 def spinning() -> str:
-    """Return how idle OpenMP threads wait, as text for ``sinew doctor``."""
+    """Return a text for ``sinew doctor``: whether idle OpenMP threads wait in a loop or sleep."""
     if names := sorted(WAITING & os.environ.keys()):
         return f"idle threads wait as set by {names[0]}={os.environ[names[0]]}"
     return "idle threads spin for milliseconds, because torch was imported before sinew"
@@ -254,7 +256,10 @@ def cpu_flags() -> frozenset[str]:
 
 
 def instructions() -> str:
-    """Return the instruction sets that decide how products are summed, and the settings that restrict them."""
+    """Return the CPU's instruction sets that matrix products use, and the settings that disable some of them.
+
+    The order of additions, and so the rounding, depends on the instruction set.
+    """
     names = [name for name in sorted(cpu_flags()) if name in ARITHMETIC or name.startswith(WIDE)]
     settings = [f"{name}={os.environ[name]}" for name in ISA_SETTINGS if os.environ.get(name)]
     return " ".join([*names, *settings]) or platform.machine()
@@ -296,7 +301,8 @@ def half_lowered(dtype: str) -> str:
 
 
 def may_have_cuda() -> bool:
-    """Return True if an NVIDIA driver seems to be installed. False avoids the import of torch for a certain answer."""
+    """Return True if an NVIDIA driver seems to be installed. If the result is False, the caller need not import torch
+    to look for a GPU."""
     if sys.platform == "darwin":
         return False
     if sys.platform != "linux":
@@ -320,7 +326,7 @@ def resident_bytes() -> dict[str, int]:
     if not sizes:
         import resource
 
-        # On Linux, ru_maxrss would include the peak of the process that started this one, so it is used only here.
+        # Use ru_maxrss only on systems other than Linux. On Linux it would include the peak of the parent process.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         sizes = {"peak": peak if sys.platform == "darwin" else peak * 1024}
     return sizes

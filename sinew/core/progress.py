@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 log = logging.getLogger(__name__)
 
-Advance = Callable[[str], None]  # the task calls it when a part is done, with the name of the next part
+# The task calls this function when a part is done; the argument is the name of the next part.
+Advance = Callable[[str], None]
 Listener = Callable[[str, "int | None"], AbstractContextManager[Advance]]
 
 _listener: Listener | None = None
@@ -27,14 +28,17 @@ def listen(listener: Listener | None) -> Listener | None:
 
 
 def tell(teller: Callable[[str], None] | None) -> Callable[[str], None] | None:
-    """Send the sentences of :func:`say` to ``teller``, and return the previous one. None sends them to the log."""
+    """Send the sentences of :func:`say` to the function ``teller``, and return the previous function.
+
+    None sends the sentences to the log.
+    """
     global _teller
     before, _teller = _teller, teller
     return before
 
 
 def say(text: str) -> None:
-    """Print one sentence that every user should see, such as a large download or the use of a copy."""
+    """Print one sentence that every user should see, for example that a large download begins."""
     if _teller is None:
         log.warning("%s", text)  # a warning, because Python prints warnings even if logging was not set up
     else:
@@ -43,7 +47,8 @@ def say(text: str) -> None:
 
 @contextmanager
 def task(text: str, total: int | None = None) -> Iterator[Advance]:
-    """Announce a long task. The block receives a function, and calls it after each part.
+    """Announce a long task. The ``with`` block receives a function, and calls this function after each part of the
+    task.
 
     Args:
         text: Name of the task.

@@ -1,4 +1,4 @@
-"""Find objects that the other distributions of this project provide by entry points.
+"""Find objects that the other pip distributions of this project provide through Python entry points.
 
 Only the distributions in `PACKAGES` are searched. Reading the entry points of all installed packages takes 25 ms, which
 would delay the start of each command.
@@ -14,9 +14,9 @@ from typing import Any
 from sinew.core import SinewError
 from sinew.core.extras import install_package
 
-# Name of a package in messages -> its name on package indexes, and its folder in a checkout.
+# Key: name of a package in messages. Value: (its name on PyPI, its folder in a checkout of this git repository).
 PACKAGES = {"sinew-eval": ("sinew-vla-eval", "eval"), "sinew-perf": ("sinew-vla-perf", "perf")}
-# Group of entry points that the core uses -> the package that provides the objects of this group.
+# Key: a group of entry points that Sinew uses. Value: the package that provides the objects of this group.
 HOMES = {
     "sinew.estimates": "sinew-perf",
     "sinew.judges": "sinew-eval",
@@ -62,13 +62,15 @@ def provided(group: str, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def provider(group: str, name: str = "") -> Any | None:
-    """Return the object of a group of `HOMES`; None if its package is not installed. ``name`` selects an object if the
-    group has several."""
+    """Return the object that an entry point of a group in `HOMES` refers to; None if its package is not installed.
+
+    ``name`` selects an entry point if the group has several.
+    """
     return next((value for _, value in provided(group, name)), None)
 
 
 def required(group: str, what: str, name: str = "") -> Any:
-    """Return the object of a group of `HOMES`.
+    """Return the object that an entry point of a group in `HOMES` refers to.
 
     Args:
         group: The group of entry points.

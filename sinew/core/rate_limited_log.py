@@ -1,4 +1,4 @@
-"""Loggers for lines that a client can cause without limit. They bound the size of the log."""
+"""Loggers for messages that a client can cause any number of times. These loggers limit the size of the log."""
 
 from __future__ import annotations
 

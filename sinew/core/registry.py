@@ -26,8 +26,8 @@ FAMILIES = (
     "pi_fast",
     "gr00t",
     "evo1",
-    "turbovla",  # before omnivla, which also accepts files that end in .pth
-    "omnivla",  # before openvla, whose files look similar
+    "turbovla",  # comes before omnivla, because omnivla also accepts every file that ends in .pth
+    "omnivla",  # comes before openvla, because the files of both families look similar
     "openvla",
     "bitvla",
     "cogact",
@@ -58,12 +58,14 @@ class Family:
         converters: Files that read checkpoints, in the order in which they are tried. Each has NAMES (checkpoints
             that it reads, for messages), OPTIONS (fields of ``convert.options.Options`` that it reads), SETTINGS (of
             --set), recognises(path) and read(path, options) -> Conversion.
-        guesses: Converters that recognise their files by missing entries. They are tried after the converters of all
-            families.
+        guesses: Converters that recognise a checkpoint because some entries are absent. They are tried after the
+            converters of all families.
         units: Architecture -> units of its actions (:class:`sinew.core.VectorSpec`), for bundles that do not state
             them.
-        hints: Architecture -> expectations of its own project's clients, in the words of the protocol's codec.
-        base: The family that this one extends. No other family's folder may be imported.
+        hints: Architecture -> texts that select how the server's protocol treats clients of the architecture's own
+            project.
+        base: The family that this family extends. A family may import code from the folder of its base, but not from
+            other families.
         golden: Compares a small policy in the folder with stored answers of the reference implementation.
         name: Name of the folder. The registry sets it.
         home: Package of the folder. The registry sets it.
@@ -164,7 +166,7 @@ def model_class(architecture: str) -> Any:
 
 
 def action_units(architecture: str) -> tuple[str, ...]:
-    """Return the units of a family's actions; () for an unknown architecture.
+    """Return the units of the actions of an architecture; () for an unknown architecture.
 
     Names are compared without case and punctuation, because servers of other projects spell them differently
     (GR00T-N1.6, gr00t_n1_6).
@@ -209,7 +211,7 @@ def _widths(config: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 def hints(architecture: str) -> tuple[str, ...]:
-    """Return the protocol hints of an architecture; () for an unknown architecture."""
+    """Return the ``hints`` of an architecture (:class:`Family`); () for an unknown architecture."""
     family = architectures().get(architecture)
     return family.hints.get(architecture, ()) if family else ()
 
@@ -220,5 +222,5 @@ def plain(architecture: str) -> str:
 
 
 def presets() -> dict[str, Family]:
-    """Return preset -> the family with this preset in its ``published.json``."""
+    """Return a dict: name of a preset -> the family whose ``published.json`` contains this preset."""
     return {preset: family for family in families() for preset in family.published()}

@@ -49,7 +49,7 @@ def beside(target: Path) -> Iterator[Path]:
                     os.close(lock)  # another process removed the folder before this process had locked it
             yield folder
         except OSError as error:
-            # The error of a write to a full disk does not name the file, so add the target's name.
+            # If the disk is full, the error of the write does not contain a file name, so add the target's name.
             if error.errno in FULL:
                 error.filename = str(target)
             raise
@@ -60,13 +60,13 @@ def beside(target: Path) -> Iterator[Path]:
 
 
 def sweep(parent: Path, form: re.Pattern[str]) -> None:
-    """Remove files and folders with names of a form, if the process that created them has ended (:func:`hold`).
+    """Remove files and folders whose names match a pattern, if the process that created them has ended (:func:`hold`).
 
     Files of other users, links and special files stay.
 
     Args:
         parent: The folder to clean.
-        form: The form of the names.
+        form: The pattern of the names.
     """
     try:
         leftovers = [Path(each.path) for each in os.scandir(parent) if form.fullmatch(each.name)]
@@ -114,7 +114,7 @@ def hold(path: Path, wait: bool = True) -> int | None:
 
 
 def there(path: Path, lock: int | None) -> bool:
-    """Return True if a file or folder is still the locked one. Without a lock, return True if it exists."""
+    """Return True if ``path`` is still the file or folder that was locked. Without a lock, return True if it exists."""
     try:
         return path.exists() if lock is None else os.path.samestat(path.lstat(), os.fstat(lock))
     except OSError:
@@ -158,8 +158,10 @@ def _end(number: int, _frame: Any) -> None:
 
 
 def _again(otherwise: Callable[[Any], object], unraised: Any) -> None:
-    """Send a signal again if it arrived while a finalizer or a weak reference's callback was running. Python discards
-    exceptions there, so the process would continue to its end.
+    """Send a signal again if Python discarded its exception.
+
+    This happens if the signal arrives while a finalizer or a weak reference's callback is running. Python discards
+    exceptions there, so the process would ignore the signal.
 
     Args:
         otherwise: The previous hook, for all other exceptions.

@@ -15,7 +15,7 @@ Z95 = 1.959963984540054  # 0.975 quantile of the standard normal distribution
 
 
 def wilson(wins: int, count: int, z: float = Z95) -> tuple[float, float]:
-    """Return the score interval of a proportion (Wilson 1927), within [0, 1]; (0, 1) if ``count`` is 0.
+    """Return the confidence interval of a success rate (score interval, Wilson 1927); (0, 1) if ``count`` is 0.
 
     Unlike the normal approximation, the interval is also valid for 0 and for ``count`` wins.
 
@@ -31,7 +31,8 @@ def wilson(wins: int, count: int, z: float = Z95) -> tuple[float, float]:
     p, z2 = wins / count, z * z
     middle = (p + z2 / (2 * count)) / (1 + z2 / count)
     half = z / (1 + z2 / count) * math.sqrt(p * (1 - p) / count + z2 / (4 * count * count))
-    low = 0.0 if wins == 0 else max(0.0, middle - half)  # set the ends exactly, without rounding errors
+    # The exact bound is 0 if there are no successes, so avoid a rounding error.
+    low = 0.0 if wins == 0 else max(0.0, middle - half)
     high = 1.0 if wins == count else min(1.0, middle + half)
     return low, high
 
@@ -39,7 +40,8 @@ def wilson(wins: int, count: int, z: float = Z95) -> tuple[float, float]:
 def summarize(samples: Any, percentiles: Sequence[int] = (50, 95, 99)) -> dict[str, float]:
     """Return mean, percentiles (p50, p95 ...) and max of some numbers; {} if there are no numbers.
 
-    Percentiles are observed values, rounded up in rank, so that p99 of few samples is their maximum.
+    A percentile is always one of the observed values: its rank is rounded up. So p99 of fewer than 100 samples is their
+    maximum.
     """
     values = np.asarray(samples, dtype=np.float64)
     if not values.size:
@@ -72,7 +74,7 @@ def ratio_of_medians(before: Sequence[float], now: Sequence[float]) -> tuple[flo
 
 
 def p99_of(count: int) -> str:
-    """Return a note for a table's title if p99 is only the largest value, because there are fewer than 100 samples."""
+    """Return a note for a table's title: with fewer than 100 samples, p99 is only the largest value; else ""."""
     return "" if count >= 100 else "; their p99 is the largest"
 
 
@@ -84,8 +86,8 @@ def stage_statistics(
     Args:
         timings: Times of the runs.
         totals: Total times of the runs, in milliseconds.
-        apart: Times of further runs in which the stages were timed one by one. ``graph`` then has the time of the
-            stages together.
+        apart: Times of further runs in which the stages were timed one by one. The result then contains ``graph``, the
+            time of all these stages together.
 
     Returns:
         Stage -> statistics in milliseconds. ``steps`` has one entry per solver step.
@@ -106,7 +108,7 @@ def stage_statistics(
 
 
 def latencies(chunks: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
-    """Return statistics of answers as a client measures them: stage -> percentiles in milliseconds.
+    """Return statistics of the response times that a client measured: stage -> percentiles in milliseconds.
 
     ``overhead`` is the round trip minus the server's total: client, transport and socket buffers. ``beside the policy``
     also includes the server's own work: decoding, passing data between threads, encoding.
