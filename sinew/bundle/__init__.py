@@ -27,8 +27,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # Import on first use: the reader needs torch, and the GGUF parser needs the gguf package. Processing and the
-    # engines import this package too, and also run if torch or gguf is not installed.
+    # Import these modules on first use. The reader needs torch, and the GGUF parser needs the gguf package. Processing
+    # and the engines also import this package, and must work if torch or gguf is not installed.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

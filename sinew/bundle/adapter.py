@@ -92,8 +92,10 @@ def open_adapter(path: Path, base: Bundle) -> Bundle:
 
 
 def fitted(adapter: Bundle, base: Manifest) -> Manifest:
-    """Return the manifest of a base with an adapter. Tokenizer and specification are the base's, with the cameras'
-    names in that specification. Processing is the adapter's.
+    """Return the manifest of a base bundle that runs with an adapter.
+
+    The tokenizer, the specification and the names of the cameras come from the base. The processing comes from the
+    adapter.
 
     Raises:
         BundleError: The adapter's processing does not fit the base's specification.
@@ -107,8 +109,10 @@ def fitted(adapter: Bundle, base: Manifest) -> Manifest:
 
 
 def other_form(adapter: PolicySpec, base: PolicySpec) -> str:
-    """Return a message about the first difference between adapter and base that would break a robot of the base; "" if
-    there is no such difference.
+    """Return a message about the first difference of the adapter's inputs or outputs from the base's; "" if there is
+    none.
+
+    A robot that was set up for the base would not work with such an adapter.
     """
     for each in fields(PolicySpec):
         got, expected = getattr(adapter, each.name), getattr(base, each.name)
@@ -125,11 +129,11 @@ def other_form(adapter: PolicySpec, base: PolicySpec) -> str:
 
 
 def unknown(name: object, adapters: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the expected and the actual value, as text, for an error about a request's unknown adapter.
+    """Return two texts for an error message about an unknown adapter: the expected value and the actual value.
 
     Args:
         name: The adapter in the request.
-        adapters: The adapters that are loaded, by name.
+        adapters: Name of each loaded adapter -> the adapter.
     """
     if not isinstance(name, str):
         return "a text", type(name).__name__

@@ -1,4 +1,4 @@
-"""Compute the SHA-256 of files, with a cache, because hashing gigabytes takes seconds.
+"""Compute the SHA-256 of files. A cache stores the results, because hashing gigabytes takes seconds.
 
 As in git's index, a file is not read again if its size, inode and times are unchanged.
 """
@@ -17,19 +17,22 @@ from sinew_client.untrusted import open_regular, read_json
 from sinew.core import machine
 
 BLOCK = 1 << 22
-MAX_MEMO = 1 << 24  # largest file of cached digests, in bytes
+MAX_MEMO = 1 << 24  # largest size of the cache file, in bytes
 # A file that changed less than this time before Sinew read it may change again without a new time stamp, because clocks
 # of file systems are coarse. Such a digest is not cached.
 RACY_NS = 2_000_000_000
 
 
 def sha256(path: Path, size: int, advance: Callable[[str], object] = lambda _: None) -> str:
-    """Return the SHA-256 of a regular file in hexadecimal digits. Raises OSError.
+    """Return the SHA-256 of a regular file in hexadecimal digits.
 
     Args:
         path: The file.
         size: Size of the file in bytes.
         advance: Called after each block, for a progress bar.
+
+    Raises:
+        OSError: The file cannot be read.
     """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(BLOCK, size) or 1))
@@ -62,7 +65,11 @@ class DigestCache:
         self.before = dict(self.entries)
 
     def digest(self, path: Path) -> str:
-        """Return the SHA-256 of a regular file. A file with an entry in the cache is not read. Raises OSError."""
+        """Return the SHA-256 of a regular file. A file with a valid entry in the cache is not read.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
         where, status = str(path.resolve()), path.stat()
         identity = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
         entry = self.entries.get(where)

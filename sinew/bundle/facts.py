@@ -1,4 +1,4 @@
-"""Describe a bundle in sentences and as plain containers, for ``sinew inspect``."""
+"""Describe a bundle for ``sinew inspect``, in sentences and as plain dicts and lists."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:
-    """Return the manifest and the table of tensors as plain containers. Of the tokenizer, only type and sizes are
-    included."""
+    """Return the manifest and the table of tensors as plain dicts and lists.
+
+    The result contains only the type and the sizes of the tokenizer.
+    """
     record = asdict(bundle.manifest)
     record["tokenizer"] = _tokenizer(bundle.manifest.tokenizer)
     record["file_bytes"] = bundle.path.stat().st_size
@@ -167,5 +169,5 @@ def _success(record: Quantization) -> str:
 
 
 def _form(part: VectorPart) -> str:
-    """Return the representation of a part of a vector in the model, as a word."""
+    """Return the form in which the model reads a part of a vector: "rotation", "sin_cos" or a normalisation mode."""
     return "rotation" if part.rotation else "sin_cos" if part.sin_cos else part.normalization.mode

@@ -86,7 +86,10 @@ class InUse:
         self._opened = status.st_size, status.st_mtime_ns
 
     def problem(self) -> str | None:
-        """Return a sentence if the file was written to or truncated since it was opened, else None. Needs one fstat."""
+        """Return an error message if the file was written to or truncated since it was opened; else None.
+
+        This takes one system call (fstat).
+        """
         status = os.fstat(self._number)
         size, changed = status.st_size, status.st_mtime_ns
         if size < self._opened[0]:
@@ -116,7 +119,7 @@ class FilesInUse:
         self._files = tuple(files)
 
     def problem(self) -> str | None:
-        """Return a sentence if one of the files was written to or truncated since it was opened, else None."""
+        """Return an error message if one of the files was written to or truncated since it was opened; else None."""
         for file in self._files:
             if problem := file.problem():
                 return problem
@@ -136,7 +139,7 @@ class GGUFFile:
 
     Attributes:
         metadata: The key-value pairs: numbers, strings, numpy arrays and lists of strings.
-        places: Key of a string value -> position of the text's first byte in the file.
+        places: Key of each string value -> byte position in the file where its text begins.
         tensors: Name -> :class:`TensorInfo`.
         header_bytes: Size of the file's part before the tensors.
         in_use: Detects whether the file was changed since it was opened.
@@ -190,7 +193,7 @@ class GGUFFile:
         self.tensors = self._place(infos, data_start, alignment)
 
     def _place(self, infos: list[TensorInfo], start: int, alignment: int) -> dict[str, TensorInfo]:
-        """Turn offsets from the start of the data into offsets from the start of the file, and check them."""
+        """Check the offsets of the tensors, and convert them from the start of the data to the start of the file."""
         placed: dict[str, TensorInfo] = {}
         end = start
         for info in sorted(infos, key=lambda info: (info.offset, info.nbytes)):

@@ -31,8 +31,8 @@ class Format:
     Attributes:
         name: Name of the format in recipes.
         type: Storage type of the tensor.
-        number: Number of the format in the compiled kernels.
-        offset: Offset of the codes.
+        number: Number by which the compiled kernels identify the format.
+        offset: Number that is subtracted from a stored code before it is multiplied by the scale.
         group: Weights in a row that share a scale; 0 if the scales are a separate tensor.
         bits: Bits per weight, including the scales inside the tensor.
     """

@@ -110,8 +110,8 @@ class Bundle:
 
         Args:
             name: Name of the tensor.
-            whole: A tensor in place of the file's bytes, such as one on the meta device to compute layouts without
-                memory.
+            whole: A tensor to use instead of the file's bytes. A tensor on the meta device gives the layout without
+                using memory.
         """
         import torch
 
@@ -133,7 +133,11 @@ class Bundle:
 
     @cached_property
     def _bytes(self) -> torch.Tensor:
-        """Return the whole file as one uint8 tensor. Tensors are views of its storage, so neighbours can be joined."""
+        """Return the whole file as one uint8 tensor.
+
+        All other tensors are views of its memory, so tensors that are neighbours in the file can be joined without a
+        copy.
+        """
         import torch
 
         return torch.frombuffer(self.file.map, dtype=torch.uint8)
@@ -157,7 +161,8 @@ class Bundle:
         return released
 
     def copied(self, tensor: torch.Tensor) -> int:
-        """Release the pages of a tensor that was copied out of the map, so that memory does not contain both copies.
+        """Let the operating system reclaim the mapped memory of a tensor that was copied, so that memory does not
+        contain both copies.
 
         Return the number of released bytes; 0 for a tensor outside the map.
         """
@@ -172,7 +177,7 @@ class Bundle:
         return last - first
 
     def tensors(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """Return all tensors. On the meta device, all tensors share one storage with the layout of the file."""
+        """Return all tensors by name. On the meta device, all tensors share one storage with the layout of the file."""
         import torch
 
         meta = torch.device(device).type == "meta"

@@ -65,12 +65,12 @@ def renames_for(cameras: Sequence[str], shown: Sequence[str]) -> str:
 
 
 def parse_renames(texts: Iterable[str]) -> dict[str, str]:
-    """Parse texts such as ``front=camera1``. Return new name -> the bundle's name."""
+    """Parse texts such as ``front=camera1``. Return a dict: the new name -> the bundle's name."""
     return pairs("--rename", "NEW=CAMERA, as front=camera1", texts)
 
 
 def renamed(seen: Seen | None, before: PolicySpec, after: PolicySpec) -> Seen | None:
-    """Rename the cameras of a training record.
+    """Rename the cameras of a record of the training data (:class:`Seen`).
 
     Args:
         seen: The record; None if there is none.

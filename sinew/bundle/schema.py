@@ -38,9 +38,10 @@ from sinew.steps.vector.base import VectorStep
 # The components of a policy in quantisation recipes. The head is everything except vision and language.
 COMPONENTS = ("vision", "language", "head")
 DEFAULT_RECIPE = (
-    "vision=int8,language=int8,head=fp32"  # the head stays exact, because its errors add up over the steps
+    # The head stays in float32, because its errors would add up over the solver's steps.
+    "vision=int8,language=int8,head=fp32"
 )
-READS = (1, 2, 3)  # this version reads these formats, and writes the last of them
+READS = (1, 2, 3)  # this version of Sinew reads bundles of these format versions, and writes the last one
 ALIGNMENT = 64  # bytes of a cache line; vector loads are fastest from aligned weights
 
 KEY_ARCHITECTURE = "general.architecture"
@@ -55,7 +56,7 @@ KEY_TENSORS = "sinew.tensor_sha256"  # JSON: name of a tensor -> SHA-256 of its 
 MAX_PIXELS = 1 << 25
 MAX_NOISE = 1 << 22
 MOST_COLUMNS = 16  # a message lists at most this many columns of an action
-# Mode of normalisation -> the statistics that the mode needs, by their names in `Normalization.stats`.
+# Key: mode of normalisation. Value: names of the statistics in `Normalization.stats` that the mode needs.
 STATISTICS: dict[str, tuple[str, ...]] = {
     "mean_std": ("mean", "std"),
     "min_max": ("min", "max"),
@@ -78,15 +79,17 @@ class Normalization:
 
     Attributes:
         mode: The formula, as above.
-        stats: Name -> the numbers that ``mode`` needs, exact float32 values.
+        stats: Name of each statistic that ``mode`` needs -> its numbers, which are exact float32 values.
         eps: A small number that avoids division by zero.
         convention: "lerobot" computes in float32, omits eps in the inverse of mean_std, and uses eps in place of a
             range only if the range is zero. "openpi" computes in float64 and adds eps everywhere. "gr00t" computes in
             float64 without eps, and gives zero where a range is zero.
-        clip: Clip model units to [-1, 1] after normalisation and before its inverse.
+        clip: True to clip model units to [-1, 1], after the normalisation of an input and before the inverse of an
+            output.
         rows: Number of steps of a chunk that have their own statistics, ``rows * dim`` values, step by step; 0 if all
             steps share the statistics.
-        snap: These dimensions become 1 if they are at least ``snap_at``, else 0, after the clip and before the inverse.
+        snap: Indices of dimensions, such as a gripper, that are rounded: to 1 if the value is at least ``snap_at``,
+            else to 0. This happens after the clip and before the inverse.
         snap_at: The threshold of ``snap``.
     """
 
@@ -101,7 +104,7 @@ class Normalization:
 
     @property
     def zero_where_flat(self) -> bool:
-        """Return True if a value that did not vary in training is always read as zero."""
+        """Return True if the model reads zero for every value that did not vary in training."""
         return self.convention == "gr00t"
 
 
@@ -113,9 +116,9 @@ class VectorPart:
         name: Name of the part; it may be empty.
         dim: Number of dimensions.
         normalization: How the part is normalised.
-        sin_cos: The model reads the sines and then the cosines of the values, in place of normalised values.
-        rotation: The model reads the first two columns of a rotation matrix, six numbers, in place of a rotation vector
-            of three numbers.
+        sin_cos: True if the model reads the sines and then the cosines of the values instead of normalised values.
+        rotation: True if the model reads the first two columns of a rotation matrix, six numbers, in place of a
+            rotation vector of three numbers.
     """
 
     name: MaybeWord
@@ -136,16 +139,20 @@ class Processing:
         action: Normalisation of the actions.
         padded_state_dim: The model reads states that are padded with zeros to this width.
         padded_action_dim: The model produces actions of this width.
-        empty_cameras: Number of masked, empty images that followed the views in training.
-        optional_cameras: Number of further cameras that an observation may omit, for clients that mask views.
-        pad_missing_cameras: In training, a missing camera was a masked, empty image too (pi0).
-        all_cameras: An observation must contain every camera.
+        empty_cameras: Number of empty images that followed the camera views in training. A mask hid them from the
+            model.
+        optional_cameras: Number of further cameras that an observation may omit. This is for projects whose clients
+            mask views.
+        pad_missing_cameras: True if training replaced a missing camera by an empty image that a mask hid from the model
+            (pi0).
+        all_cameras: True if an observation must contain every camera.
         state_steps: Steps before the state is normalised.
         action_steps: Steps after the actions are converted back to robot units.
         state_parts: Parts of the state with different normalisations, in place of ``state``.
         action_parts: Parts of an action with different normalisations, in place of ``action``.
-        first_row: Row of the solver's solution at which the chunk begins. It is the action of the newest observation.
-        compat: Upstream version to follow if versions behave differently.
+        first_row: Row of the model's output at which the chunk begins. This row is the action for the newest
+            observation.
+        compat: Version of the training project whose behaviour Sinew follows, if its versions behave differently.
     """
 
     image: ImageRecipe
@@ -196,7 +203,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Success:
-    """The result of a quantised policy in the success gate.
+    """The success rate of a quantised policy in simulation, compared with that of the unquantised policy.
 
     Attributes:
         env: The environment.
@@ -213,7 +220,8 @@ class Success:
 
 @dataclass(frozen=True)
 class Validated:
-    """The check of ``sinew quantize`` before rounding: ``engine`` compared with eager float32.
+    """The check that ``sinew quantize`` does before it rounds the weights: the actions of ``engine`` are compared with
+    those of eager float32.
 
     Attributes:
         engine: Name of the engine.
@@ -235,7 +243,7 @@ class Quantization:
             the cpu engine computes with them. "int8" (one scale per tensor of activations) or "int8-rows" (one scale
             per row, stored as int8) also apply to ONNX Runtime. "fp8" (e4m3) applies to the CUDA engine. "fp32" is the
             engine's own precision.
-        bits: Bits of the weights in ONNX graphs; 7 if products of eight bits would saturate.
+        bits: Bits of the weights in ONNX graphs. It is 7 if sums of 8-bit products could exceed 16 bits on this CPU.
         error: Median relative L2 error of the chunk against float32.
         error_max: Largest relative L2 error of the chunk.
         observations: Number of observations for both errors.
@@ -243,7 +251,7 @@ class Quantization:
         engine: Engine that computed both errors.
         scales: Name of an FP8 layer -> scale of its input.
         weight_error: Top-level module -> relative L2 error of its stored weights.
-        success: Result in the success gate; None if it was not run.
+        success: Success rates before and after the quantisation; None if they were not measured.
         validated: Validation of the bundle before quantisation.
         calibrated: Number of observations whose inputs were used to round q4_0 weights or to choose the activations'
             scales; 0 if none were used.
@@ -290,7 +298,7 @@ def cells(text: str) -> bytes:
 
 
 def _no_thumbnail(text: str) -> str:
-    """Return why a text is not a thumbnail; "" if it is a thumbnail or empty."""
+    """Return the reason why a text is not a thumbnail; "" if it is a thumbnail or empty."""
     try:
         return "" if not text or cells(text) else "nothing"
     except ValueError as error:
@@ -310,8 +318,8 @@ class SeenCamera:
         mean: Mean of the pixels, RGB, 0 to 255.
         std: Standard deviation of the pixels, RGB.
         thumbnail: base64 of uint8 [8, 8, 3], the mean of each cell over the frames, RGB; "" if it is not known.
-        spread: base64 of uint8 [8, 8, 3], the standard deviation of each cell from frame to frame, in lightness, red
-            less blue, and green less the mean of red and blue; "" if it is not known.
+        spread: base64 of uint8 [8, 8, 3], the standard deviation of each cell over the frames; "" if it is not known.
+            The three channels are lightness, red minus blue, and green minus the mean of red and blue.
         farthest: Largest distance of a frame from the mean, in units of the spread
             (:func:`sinew.checks.wiring.thumbnails.distance`).
         still: Longest run of identical frames; 0 if it is not known. A simulator repeats frames. The noise of a real
@@ -333,7 +341,7 @@ class SeenCamera:
 
 @dataclass(frozen=True)
 class SeenState:
-    """Statistics of the robot's state in training, D numbers each, in robot units."""
+    """Statistics of the robot's state in training. Each field has one number per state dimension, in robot units."""
 
     mean: tuple[Finite, ...]
     std: tuple[NotBelowZero, ...]
@@ -395,8 +403,8 @@ class Manifest:
         spec: Inputs and outputs of the policy.
         processing: Pre- and post-processing.
         provenance: Origin of the bundle.
-        tokenizer: The content of tokenizer.json; "" for an adapter.
-        precision: Component -> storage type, e.g. "BF16".
+        tokenizer: The content of tokenizer.json; "" for an adapter, which uses its base's tokenizer.
+        precision: Top-level component of the model -> storage type of its weights, e.g. "BF16".
         quantization: Record of `sinew quantize`; None if the policy is not quantised.
         seen: Record of the training data; None if it was not gathered.
         base: Identity of the base if the file is an adapter; None for a whole policy.
@@ -482,7 +490,7 @@ class Manifest:
             raise BundleError(f"sinew.{problem}")
 
 
-# Name -> type of the required records of a manifest, and of the optional records.
+# Key: name of a record of a manifest. Value: its type. _PARTS has the required records, _OPTIONAL the others.
 _PARTS: dict[str, Any] = {
     "config": dict[str, Any],
     "spec": PolicySpec,
@@ -627,7 +635,7 @@ def seen_problems(seen: Seen, spec: PolicySpec) -> Iterator[str]:
 
 
 def normalizations(processing: Processing) -> Iterator[tuple[str, Normalization, str]]:
-    """Yield every normalisation that is in use: its name in the record, its recipe, and "state" or "action"."""
+    """Yield (name in the record, recipe, "state" or "action") for every normalisation that the policy uses."""
     for what, whole, parts in (
         ("state", processing.state, processing.state_parts),
         ("action", processing.action, processing.action_parts),
@@ -640,7 +648,8 @@ def normalizations(processing: Processing) -> Iterator[tuple[str, Normalization,
 
 
 def statistics_problems(recipe: Normalization) -> Iterator[str]:
-    """Yield the errors in the statistics of a normalisation: std must be at least 0, low at most high."""
+    """Yield the errors in the statistics of a normalisation: a standard deviation must be at least 0, and a lower bound
+    must be at most its upper bound."""
     dims = max(map(len, recipe.stats.values()), default=0) // max(recipe.rows, 1)
     if not all(0 <= dim < dims for dim in recipe.snap):
         yield f"snap: expected dimensions below {dims}, got {', '.join(map(str, recipe.snap))}"

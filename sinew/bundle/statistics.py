@@ -87,7 +87,8 @@ def _size(recipe: Normalization) -> int:
 
 
 def _ends(recipe: Normalization) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the lower and the upper ends of the ranges that become -1 and 1; empty sequences if there are none."""
+    """Return the values that the normalisation maps to -1, and those that it maps to 1; empty sequences if there are
+    none."""
     if recipe.mode == "mean_std":
         pairs = list(zip(recipe.stats.get("mean", ()), recipe.stats.get("std", ()), strict=False))
         return [mean - std for mean, std in pairs], [mean + std for mean, std in pairs]
@@ -96,8 +97,11 @@ def _ends(recipe: Normalization) -> tuple[Sequence[float], Sequence[float]]:
 
 
 def _spans(recipe: Normalization) -> list[float]:
-    """Return the width of each range. For mean_std, the width is twice the standard deviation. It is not computed from
-    the ends, because mean + std may be rounded."""
+    """Return the width of the range of each value.
+
+    For mean_std, the width is twice the standard deviation. It is not computed from the ends, because mean + std may be
+    rounded.
+    """
     if recipe.mode == "mean_std":
         return [2 * std for std in recipe.stats.get("std", ())]
     return [b - a for a, b in zip(*_ends(recipe), strict=False)]
@@ -157,7 +161,7 @@ def _enormous(where: str, recipe: Normalization, what: str) -> Iterator[str]:
 
 
 def _of_another_motion(spec: PolicySpec, processing: Processing) -> Iterator[str]:
-    """Yield an error if the statistics of the actions do not fit their motion.
+    """Yield an error if relative actions seem to have the statistics of absolute actions, or the reverse.
 
     Relative actions are differences from the state, so their range contains zero and differs from the state's range. At
     least half of the values must contradict this, because a task may move a single value in one direction only.
@@ -195,7 +199,7 @@ def _of_another_motion(spec: PolicySpec, processing: Processing) -> Iterator[str
 
 
 def _vector(processing: Processing, what: str) -> dict[int, tuple[float, float]]:
-    """Return index -> range of the values of a vector, for values with known ends.
+    """Return a dict: index of a value in the vector -> its range. Values without a known range are omitted.
 
     The range of a mean and a standard deviation is two deviations wide on each side, because nearly all values are in
     it.

@@ -11,7 +11,7 @@ from typing import Any
 
 from sinew.core import BundleError
 
-# Format -> the change that this format introduced.
+# Key: version of the bundle format. Value: the change that this version introduced.
 NEWS = {
     2: "a decoder names its norm and activation instead of a family",
     3: "frames, prompts and vectors are lists of steps, and each step has only the fields of its kind",
@@ -109,7 +109,7 @@ def _config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _image(image: Any) -> Any:
-    """Convert the image recipe of format 2: turn the letterbox fields into a last step."""
+    """Convert the image recipe of format 2: its letterbox fields become the last step of the recipe."""
     if not isinstance(image, dict):
         return image
     recipe = {key: value for key, value in image.items() if key not in ("resize", *LETTERBOX)}
@@ -125,7 +125,7 @@ def _image(image: Any) -> Any:
 
 
 def _prompt(prompt: Any) -> Any:
-    """Convert the prompt recipe of format 2: turn the template and the fields for changes into steps."""
+    """Convert the prompt recipe of format 2: its template, and its fields that change the text, become steps."""
     if not isinstance(prompt, dict):
         return prompt
     if "steps" in prompt:

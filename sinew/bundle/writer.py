@@ -1,7 +1,7 @@
 """Write a bundle in one pass with constant memory.
 
-The header comes from the ``gguf`` package. Tensor bytes are copied from the source file to their aligned position
-without becoming arrays. Source files are hashed during the copy, so the hashes in the manifest are known only at the
+The header comes from the ``gguf`` package. Tensor bytes are copied from the source file to their aligned position. They
+are not loaded as arrays. Source files are hashed during the copy, so the hashes in the manifest are known only at the
 end. The header is therefore written twice, the second time over the first. It has the same length, because a SHA-256
 has a fixed length. The hashes of the tensors and of the header itself are written in the same way.
 """
@@ -33,7 +33,7 @@ Progress = Callable[[int], None]  # receives the number of bytes that were just 
 
 @dataclass(frozen=True)
 class FileSlice:
-    """Bytes of a tensor in a source file, in the layout of the bundle."""
+    """The place of a tensor's bytes in a source file. The bytes already have the layout of the bundle."""
 
     path: Path
     offset: int
@@ -54,7 +54,7 @@ class FileSlice:
 
 @dataclass(frozen=True)
 class ArraySlice:
-    """Bytes of a tensor that is in memory as an array."""
+    """The bytes of a tensor that is an array in memory."""
 
     array: np.ndarray
 
@@ -167,7 +167,8 @@ def write_bundle(
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write a folder's list of files to the disk, if the system supports it. Windows cannot open a folder."""
+    """Make the system write a folder's list of files to the disk (fsync). This does nothing on Windows, which cannot
+    open a folder."""
     if hasattr(os, "O_DIRECTORY"):
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -220,7 +221,7 @@ def _write_header(
 def finish_header(writer: GGUFWriter, tensors: Iterable[TensorSource]) -> None:
     """Write the key-value pairs of ``writer`` and the infos of ``tensors``, and close the file."""
     for tensor in tensors:
-        # raw_dtype (the last argument) is passed, so gguf ignores the dtype before it.
+        # The last argument is raw_dtype. If it is passed, gguf ignores the dtype argument.
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, tensor.type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -1,4 +1,4 @@
-"""A GGUF file of vla.cpp: its weights as sources, and its metadata with checked types.
+"""A GGUF file of vla.cpp. Weights are read only when they are used, and the types of all metadata entries are checked.
 
 Schema: vla.cpp ``scripts/convert_*_to_gguf.py``, ``gguf_blocks.py`` and ``gguf_common.py`` (commit b18873d).
 """
@@ -20,7 +20,8 @@ from sinew.core import BundleError, ConvertError
 
 FORMAT = "vla.cpp-gguf"
 STORED = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
-PACKED = {"bitvla": (GGMLQuantizationType.I8,)}  # architecture -> further types, for packed ternary matrices
+# Architecture -> types besides floats, for packed ternary matrices.
+PACKED = {"bitvla": (GGMLQuantizationType.I8,)}
 
 
 class VlacppFile:
@@ -43,7 +44,11 @@ class VlacppFile:
 
     @cached_property
     def tensors(self) -> dict[str, TensorSource]:
-        """Return the weights by vla.cpp's names. Raises :class:`ConvertError` for a quantised weight."""
+        """Return a dict: vla.cpp's name of a weight -> the weight.
+
+        Raises:
+            ConvertError: A weight is quantised.
+        """
         tensors = {}
         for info in self._file.tensors.values():
             if info.type not in (*STORED, *PACKED.get(self.architecture, ())):

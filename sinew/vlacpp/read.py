@@ -1,7 +1,7 @@
 """Read vla.cpp's GGUF files. Each architecture has a reader in this package.
 
-The files contain weights and most hyper-parameters, but no tokenizer, no camera names and no prompt, which vla.cpp
-leaves to its client. The user passes these facts, or the family provides them. The notes of the bundle state what was
+The files contain weights and most hyper-parameters, but no tokenizer, no camera names and no prompt, because vla.cpp's
+client has them. The user passes these facts, or the family provides them. The notes of the bundle state what was
 assumed.
 """
 
@@ -30,7 +30,8 @@ SETTINGS = {name: setting for part in PARTS for name, setting in part.SETTINGS.i
 
 
 def recognises(path: Path) -> bool:
-    """Return True for a file. Any file is read as GGUF, because every other checkpoint layout is a folder."""
+    """Return True if the path is a file. Every file is treated as GGUF, because all other checkpoint formats are
+    folders."""
     return not path.is_dir()
 
 

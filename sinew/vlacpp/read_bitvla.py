@@ -36,11 +36,11 @@ TOKENS = {"image_id": bitvla.VIEWS, "proprio_id": bitvla.STATE_TOKEN, "stop_id":
 
 
 def untiled(data: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Unpack a tiled matrix. Raises ConvertError for an invalid code.
+    """Unpack a tiled matrix.
 
     Byte b of 4 bytes contains the columns b, 4 + b, 8 + b and 12 + b of 16, each plus two, lowest bits first. These
-    groups of 4 bytes have this order, slowest first: 16 rows, 128 columns, 32 columns, 8 rows, 16 columns, a row.
-    Columns are padded to a multiple of 128.
+    groups of 4 bytes are ordered by loops, the outermost loop first: over 16 rows, 128 columns, 32 columns, 8 rows, 16
+    columns, and one row. Columns are padded to a multiple of 128.
 
     Args:
         data: The bytes of the matrix.
@@ -48,6 +48,9 @@ def untiled(data: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
     Returns:
         Weights -1, 0 and 1, int8 ``shape``.
+
+    Raises:
+        ConvertError: A code is invalid.
     """
     channels, k = shape
     padded = -(-k // COLUMNS) * COLUMNS
@@ -93,7 +96,8 @@ def ternary(
 
 
 class VlacppBitnet(VlacppCheckpoint):
-    """A file with the configuration of upstream's checkpoint folder. Its matrices are packed rows with scales."""
+    """A vla.cpp file that the importer of BitVLA reads like the checkpoint folder of BitVLA's own project. Its matrices
+    are packed rows with scales."""
 
     chunk = "action.num_actions_chunk"
 
@@ -202,7 +206,8 @@ def _matrix(own: str, to: tuple[str, ...], shape: tuple[int, int]) -> list[Rule]
 
     Args:
         own: Pattern of the prefix of vla.cpp's names.
-        to: Prefixes of the new names. With several, the matrix is split into as many parts of equal size.
+        to: Prefixes of the new names. If there are several, the matrix is split into parts of equal size, one per
+            prefix.
         shape: Shape of the matrix.
     """
     count, channels = len(to), shape[0] // len(to)

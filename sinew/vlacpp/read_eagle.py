@@ -133,7 +133,8 @@ def _n15(file: VlacppFile, options: ConvertOptions, preprocessor: JsonRecord) ->
 
 
 def _fine_tune(file: VlacppFile, options: ConvertOptions, horizon: int) -> RobotRecord:
-    """Return the robot's record of a LeRobot fine-tune, from the file that vla.cpp wrote next to its GGUF file."""
+    """Return the description of the robot of a LeRobot fine-tune. It is read from the file that vla.cpp wrote next to
+    its GGUF file."""
     if options.stats is None or not options.cameras:
         raise ConvertError(
             f"{file.path}: made from a LeRobot fine-tune, so it contains no statistics and no cameras; pass"

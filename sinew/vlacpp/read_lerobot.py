@@ -66,7 +66,8 @@ LEAVES = {
     "patch_embd": "patch_embedding",
     "fc": "proj",
 }
-# pi0.5's expert stores a dense layer under the name of each norm.
+# In files of pi0.5, the name of each of these norms of the expert refers to a dense layer, which computes the norm's
+# scale.
 ADAPTIVE = ("attn_norm", "ffn_norm", "output_norm")
 WHOLE = {
     "token_embd.weight": "language.embed_tokens.weight",
@@ -78,7 +79,7 @@ def bundle_name(name: str, architecture: str) -> str:
     """Convert a tensor name of vla.cpp to the module path in Sinew's model of this architecture."""
     part, _, rest = name.partition(".")
     if name in WHOLE or part not in PARTS:
-        # Projections have the same names in the model.
+        # Projections have the same names in vla.cpp and in Sinew's model.
         return WHOLE.get(name, name)
     if name.startswith("mm.proj."):
         return name.replace("mm.proj", "connector")
@@ -97,7 +98,7 @@ PROJECTOR_FACTOR = "projector_factor"
 
 
 def projector_factor(architecture: str, hidden: int) -> float:
-    """Return the factor of a file's projector that corrects vla.cpp's engine.
+    """Return the factor by which a file multiplies its projector, to correct a division in vla.cpp's engine.
 
     Args:
         architecture: The architecture of the file.
@@ -182,7 +183,7 @@ def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
 def _projector(
     file: VlacppFile, tensors: dict[str, TensorSource]
 ) -> tuple[dict[str, TensorSource], tuple[str, ...]]:
-    """Return the tensors with the projector as trained, and notes about the projector for the bundle.
+    """Return the tensors, in which the projector has its trained values, and notes for the bundle about the projector.
 
     Raises:
         ConvertError: The factor in the file differs from the factor of vla.cpp's engine.
@@ -279,14 +280,14 @@ def _normalization(
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """The meaning of the files of one architecture, and the facts that the files do not contain.
+    """How to interpret the files of one architecture, and facts about the architecture that the files do not contain.
 
     Attributes:
         config: Builds the configuration from the keys and the tensors of a file.
         tokenizer: Name of the tokenizer that the user must pass.
         cameras: Default names of the cameras.
         prompt: Steps that build the prompt. The size of the state comes from the file.
-        pad: Where the padding of a letterboxed frame is.
+        pad: Side of a letterboxed frame at which the padding is.
         mode: Normalisation mode of states and actions.
     """
 

@@ -68,7 +68,7 @@ class VlacppCheckpoint(PrismaticCheckpoint):
     """The tensors of a file under upstream's names, with the head and the projector of the state as separate parts.
 
     Attributes:
-        chunk: Key of the number of actions. Older files lack this key.
+        chunk: Metadata key of the number of actions in a chunk. Older files lack this key.
     """
 
     format = FORMAT
@@ -101,7 +101,8 @@ class VlacppCheckpoint(PrismaticCheckpoint):
 
 
 class VlacppPrismatic(VlacppCheckpoint):
-    """A file with the configuration of upstream's checkpoint folder. The model has no unused blocks."""
+    """A vla.cpp file that the importer of OpenVLA reads like the checkpoint folder of OpenVLA's own project. The file
+    contains no unused blocks."""
 
     spare_blocks = 0
 

@@ -46,7 +46,8 @@ def _tower(to: str, file: VlacppFile) -> list[Rule]:
     frames, side = file.integer("temporal_patch_size"), file.integer("patch_size")
 
     def patches(source: TensorSource) -> TensorSource:
-        # [C, 3 * frames * rows * columns] -> the [C, 3, frames, rows, columns] of a Conv3d
+        # Convert the weight from [C, 3 * frames * rows * columns] to the shape of a Conv3d, [C, 3, frames, rows,
+        # columns].
         return reshape(source, source.shape[0], 3, frames, side, side)
 
     block = rf"{to}blocks.\1."
@@ -175,7 +176,7 @@ def head_record(file: VlacppFile, tensors: Mapping[str, TensorSource]) -> dict[s
 
 
 class VlacppNvidia(NvidiaFiles):
-    """A file of GR00T N1.6 or N1.7 in the form of NVIDIA's checkpoint folder. ``rules`` rename the tensors."""
+    """A vla.cpp file of GR00T N1.6 or N1.7, read like NVIDIA's checkpoint folder. ``rules`` rename the tensors."""
 
     format = FORMAT
 
@@ -208,7 +209,7 @@ class VlacppNvidia(NvidiaFiles):
 
 
 class VlacppJepa(LeRobotCheckpoint):
-    """A VLA-JEPA file in the form of LeRobot's checkpoint folder."""
+    """A vla.cpp file of VLA-JEPA that is read like LeRobot's checkpoint folder."""
 
     format = FORMAT
 

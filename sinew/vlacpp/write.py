@@ -64,7 +64,8 @@ _WHOLE = {ours: theirs for theirs, ours in WHOLE.items()}
 # Sinew has one name for layers that vla.cpp names differently in the vision tower and in the decoder.
 _TOWER = {"norm": "post_ln", "attn.o_proj": "attn_o"}
 _DECODER = {"norm": "output_norm", "post_norm": "ffn_norm", "input_norm": "attn_norm"}
-# Fields of a manifest that the comparison ignores: a client chooses them, or they do not affect the actions.
+# Fields of a manifest that the comparison ignores, because a client chooses their values or because they do not affect
+# the actions.
 _FREE = {"compat", "name", "cameras", "keys", "embodiment", "control_hz", "n_action_steps", "names", "units"}
 _FREE |= {
     "pad_token_id",
@@ -149,7 +150,7 @@ def _of_family(family: ModuleType, bundle: Bundle) -> list[TensorSource]:
 
 
 def vlacpp_name(name: str, architecture: str) -> str:
-    """Return vla.cpp's name of a tensor of Sinew.
+    """Return vla.cpp's name for a tensor, from the tensor's name in a bundle.
 
     Raises:
         ConvertError: vla.cpp has no name for the tensor.
@@ -176,7 +177,7 @@ def _renamed(name: str) -> str:
 
 
 def _stored(bundle: Bundle, packed: tuple[GGMLQuantizationType, ...] = ()) -> Iterator[TensorSource]:
-    """Yield the tensors under their names in the bundle.
+    """Yield the name and the data of each tensor of the bundle.
 
     Args:
         bundle: The bundle.
@@ -196,10 +197,10 @@ def _stored(bundle: Bundle, packed: tuple[GGMLQuantizationType, ...] = ()) -> It
 
 
 def _weights(bundle: Bundle) -> Iterator[TensorSource]:
-    """Yield the tensors under vla.cpp's names.
+    """Yield vla.cpp's name and the data of each tensor.
 
     Small tensors of the vision tower become float32, and the token table of SmolVLA becomes bfloat16. The projector is
-    multiplied by the number that vla.cpp's engine divides the image features by.
+    multiplied by a factor, because vla.cpp's engine later divides the image features by this factor.
     """
     factor = _factor(bundle.manifest)
     for stored in _stored(bundle):

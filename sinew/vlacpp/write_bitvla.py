@@ -130,5 +130,5 @@ def keys(bundle: Bundle) -> dict[str, Any]:
 
 
 def beside(_bundle: Bundle, _folder: Path) -> dict[str, Any]:
-    """Return no options, because the file contains all that the importer reads."""
+    """Return {}: the importer needs no further options, because the file contains everything that it reads."""
     return {}

@@ -68,8 +68,8 @@ def _rules(unshuffle: int) -> list[Rule]:
 def renamed(bundle: Bundle, tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
     """Rename the tensors of a bundle to vla.cpp's names and add the statistics.
 
-    The class token of a bundle contains its own position embedding. The first row of the position table is zeros here,
-    so that vla.cpp does not add the embedding again.
+    In a bundle, the position embedding of the class token is already added to the class token. The first row of the
+    position table is zeros here, so that vla.cpp does not add the embedding again.
 
     Args:
         bundle: The bundle.

@@ -18,7 +18,7 @@ from sinew.core import ConvertError
 from sinew.families.openvla import adapter, model
 
 ARCHITECTURES = ("openvla_oft", "vla_adapter")
-PACKED = ()  # these families have no tensor types besides float32 and bfloat16
+PACKED = ()  # further tensor types of these families; empty, because they store only float32 and bfloat16
 _LINEAR = r"\.(weight|bias)"
 _BLOCK = r"aex.head.blk.\1."
 
@@ -163,7 +163,7 @@ def keys(bundle: Bundle) -> dict[str, Any]:
 
 
 def beside(_bundle: Bundle, _folder: Path) -> dict[str, Any]:
-    """Return no options, because the file contains all that the importer reads."""
+    """Return {}: the importer needs no further options, because the file contains everything that it reads."""
     return {}
 
 
@@ -216,7 +216,7 @@ def statistics(manifest: Manifest) -> dict[str, Any]:
 
 
 def _bound(vector: str, piece: Normalization, name: str, size: int, other: float) -> list[float]:
-    """Return one bound of each value.
+    """Return the lower or the upper bound of each value of a vector.
 
     Args:
         vector: Name of the vector, for messages.
