@@ -1,4 +1,7 @@
-"""Apply adapters to a loaded model. The result shares the base weights and adds the few weights of the adapter."""
+"""Apply adapters to a loaded model.
+
+The resulting model shares the base weights with the loaded model, and adds the few weights of the adapter.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe engines before they are opened, and choose the engine, device and precision for a bundle.
+"""Describe each engine before it is opened, and choose the engine, device and precision for a bundle.
 
 This module imports torch only to find a GPU, because a robot that runs graphs may not have torch. Each engine's folder
 has a ``backend.py`` with its :class:`Backend`. The backends are listed in :data:`ORDER` and in the entry points
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.engine.engine import Engine
 
-AUTO = "auto"  # as a name, requests the first engine or device that fits
+AUTO = "auto"  # the user's value for "choose the first engine or device that fits"
 ASKED = "asked for"  # the reason for an engine, device or precision that the user named
 REFERENCE = "the reference precision"  # the reason for the default precision on a CPU
 GIB = 1 << 30
-ROOM = GIB  # bytes of memory that activations and the program itself need
+ROOM = GIB  # bytes of memory for activations and for the program itself
 HALVES = {"BF16": "bf16", "F16": "fp16"}  # name of a tensor type in GGUF -> precision
 # The precisions of a recipe in which a bundle can store weights.
 LOWBIT = frozenset({"int8", "int8-rows", "q8_0", "q4_0"})
-# Engines are tried in this order. The order also decides where no measurement does. The last engine
+# Sinew tries the engines in this order. The order also decides between engines that were not measured. The last engine
 # runs on every machine.
 ORDER = ("cuda", "cpu", "onnx", "plan", "eager")
 # The reference is chosen only if it is this many times as fast as another engine. Engine plan multiplies the same
@@ -60,7 +60,7 @@ class EngineOptions:
         graphs: The folder of an export, or None for a bundle with weights.
         recipe: True to follow the bundle's quantisation recipe.
         storage: The half precision in which weights stay while products are float32 (:func:`half_storage`), else "".
-        adapters: Name in requests -> adapter of the bundle.
+        adapters: The bundle's adapters (LoRA weights), by the name that a request uses.
         kernels: Installs compiled products for low-bit weights. The loader calls this function if low-bit weights stay
             on a CPU.
     """
@@ -86,8 +86,9 @@ class EngineChoice:
     """The engine, device and precision that will run a bundle, with reasons.
 
     Attributes:
-        ignored: The part of the bundle's recipe that the engine does not compute because the user ignores the recipe.
-        recipe: Component -> precision in use.
+        ignored: The part of the bundle's quantisation recipe that the engine does not follow, because the user chose to
+            ignore the recipe.
+        recipe: The precision in use of each component (vision, language or head).
     """
 
     engine: str
@@ -220,8 +221,8 @@ def _contenders(
     """Compare all engines with the request.
 
     Returns:
-        The verified engines that can run the bundle in the requested precision, in the order of :data:`ORDER`, and the
-            engines that are passed over, with reasons.
+        Two values: the verified engines that can run the bundle in the requested precision, in the order of
+        :data:`ORDER`, and the rejected engines with reasons.
     """
     contenders: list[_Contender] = []
     passed_over: list[_Passed] = []
@@ -250,7 +251,7 @@ def _contenders(
 
 
 def _under(bundle: Bundle, options: EngineOptions, word: str | None) -> Conditions:
-    """Return the conditions for a measurement of the engines.
+    """Return the conditions (device, precision, threads) under which measured times of the engines are valid.
 
     Args:
         bundle: The bundle.
@@ -265,7 +266,8 @@ def _under(bundle: Bundle, options: EngineOptions, word: str | None) -> Conditio
 def _times(bundle: Bundle, contenders: Sequence[_Contender], word: str | None) -> Times:
     """Return the times of these engines on this machine.
 
-    If no chunk was measured yet, the engines' small products are measured now, which takes milliseconds.
+    If no engine has computed an action chunk with a timer yet, a small matrix product of each engine is timed now. This
+    takes milliseconds.
     """
     if len(contenders) < 2:
         return Times()
@@ -322,10 +324,10 @@ def _told(
     passed_over: Sequence[_Passed],
     times: Times,
 ) -> list[str]:
-    """Return notes about other engines.
+    """Return notes for the user about the engines that were not chosen.
 
-    The notes are about engines that come earlier in :data:`ORDER` or follow the recipe but were passed over, and about
-    engines that were not measured yet.
+    The notes are about engines that were rejected although they come earlier in :data:`ORDER` or follow the recipe, and
+    about engines that were not measured yet.
     """
     names = [*BACKENDS]
     kinds = {*recipe(bundle).values()} if best.options.recipe else set()
@@ -347,7 +349,7 @@ def _told(
 
 
 class _Passed(NamedTuple):
-    """An engine that was passed over, with the reason."""
+    """An engine that was not chosen, with the reason."""
 
     name: str
     text: str
@@ -355,8 +357,10 @@ class _Passed(NamedTuple):
 
 
 def choose_device(device: str | None, backend: Backend | None = None) -> tuple[str, str]:
-    """Return the device and the reason. A named engine decides the device. Otherwise it is a GPU if PyTorch finds
-    one."""
+    """Return the device, and the reason for this device.
+
+    If the user named an engine, the engine's own device is used. Otherwise the device is a GPU if PyTorch finds one.
+    """
     if device not in (None, AUTO):
         return device, ASKED
     if backend is not None and (own := backend.device()):
@@ -407,16 +411,17 @@ def _each_once(passed_over: Sequence[_Passed]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Suitability:
-    """The answer to whether an engine can run a bundle, or should run it. Without a reason against it, the answer is
-    yes.
+    """The answer to one of two questions: can an engine run a bundle, or should it run the bundle?
+
+    Without a reason against it, the answer is yes.
 
     Attributes:
         against: The reason against the engine, as a sentence. "" means yes.
-        elsewhere: True if the reason concerns missing devices or weights. Such a reason is not shown if another engine
-            was chosen.
+        elsewhere: True if the reason concerns missing devices or weights. The user does not see such a reason if
+            another engine was chosen.
         reason: A special reason for the engine, besides being the fastest verified engine.
-        unmade: The part that must be made before the engine can start, and how. "" for none.
-        preparable: True if ``sinew prepare`` can make that part.
+        unmade: The files that must be made before the engine can start, and the command that makes them. "" for none.
+        preparable: True if ``sinew prepare`` can make these files.
     """
 
     against: str = ""
@@ -436,15 +441,18 @@ class Backend:
         name: The engine's name.
         opens: The function that opens the engine, as "module:function". Its arguments are (bundle, options).
         packages: The packages that the engine needs.
-        follows: The precisions of a recipe that the engine computes, besides fp32.
+        follows: The low-bit precisions of a quantisation recipe in which the engine can compute. Every engine also
+            computes in fp32.
         stores_half: True if the engine multiplies weights in half precision with float32 arithmetic.
-        copies_none: True if weights stay in the memory map of the file even if memory would suffice for copies.
+        copies_none: True if the engine reads weights from the memory map of the file, even if there is enough memory
+            for copies of the weights.
         runs_graphs: True if the engine needs the graphs of an export instead of weights.
         reference: True for the engine that all other engines are compared with.
-        capabilities: The capabilities that the engine has with some bundle on some device. An open engine states which
-            of them it lacks with its bundle (:attr:`sinew.engine.engine.Facts.refusals`).
-        guides: The values of an observation's ``rtc`` that the engine supports.
-        counted_as: The program of ``sinew perf`` that predicts the memory of this engine.
+        capabilities: The capabilities that the engine has with at least one bundle on at least one device. An open
+            engine states which of them it lacks with its bundle (:attr:`sinew.engine.engine.Facts.refusals`).
+        guides: The methods of real-time chunking (values of an observation's ``rtc``) that the engine supports.
+        counted_as: The name of the engine whose cost model predicts the memory of this engine: "eager", "plan" or
+            "cpu".
     """
 
     name: str
@@ -462,7 +470,7 @@ class Backend:
     def can(self, bundle: Bundle, options: EngineOptions) -> Suitability:
         """Check whether this engine can run the bundle with these options, if its packages are installed.
 
-        The method uses the record of the bundle and reads no weights.
+        The method reads the bundle's header, but no weights.
 
         Returns:
             The answer, with the reason against the engine.
@@ -493,8 +501,7 @@ class Backend:
         return Suitability(against, preparable=bool(against) and options.kind == "cpu")
 
     def product(self, bundle: Bundle, options: EngineOptions) -> Callable[[], object] | None:
-        """Return a function that computes one small product, in the way in which this engine computes most of a chunk
-        on a CPU.
+        """Return a function that computes one small matrix product as this engine computes its products on a CPU.
 
         Sinew times the product to choose between engines before a chunk was measured. The result is None if the
         engine's products are not known before it is opened.
@@ -528,8 +535,10 @@ class Backend:
         return engine
 
     def lacking(self, capability: Capability) -> Refusal | None:
-        """Return the refusal if this engine lacks a capability with every bundle, or None. The refusal names the
-        engines that have the capability."""
+        """Return the error if this engine lacks a capability with every bundle, otherwise None.
+
+        The error names the engines that have the capability.
+        """
         if capability in self.capabilities:
             return None
         able = either(engines_that(capability)) or "from another package"
@@ -565,8 +574,10 @@ def rejection(backend: Backend, bundle: Bundle, options: EngineOptions) -> Suita
 
 
 def lowered(options: EngineOptions, bundle: Bundle) -> str:
-    """Return the reason why PyTorch cannot compute in the half precision of ``options`` on this machine, or "" if it
-    can."""
+    """Return the reason why PyTorch cannot compute in bf16 or fp16 on this machine, or "".
+
+    The precision is that of ``options``. With "native", the precisions are those of the bundle's weights.
+    """
     if options.kind != "cpu" or options.storage or options.graphs is not None:
         return ""
     words = {HALVES[info.type.name] for info in bundle.infos.values() if info.type.name in HALVES}
@@ -580,10 +591,10 @@ def lowered(options: EngineOptions, bundle: Bundle) -> str:
 
 
 def not_computed(backend: Backend, bundle: Bundle) -> str:
-    """Return the parts of the bundle's recipe that an engine does not compute, as text.
+    """Return the parts of the bundle's quantisation recipe that an engine does not follow, as text.
 
-    Every engine computes with low-bit weights. If an engine has no product for them, it widens them, which rounds no
-    number.
+    Every engine computes with low-bit weights. An engine without matrix products for such weights converts the weights
+    to float32. This conversion is exact.
     """
     return ", ".join(
         f"{part} {kind}"
@@ -598,8 +609,7 @@ def unproved(backend: Backend, bundle: Bundle, options: EngineOptions) -> str:
     An engine is verified by the project's tests of this architecture in the precisions in use, or by `sinew validate`
     on this machine.
     """
-    # The engine widens weights in precisions that it does not compute, so only the precisions that it computes
-    # need a proof.
+    # The engine converts weights of other precisions to float32. Only its own low-bit precisions need a verification.
     kinds = backend.follows.intersection(recipe(bundle).values()) or {options.dtype}
     if options.kind == "cpu" and kinds <= proofs.proved(bundle.manifest.architecture, backend.name):
         return ""
@@ -613,7 +623,7 @@ def unstreamed(backend: Backend, bundle: Bundle, options: EngineOptions, guidanc
         backend: The engine.
         bundle: The bundle.
         options: The engine's options.
-        guidance: The guidance that continues whole chunks: "none", or one of :attr:`Backend.guides`.
+        guidance: The method by which a new chunk continues the running chunk: "none", or one of :attr:`Backend.guides`.
     """
     if refusal := backend.streams(bundle, options):
         return str(refusal)
@@ -684,8 +694,10 @@ def half_storage(backend: Backend, bundle: Bundle, dtype: str, kind: str) -> tup
 
 
 class Backends(Mapping[str, Backend]):
-    """Name -> backend, in the order in which engines are tried. A backend's module is imported when it is looked up
-    first."""
+    """A mapping from an engine's name to its backend, in the order in which Sinew tries the engines.
+
+    A backend's module is imported when the backend is looked up for the first time.
+    """
 
     def __getitem__(self, name: str) -> Backend:
         return _backend(name)
@@ -704,7 +716,7 @@ BACKENDS = Backends()
 
 
 def engines_that(*capabilities: Capability, guides: Sequence[str] = ()) -> list[str]:
-    """Return the names of the engines that have all these capabilities and support all these values of ``rtc``."""
+    """Return the names of the engines with all given capabilities and methods of real-time chunking (``guides``)."""
     return [
         name
         for name, backend in BACKENDS.items()
@@ -713,7 +725,7 @@ def engines_that(*capabilities: Capability, guides: Sequence[str] = ()) -> list[
 
 
 def either(names: Sequence[str]) -> str:
-    """Return names as "a, b or c"."""
+    """Return a list of names as text of the form "a, b or c"."""
     return " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
@@ -730,7 +742,7 @@ def _backend(name: str) -> Backend:
 
 
 def recipe(bundle: Bundle) -> dict[str, str]:
-    """Return component -> precision, for the components that the bundle stores in a lower precision than its dtype."""
+    """Return the precision of each component that the bundle stores in a lower precision than its dtype."""
     quantization = bundle.manifest.quantization
     return (
         {}
@@ -763,7 +775,7 @@ def installed(module: str) -> bool:
 
 
 def chosen_by(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of ``sinew.load`` that :func:`choose` accepts, without threads and adapters."""
+    """Return those of the given options of ``sinew.load`` that :func:`choose` accepts, without threads and adapters."""
     names = ("engine", "device", "dtype", "providers", "ignore_recipe", "prepared")
     return {name: options[name] for name in names if name in options}
 
@@ -785,7 +797,7 @@ def ready(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
 
 
 def measured_under(bundle: Bundle, choice: EngineChoice) -> Conditions:
-    """Return the conditions for stored measurements of ``choice`` and the other engines."""
+    """Return the conditions under which stored measurements of ``choice`` and the other engines are valid."""
     return _under(bundle, choice.options, requested(choice))
 
 
@@ -811,10 +823,10 @@ def unmeasured(bundle: Bundle, choice: EngineChoice, reference: bool = False) ->
 
 
 def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
-    """Return the choices that ``sinew prepare`` could make for a bundle, the fastest first.
+    """Return the engines that ``sinew prepare`` could prepare for a bundle, the fastest engine first.
 
-    Each choice is an engine that runs the bundle with the same recipe on the same device, after its form of the bundle
-    was made, verified and measured.
+    Each engine runs the bundle with the same quantisation recipe on the same device as ``choice``, after ``sinew
+    prepare`` has made the files that the engine needs, and has verified and measured the engine.
     """
     choices: list[EngineChoice] = []
     if choice.options.graphs or choice.ignored:

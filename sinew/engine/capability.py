@@ -1,4 +1,4 @@
-"""The capabilities that some engines have and others lack, and the reasons that engines give."""
+"""The list of capabilities that only some engines have, and the reason why an engine lacks a capability."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Refusal:
 
 
 class Capability(StrEnum):
-    """A thing that an engine may be able to do.
+    """An optional feature of an engine.
 
     :attr:`sinew.engine.backend.Backend.capabilities` lists the capabilities of each engine, and
-    :attr:`sinew.engine.engine.Facts.refusals` the capabilities that an open engine lacks with its bundle.
+    :attr:`sinew.engine.engine.Facts.refusals` lists the capabilities that an open engine lacks with its bundle.
 
     Attributes:
         GUIDE: Continue a running chunk (real-time chunking).
@@ -57,7 +57,10 @@ class Capability(StrEnum):
 
     @property
     def clause(self) -> str:
-        """Return a relative clause for messages, which follows the names of engines."""
+        """Return the capability as a relative clause for messages ("that ...").
+
+        Messages put the clause after engine names.
+        """
         return CLAUSES[self]
 
 

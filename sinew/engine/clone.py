@@ -17,7 +17,7 @@ CONTAINERS = {dict, OrderedDict, set, list}
 
 
 def clone_model(model: Model, changing: Iterable[str] | None = None) -> Model:
-    """Return a new module tree over the parameters of ``model``.
+    """Return a copy of the module tree of ``model``. The copy uses the same parameters.
 
     Args:
         model: The model, which is not changed.
@@ -40,7 +40,8 @@ def copy_modules(module: M, known: dict[int, Any]) -> M:
 
     Args:
         module: The root of the tree.
-        known: Identity of a tensor or module -> its replacement. The copies are added to this dict.
+        known: The replacement of each tensor or module, by the ``id()`` of the original. The function adds its copies
+            to this dict.
     """
     if id(module) in known:
         return known[id(module)]

@@ -83,7 +83,7 @@ def unpack(data: bytes, template: Any, device: torch.device, longer: Any = None)
     steps = _growth(leaves, leaves if longer is None else pytree.tree_leaves(longer))
     heads, at = _heads(data, len(leaves))
     kinds: list[tuple[str, list[int]] | None] = []
-    missing: int | None = None  # number of tokens by which the prompt is shorter than the template's prompt
+    missing: int | None = None  # how many tokens the prompt is shorter than the template's prompt
     for number, (head, leaf, grows) in enumerate(zip(heads, leaves, steps, strict=True)):
         if (head is None) != (leaf is None):
             raise SinewError(f"context: tensor {number}: expected {_told(leaf)}, got {head}")
@@ -120,7 +120,7 @@ def unpack(data: bytes, template: Any, device: torch.device, longer: Any = None)
 
 
 def _growth(leaves: list[Any], longer: list[Any]) -> list[tuple[int, ...]]:
-    """Return by how many entries each axis of each tensor grows with one more token."""
+    """Return for each axis of each tensor by how many entries it becomes longer if the prompt has one more token."""
     return [
         () if leaf is None else tuple(more - size for size, more in zip(leaf.shape, other.shape, strict=True))
         for leaf, other in zip(leaves, longer, strict=True)
@@ -132,7 +132,7 @@ def _bf16(x: Tensor) -> list[bytes]:
 
 
 def _int8(x: Tensor) -> list[bytes]:
-    """Return the bytes of the rows' float32 scales, and the bytes of the int8 steps."""
+    """Return the bytes of the float32 scales (one per row), and the bytes of the int8 numbers."""
     scale = x.abs().amax(-1, keepdim=True) / 127 if x.numel() else x[..., :1]
     steps = torch.where(scale > 0, x / scale, torch.zeros_like(x)).round().clamp(-127, 127).to(torch.int8)
     return [scale.numpy().tobytes(), steps.numpy().tobytes()]

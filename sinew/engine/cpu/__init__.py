@@ -1,1 +1,4 @@
-"""The engine with compiled products of int8 activations with low-bit weights, and the compilation of its kernels."""
+"""The engine "cpu" multiplies int8 activations by low-bit weights with compiled C++ kernels.
+
+This package also compiles them.
+"""

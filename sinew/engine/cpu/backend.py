@@ -1,4 +1,4 @@
-"""The engine of compiled products before it is opened."""
+"""The description of the engine "cpu", which computes matrix products with compiled kernels."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 class Cpu(Backend):
-    """The planned model over low-bit weights as the bundle stores them, or over bfloat16 weights, with compiled
-    kernels."""
+    """The engine that runs the rewritten model (the plan) with compiled kernels, on low-bit or bfloat16 weights."""
 
     name, opens = "cpu", "sinew.engine.cpu.open:open_cpu"
     follows = LOWBIT

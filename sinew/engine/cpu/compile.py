@@ -1,4 +1,4 @@
-"""Replace the operations between the products of a planned model by compiled operators."""
+"""Replace norms, attention and activations between the matrix products of a planned model by compiled operators."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def compile_floats(plan: Plan) -> Plan:
     """Return ``plan`` with compiled operators in its model, which is changed in place.
 
     Layers that read the same input become one call if their weights have one format. The input is then rounded once.
-    The outcomes of the plan list the changes for each kind of module.
+    ``outcomes`` of the returned plan lists the changes for each kind of module.
     """
     # Make a list of the modules first, because the loop changes their classes.
     outcomes, modules = [*plan.outcomes], list(plan.model.named_modules())

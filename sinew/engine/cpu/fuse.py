@@ -73,10 +73,10 @@ class FusedViTLayer(ViTLayer):
 
 
 def rounds_attention(attention: nn.Module) -> bool:
-    """Return True if the attention may round to 16 bits.
+    """Return True if the attention may round its queries, keys and values to 16 bits.
 
-    Its queries, keys and values are then sums of products of numbers with fewer bits. BitNet's own arithmetic (ternary)
-    keeps attention in floats.
+    This is allowed if they are sums of products of numbers with fewer bits (int8, for example). BitNet's own arithmetic
+    (ternary) keeps attention in floats.
     """
     layers = (getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj"))
     stores = [codes_of(layer) for layer in layers]
@@ -91,7 +91,7 @@ def _norm_of(norm: Any) -> NormOf:
 
 
 def _alone(norms: tuple[nn.Module, ...], products: tuple[tuple[nn.Module, ...], ...]) -> str | None:
-    """Return the reason why a compiled call cannot compute these norms and products, or None."""
+    """Return the reason why one compiled call cannot compute these norms and matrix products together, or None."""
     for norm in norms:
         if type(norm) not in (LayerNorm, RMSNorm, GemmaRMSNorm):
             return f"{type(norm).__name__} is not a norm with constant weights"

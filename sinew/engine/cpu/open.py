@@ -1,4 +1,4 @@
-"""Open a bundle with the engine of compiled products."""
+"""Open a bundle with the engine "cpu", which computes matrix products with compiled kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
-    """Return the engine for a rewritten model over low-bit weights as they are stored, or over bfloat16 weights."""
+    """Return the engine "cpu" for a bundle. It multiplies low-bit weights as they are stored, or bfloat16 weights."""
     kernels, half = extension(), options.dtype == "bf16"
     order = kernels.halves if half else PANELS
     if order is None:
@@ -57,7 +57,7 @@ def lay_out_codes(
     lay_out: LayOut = lowbit.lay_out_into,
     copied: Callable[[Tensor], object] = lambda _: None,
 ) -> int:
-    """Bring weights of a model's linear layers into the order that the kernels read.
+    """Reorder the weights of a model's linear layers in memory, so that the kernels can read them.
 
     With order PANELS, int8 weights become :class:`Panels`. With an order in HALVES, bfloat16 weights under float32
     become :class:`Bf16Panels`. Each weight is copied out of the bundle's memory map. A weight whose size does not

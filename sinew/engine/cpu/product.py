@@ -1,4 +1,4 @@
-"""A small product with the compiled kernels, which :mod:`sinew.engine.measured` times."""
+"""One small matrix product with the compiled kernels. :mod:`sinew.engine.measured` times it to compare engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sinew.layers.stores.lowbit import BF16_PANELS, PANELS, lay_out, lowbit_line
 
 
 def compiled_product(kind: str) -> Callable[[], object]:
-    """Return a function that computes a small product with the compiled kernels.
+    """Return a function that computes one small matrix product with the compiled kernels.
 
     Args:
         kind: "bf16", or the name of a low-bit format (:data:`sinew.bundle.quant.FORMATS`).

@@ -1,4 +1,6 @@
-"""Find the operations of a program that a CUDA graph could not record, without a GPU and without computing anything.
+"""Find the operations of a program that a CUDA graph could not record.
+
+The search needs no GPU and computes no values.
 
 The program runs twice on the meta device, which has no memory. The first run fills the same caches as a warm-up. The
 second run is watched. On the host, the program uses the kernels' PyTorch references. The kernels themselves can always
@@ -29,7 +31,7 @@ UNKNOWN = "has sizes or a branch that depend on values"
 
 
 class Watched(TorchDispatchMode):
-    """Collects, by stage, the operators that a recording could not contain, and the memory that operators allocate.
+    """A PyTorch mode that lists, by stage, the operators that a CUDA graph could not record, and the allocated memory.
 
     A recording can contain no operator that reads host memory for a device tensor, or waits for a value of the device.
 
@@ -44,7 +46,7 @@ class Watched(TorchDispatchMode):
         self.stage = "vision"
         self.found: dict[str, Counter[str]] = {}
         self.operators: Counter[str] = Counter()
-        self.made: Counter[str] = Counter()  # stage -> bytes of newly allocated tensors
+        self.made: Counter[str] = Counter()  # for each stage, the bytes of newly allocated tensors
 
     def note(self, what: str, operator: str, stack: traceback.StackSummary | None = None) -> None:
         """Count a problem, with the line of this package that called the operator.
@@ -79,8 +81,10 @@ class Watched(TorchDispatchMode):
         return out
 
     def constants(self) -> Callable[..., torch.Tensor]:
-        """Return a watched ``torch.tensor``. On the meta device, ``torch.tensor`` is not an operator that this mode
-        could see."""
+        """Return a version of ``torch.tensor`` that notes each call.
+
+        The version is needed because, on the meta device, this mode does not see calls of ``torch.tensor``.
+        """
         make = torch.tensor
 
         def tensor(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -100,7 +104,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 # Use no_grad: under inference_mode, PyTorch would pass composite operators to the mode without their parts.
 @torch.no_grad()
 def audited(program: Program) -> list[Audited]:
-    """Return the problems of a recording of ``program``, for each of the stages vision, prefix and head."""
+    """Return the operations that prevent a recording of ``program``, for each of the stages vision, prefix and head."""
     program = without_memory(program)
     with suppress(NotImplementedError, RuntimeError):  # the second run meets the same error and notes it
         program.first_step()
@@ -120,8 +124,10 @@ def audited(program: Program) -> list[Audited]:
 
 
 def _run(program: Program, watched: Watched) -> None:
-    """Run all stages. If a stage cannot continue without values, the error is noted, and the later stages do not
-    run."""
+    """Run all stages of the program.
+
+    If a stage fails because it needs computed values, note the error and skip the later stages.
+    """
 
     def then(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -154,8 +160,8 @@ def _constants(watched: Watched) -> Iterator[None]:
 def without_memory(program: Program) -> Program:
     """Return the same program on the meta device, which computes nothing.
 
-    All tensors that should be on the device are moved to the meta device. Any other tensor that the program reads is
-    still on the host, and the audit finds it.
+    The function moves all tensors that should be on the device to PyTorch's meta device, which stores shapes only. Any
+    other tensor that the program reads is still on the host, and the audit finds it.
     """
     model = program.model
     tensors = [*model.parameters(), *model.buffers()]

@@ -1,4 +1,4 @@
-"""The engine for NVIDIA GPUs before it is opened."""
+"""The description of the engine "cuda" for NVIDIA GPUs, which Sinew reads before it opens the engine."""
 
 from __future__ import annotations
 

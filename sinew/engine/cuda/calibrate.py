@@ -55,8 +55,11 @@ def calibrate(
 
 
 def scales(bundle: Bundle) -> dict[str, float]:
-    """Return layer -> scale of its input: from the bundle's recipe, or from a calibration on this machine. {}
-    without either."""
+    """Return the FP8 scale of each layer's input, by the layer's name.
+
+    The scales come from the bundle's quantisation recipe, or from a calibration on this machine. Without both, the
+    result is {}.
+    """
     recipe = bundle.manifest.quantization
     if recipe is not None and recipe.scales:
         return recipe.scales

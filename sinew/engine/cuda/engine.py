@@ -40,14 +40,17 @@ from sinew.processing.normalize import Normalizer
 
 
 class CudaEngine(Engine):
-    """Runs a planned model, one observation at a time. A graph contains all stages, so :meth:`solve` computes
-    everything and :meth:`read` nothing.
+    """Runs a planned model, one observation at a time.
+
+    One CUDA graph contains all stages. Therefore :meth:`solve` computes the whole chunk, and :meth:`read` only passes
+    the inputs on.
 
     Args:
         plan: A plan that was made with the rewrites of ``fuse.ON_CUDA``. It is not changed.
         device: The device.
         processing: The bundle's processing.
-        actions: Un-normalises the chunk on the device. With None, the chunk stays in model units.
+        actions: Converts the chunk from model units to the robot's units on the device. With None, the chunk stays in
+            model units.
         options: The options.
         scales: FP8 layer -> scale of its input.
         recorder: Records the programs. By default, device and options decide.
@@ -89,11 +92,11 @@ class CudaEngine(Engine):
             shape, dtype = (shape[0], self.units.dim), self.units.dtype
         self._chunk = torch.empty(shape, dtype=dtype, pin_memory=on_gpu)
         if on_gpu:
-            torch.cuda.current_stream(device).synchronize()  # wait until the weights are on the device
+            torch.cuda.current_stream(device).synchronize()  # wait for the copies of the weights
         tensors = [*self.model.parameters(), *self.model.buffers()]
         self.facts = Facts(
             device=str(device),
-            # The FP8 layers store floats, so the recipe states their precision.
+            # The precision of FP8 layers is read from the recipe, because their stored weights are floats.
             precision=precision_of(self.model) | recipe,
             recipe=recipe,
             weights_nbytes=sum(tensor.nbytes for tensor in tensors),
@@ -110,7 +113,7 @@ class CudaEngine(Engine):
         return torch.get_num_threads()
 
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> ModelInputs:
-        """Return the inputs of one observation without a change."""
+        """Return the inputs unchanged, because :meth:`solve` computes all stages."""
         return inputs
 
     @torch.inference_mode()
@@ -125,8 +128,8 @@ class CudaEngine(Engine):
         """Return the actions of one observation, by replaying a graph.
 
         A whole graph cannot be stopped, and its stages have no separate times. The watch is checked before and after
-        the graph, and gets one "step" for all stages. If the watch requires separate stages, they run one by one. The
-        first call with a new key records a graph, which takes much longer.
+        the graph, and gets the time of all stages as one "step". If the watch requires separate stages, the stages run
+        one by one. The first call with a new key records a graph, which takes much longer.
 
         Returns:
             float32 [1, H, A] in model units. With ``actions``, [1, H, action_dim] un-normalised, in the precision of
@@ -192,9 +195,9 @@ class CudaEngine(Engine):
         watch.lap("step")
 
     def _speak(self, program: Program, inputs: ModelInputs, noise: np.ndarray, watch: Watch) -> np.ndarray:
-        """Return a chunk, [1, H, A], that is generated token by token.
+        """Generate a chunk, [1, H, A], token by token.
 
-        The host reads each token, because it must find the end of a sequence.
+        The CPU reads each token, because it must detect the end token.
         """
         program.record()
         program.write(inputs, noise)
@@ -260,8 +263,10 @@ class CudaEngine(Engine):
     def _guided(
         self, program: Program, inputs: ModelInputs, noise: np.ndarray, guidance: Guidance, watch: Watch
     ) -> None:
-        """Replay vision, prefix and each step separately. The guidance changes the output of a step between two
-        replays."""
+        """Replay the graphs of vision, prefix and each solver step separately.
+
+        The guidance changes each step's output.
+        """
         program.write(inputs, noise)
         watch.begin()
         for name, lap in (("vision", "vision"), ("read", "prefix")):
@@ -292,7 +297,10 @@ class CudaEngine(Engine):
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Use the engine's stream, and let cuBLAS add partial sums in float32. A recording contains both settings."""
+        """Use the engine's CUDA stream, and make cuBLAS add partial sums in float32.
+
+        A recording contains both settings.
+        """
         if self.stream is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""Convert raw camera frames on the device to the rows of patches that the vision tower multiplies."""
+"""Convert raw camera frames on the GPU to the vision tower's input: one row of pixel values for each patch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Size = tuple[int, int]  # height and width in pixels
 
 
 class FrameGroup(NamedTuple):
-    """Neighbouring views of one frame size, which one launch converts.
+    """Consecutive camera views with the same frame size. One kernel launch converts all of them.
 
     Attributes:
         first: Index of the first view.
@@ -36,7 +36,7 @@ class FrameGroup(NamedTuple):
 
 
 def runs(sizes: Sequence[Size]) -> list[FrameGroup]:
-    """Group views in their order, so that neighbouring views of one size are one group."""
+    """Split the views into groups of consecutive views with the same frame size."""
     groups, first = [], 0
     for size, members in groupby(sizes):
         views = len(list(members))
@@ -82,7 +82,10 @@ class Patches:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """values: of a row, 3 * patch^2 or more; what is behind stays zero."""
+        """The parameter ``values`` is the length of a row, at least 3 * patch^2.
+
+        The values after 3 * patch^2 stay zero.
+        """
         self.patch, self.grid = patch, (recipe.height // patch, recipe.width // patch)
         self.runs = runs(sizes)
         self.tables = [ResizeTables.of(*run.size, recipe, device) for run in self.runs]

@@ -1,4 +1,4 @@
-"""Record a program once and run it again: as a CUDA graph, or by calling it again.
+"""Record a function once and run it many times: as a CUDA graph on a GPU, or by a normal call on a CPU.
 
 A cache of limited size stores one set of recordings per key.
 """
@@ -16,15 +16,15 @@ from typing import Any, Generic, TypeVar
 import torch
 
 NVTX = hasattr(torch._C, "_nvtx")  # noqa: SLF001 - False for builds without CUDA or without NVTX
-# Number of runs before a recording. The first run compiles kernels and allocates memory, the second needs neither.
+# Number of runs before a recording. The first run compiles kernels and allocates memory. The second run does neither.
 WARM_UPS = 2
 
 
 class StageRange:
-    """Shows a stage by name in profilers.
+    """Marks a stage with its name for profilers.
 
-    The stage is a range of NVTX, which Nsight Systems reads. While PyTorch's profiler records, it is also a range of
-    that profiler. Such a range costs microseconds.
+    The mark is an NVTX range, which Nsight Systems shows. While PyTorch's profiler records, it is also a range of that
+    profiler. Such a range costs microseconds.
     """
 
     def __init__(self, name: str):
@@ -72,7 +72,7 @@ class GraphRecorder(ABC):
     """Records programs.
 
     Attributes:
-        calls: True if a replay calls the model's modules again, with their hooks.
+        calls: True if a replay calls the model's modules again, so that their hooks also run.
     """
 
     calls = True
@@ -89,7 +89,10 @@ class GraphRecorder(ABC):
 
 
 class Calls(GraphRecorder):
-    """Runs the program at each replay, on a CPU or if graphs are switched off."""
+    """A recorder without graphs: each replay calls the function again.
+
+    It is for CPUs, and for GPUs with graphs switched off.
+    """
 
     def record(self, program: Callable[[], Any], apart: bool = False) -> RecordedGraph:
         recorded = RecordedGraph(lambda: None, None)
@@ -157,7 +160,7 @@ V = TypeVar("V")
 
 
 class Kept(Generic[K, V]):
-    """A cache of at most ``limit`` values. The least recently used value is removed first.
+    """A cache of at most ``limit`` values. When it is full, it removes the least recently used value.
 
     Args:
         limit: The largest number of values.

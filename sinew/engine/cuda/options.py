@@ -1,4 +1,7 @@
-"""Options of the CUDA engine. Each step of the benchmark's ladder is one setting of these options."""
+"""Options of the CUDA engine.
+
+A benchmark compares several settings of these options, from no optimisation to all optimisations.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class CudaOptions:
     Attributes:
         graph: Record the program once per key and replay it. False runs the same program call by call.
         kernels: Use Triton's kernels. False uses PyTorch's own operations alone, with ``scaled_dot_product_attention``.
-        fp8: Components whose linear layers multiply in e4m3, of vision, language and head.
+        fp8: Components ("vision", "language", "head") whose linear layers multiply in FP8 (e4m3).
         scaled_norms: A norm that the solver's time modulates (pi0.5) becomes part of the products that read it. False
             makes it a separate pass.
         stages: Replay vision, prefix and each solver step separately, and measure each.

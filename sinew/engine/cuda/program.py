@@ -1,7 +1,10 @@
-"""The program that the CUDA engine records for one observation: from static memory to a static chunk.
+"""The program that the CUDA engine records for one observation.
 
-The program reads no value on the host, copies no constant from it, and depends on the key alone. Tables of the solver's
-times and of the resize are made when the program is made.
+Its inputs and its chunk have fixed memory addresses.
+
+While the program runs, the CPU reads no value, and no constant is copied from the CPU's memory. The program depends
+only on the key (the sizes of an observation). Tables of the solver's times and of the resize are made when the program
+is made.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ SHOWN = {"read": "prefix", "next": "step"}  # stage -> its name in profiles, whe
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The key of a recorded program: all sizes that it depends on.
+    """The key of a recorded program: all sizes on which the program depends.
 
     Attributes:
         views: Number of views.
@@ -53,7 +56,9 @@ class Key:
 
 
 class Program:
-    """Static buffers for one key, and the recordings over them, which are made on first use.
+    """Buffers with fixed addresses for one key, and the recordings that use these buffers.
+
+    Recordings are made at first use.
 
     Args:
         key: The key.
@@ -75,7 +80,10 @@ class Program:
         device: torch.device,
         units: RobotUnits | None = None,
     ):
-        """units: of :attr:`actions`; those of the model if absent."""
+        """The parameter ``units`` converts :attr:`actions` to the robot's units.
+
+        With None, they stay in model units.
+        """
         self.key, self.ops, self.recorder = key, ops, recorder
         self.model = model = cast(Any, plan.model)
         self.prompt = processing.prompt
@@ -100,7 +108,7 @@ class Program:
         else:
             fields["pixels"] = ((key.views, self.model.channels, image.height, image.width), torch.float32)
         self.staging = Staging(fields, device)
-        # For each view, the name of its field and its row in that field.
+        # For each view: the name of its field in the staging memory, and its row in that field.
         self.places = [] if self.patches is None else self.patches.places
         first = self.staging.part("frames.0" if self.patches else "pixels").start
         self.small = slice(0, first)  # all bytes except frames and pixels
@@ -109,7 +117,7 @@ class Program:
         self.x = torch.zeros(shape, dtype=torch.float32, device=device)
         self.earlier: list[
             Tensor
-        ] = []  # the x of the steps before, the newest first, for steps that run apart
+        ] = []  # the values of x before earlier steps, the newest first, for steps that run separately
         self.time_embedding = torch.zeros_like(self.time_embeddings[0])
         self.units, self.actions = units, self.x[0]  # the tensor that the host reads back
         if units is not None:
@@ -139,7 +147,7 @@ class Program:
             return
         parts = [self.small, *(self.staging.part(*place) for place in self.places)]
         views = zip(self.places, inputs.frames, strict=True)
-        # Begin with the small fields on this thread. Writing them takes as long as waking the other threads.
+        # This thread writes the small fields first. This takes as long as the other threads need to wake up.
         jobs = [partial(self._write_small, inputs, noise)]
         jobs += [partial(put, name, frame, row) for (name, row), frame in views]
         for done in as_done(jobs, threads_for([frame.nbytes for frame in inputs.frames])):
@@ -169,11 +177,15 @@ class Program:
         return self._recorded[name]
 
     def record(self) -> None:
-        """Record all parts that an observation needs if its stages are not separate. Recording runs a program."""
+        """Record every graph that an observation needs if its stages do not run separately.
+
+        A recording also runs the program.
+        """
         for name in ("vision", "read", "next") if self.speaks else ("chunk",):
             self.recorded(name)
 
-    # The methods below are recorded. Each writes to static memory, or returns tensors whose addresses stay the same.
+    # CUDA graphs record the methods below. Each method writes to memory with fixed addresses, or returns tensors with
+    # fixed addresses.
 
     def vision(self) -> Tensor:
         """Return image tokens, [1, V, tokens, C], of the frames or pixels."""
@@ -202,7 +214,7 @@ class Program:
             old.copy_(new)
 
     def step(self) -> Tensor:
-        """Return the head's output for ``x`` and ``time_embedding``, for :meth:`advance`."""
+        """Compute the head's output for ``x`` and ``time_embedding``. :meth:`advance` then uses this output."""
         return self.model.act(self.x, self.time_embedding, self.recorded("read").result)
 
     def advance(self, step: int) -> None:
@@ -221,7 +233,7 @@ class Program:
         self.finish()
 
     def every_stage(self) -> None:
-        """Run all recorded parts once: the chunk, or for an autoregressive head its first token and one more."""
+        """Run every recorded graph once: the whole chunk, or the first two tokens of an autoregressive head."""
         self.first_step() if self.speaks else self.chunk()
 
     def first_step(self) -> None:
@@ -233,7 +245,7 @@ class Program:
             self.model.act(self.x, self.time_embedding, context)
 
     def begin(self) -> None:
-        """Set ``x`` to the start of the solver, for separate steps. Replay "read" before."""
+        """Set ``x`` to the solver's start, before solver steps that run separately. Replay "read" before this call."""
         self.recorded("step")  # record before x is set, because recording runs the step and changes x
         self.x.copy_(drawn(self.staging.device["noise"][None], 0))
         self.earlier = []

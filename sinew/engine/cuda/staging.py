@@ -1,8 +1,8 @@
-"""Staging of an observation: one block of memory on the host, one block on the device, and the copies between them.
+"""Copy an observation to the GPU: one block of memory on the CPU, one block on the GPU, and the copies between them.
 
-A recorded graph reads the device's block, so neither block may move. The host's block is pinned, because the driver
-would otherwise copy through its own buffer. Each camera's frame is a separate part of the block. It is sent as soon as
-it is written, so that one frame is transferred while the next frame is written.
+A recorded graph reads the device's block, so neither block may move. The CPU's block is pinned memory, because the
+driver would otherwise copy through its own buffer. Each camera's frame is a separate part of the block. It is sent as
+soon as it is written, so that one frame is transferred while the next frame is written.
 """
 
 from __future__ import annotations
@@ -79,14 +79,18 @@ class Staging:
         return slice(start, start + size)
 
     def upload(self, part: slice = slice(None)) -> None:
-        """Copy these bytes to the device, on the current stream. Do not write them again before that stream has
-        finished."""
+        """Copy the bytes of ``part`` to the device, on the current stream.
+
+        Do not write these bytes again before the stream has finished.
+        """
         self._device[part].copy_(self._host[part], non_blocking=True)
 
 
 def threads_for(nbytes: Sequence[int]) -> int:
-    """Return the number of threads, besides the caller's thread, that copy arrays of these sizes. 0 without spare
-    cores, or for small arrays."""
+    """Return the number of additional threads that copy arrays of these sizes.
+
+    The number does not include the caller's thread. It is 0 if no core is free, or if the arrays are small.
+    """
     large = sum(size >= WORTH_A_THREAD for size in nbytes)
     return max(0, min(large, _cores(), MOST_THREADS + 1) - 1)
 

@@ -11,7 +11,7 @@ from sinew.processing.normalize import Normalizer
 class RobotUnits:
     """Computes ``actions * scale + offset`` of the first ``dim`` columns.
 
-    The precision is that of the recipe's convention: float32 for LeRobot, and float64 for openpi, whose transforms use
+    The precision follows the training project: float32 for LeRobot, and float64 for openpi, which un-normalises with
     numpy.
     """
 

@@ -1,4 +1,4 @@
-"""The reference engine before it is opened."""
+"""The description of the reference engine, which Sinew reads before it opens the engine."""
 
 from __future__ import annotations
 

@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 
 WORDS = {long: word for word, long in DTYPES.items()}
 TRIES = 3  # number of measurements with one thread and with many threads
-TOO_LONG_S = 1.0  # an inference that takes longer gains from all cores, and a comparison would take seconds
-_AT_FIRST = torch.get_num_threads()  # PyTorch's number of threads before any policy was tuned
+TOO_LONG_S = 1.0  # a longer inference is not measured: it always gains from all cores
+_AT_FIRST = (
+    torch.get_num_threads()
+)  # PyTorch's number of threads before Sinew tuned the number for any policy
 
 
 def open_eager(bundle: Bundle, options: EngineOptions) -> EagerEngine:
-    """Return the reference engine over the bundle's weights."""
+    """Return the reference engine, which runs the bundle's model."""
     # These modules read bundles. An engine that gets a loaded model does not need them.
     from sinew.engine.adapters import with_adapter
     from sinew.engine.loading import open_model
@@ -58,7 +60,7 @@ class EagerEngine(Engine):
     Args:
         model: The model.
         device: The device.
-        recipe: Component -> the low-bit format that the engine multiplies as it is stored.
+        recipe: For each component with low-bit weights, the stored format in which the engine multiplies.
     """
 
     _settled: ClassVar[int] = 0  # the number of threads that the last tuning chose
@@ -88,7 +90,8 @@ class EagerEngine(Engine):
         if self.device.type != "cpu":
             return "the device computes"
         now = torch.get_num_threads()
-        # If the number comes from the tuning of an earlier policy, the user did not set it.
+        # If ``now`` is the result of tuning an earlier policy, the user did not set it. Use PyTorch's first number
+        # instead.
         many = min(_AT_FIRST if now == EagerEngine._settled else now, machine.recommended_threads()[0])
         self._threads, reason = tune_threads(infer, torch.set_num_threads, many)
         EagerEngine._settled = self._threads
@@ -308,14 +311,16 @@ def _refusals(model: Model, device: torch.device) -> dict[Capability, Refusal]:
 
 
 def _differentiable(leaf: Any) -> Any:
-    """Return a copy of a tensor from inference mode, because autograd rejects such tensors."""
+    """Return a copy of a tensor that was created in inference mode. Autograd accepts the copy, but not the original."""
     return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
 
 
 def tune_threads(
     infer: Callable[[], object], set_threads: Callable[[int], None], many: int
 ) -> tuple[int, str]:
-    """Measure one thread and ``many`` threads, use the faster number, and return it with the reason.
+    """Measure an inference with one thread and with ``many`` threads.
+
+    Use the faster number, and return it with a reason.
 
     Call the function on the thread that will infer, because a pool of threads belongs to the thread that uses it.
     Threads that wait for each other either sleep or spin. Waking a sleeping thread costs tens of microseconds per
@@ -353,7 +358,8 @@ def _seconds(call: Callable[[], object]) -> float:
 def precision_of(model: Model) -> dict[str, str]:
     """Return component -> precision of its parameters, such as "bf16+fp32". The type of most numbers comes first.
 
-    Tables that keep their stored form do not count, because the model does not compute in that form.
+    Token tables that stay in their stored precision are not listed, because the model does not compute in this
+    precision.
     """
     counts: dict[str, Counter[str]] = {part: Counter() for part in COMPONENTS}
     stores = {name: getattr(module, "store", PLAIN) for name, module in model.named_modules()}

@@ -59,7 +59,7 @@ LONGEST_S = 300
 
 @dataclass(frozen=True)
 class Built:
-    """The path of the library, or None with the reason."""
+    """The path of the compiled library. If there is no library, the path is None and a reason is given."""
 
     path: Path | None
     reason: str
@@ -72,7 +72,7 @@ def find_compiler() -> str | None:
 
 
 def build(compiler: str | None = None) -> Built:
-    """Return the library for this machine. It is compiled now unless the cache has it."""
+    """Return the compiled library for this machine. If the cache does not contain the library, it is compiled now."""
     compiler = compiler or find_compiler()
     if compiler is None:
         return Built(None, f"no C++ compiler ({', '.join(COMPILERS)} or $CXX)")
@@ -87,7 +87,7 @@ def build(compiler: str | None = None) -> Built:
 
 
 def kept() -> Path | None:
-    """Return the library for this machine if the cache has it, or None. The function compiles nothing."""
+    """Return the library for this machine if the cache contains it, otherwise None. The function does not compile."""
     compiler = find_compiler()
     try:
         folder = None if compiler is None else _place(compiler)[0]
@@ -146,7 +146,7 @@ def unkept(folder: Path) -> str:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder has a complete library, by its hash."""
+    """Return True if a folder contains a complete library. The library's hash is compared with the stored hash."""
     try:
         return read_text(folder / HASH, 256) == _sha256(folder / NAME)
     except (OSError, ValueError):
@@ -154,10 +154,12 @@ def is_whole(folder: Path) -> bool:
 
 
 def untrusted(folder: Path) -> str:
-    """Return which other user could have written a library in ``folder``, or "" if only this user and root could.
+    """Return the other user or group that could have changed a library in ``folder``, as text.
 
-    The rule is that of ssh for its keys, and includes all parent folders. A user who may write to a folder may replace
-    its content, unless the folder's sticky bit allows that to owners only (as in /tmp).
+    "" if only this user and root could.
+
+    ssh uses the same rule for its keys. The rule includes all parent folders. A user who may write to a folder may
+    replace its content, unless the folder's sticky bit allows that to owners only (as in /tmp).
     """
     if not hasattr(os, "geteuid"):
         return ""
@@ -180,8 +182,10 @@ def untrusted(folder: Path) -> str:
 
 
 def _alone_in(group: int) -> bool:
-    """Return whether a group has this user as its only member. Many systems give each user such a group, which may
-    write."""
+    """Return True if this user is the only member of a group.
+
+    Many systems create such a group for each user, so write permission for this group is safe.
+    """
     import grp
     import pwd
 
@@ -224,7 +228,7 @@ def compile_into(
     Args:
         folder: The folder.
         compiler: The compiler.
-        sets: Instruction set -> compiler flags.
+        sets: The compiler flags of each instruction set, such as AVX2.
         extra: Flags for all files.
 
     Returns:
@@ -250,7 +254,10 @@ def compile_into(
 
 
 def _knows(compiler: str, flags: tuple[str, ...]) -> bool:
-    """Return whether a compiler accepts the flags of an instruction set. The test compiles an empty file."""
+    """Return True if a compiler accepts the flags of an instruction set.
+
+    The function compiles an empty file as a test.
+    """
     try:
         _run(compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull)
     except subprocess.CalledProcessError:

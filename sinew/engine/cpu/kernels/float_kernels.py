@@ -1,11 +1,11 @@
-"""Compiled kernels between the products of a layer: attention, GELU and gated SiLU, in float32.
+"""Compiled float32 kernels for the operations between the matrix products of a layer: attention, GELU and gated SiLU.
 
 Each kernel is an operator with a reference in plain PyTorch, and the two differ only in rounding. The error of
 attention is at most 4e-6 of the largest value, and the error of an activation 4e-7 of its input.
 
-Attention over sums of rounded products may be ``rounded``. Its products are then products of 16-bit integers if these
-are faster (AVX2), with an error of at most 4e-3 of the largest value. ``tests/engine/cpu/test_float_kernels.py``
-compares all kernels with float64.
+If queries, keys and values come from int8 products, attention may run with ``rounded=True``. Attention then multiplies
+16-bit integers where this is faster (AVX2), with an error of at most 4e-3 of the largest value.
+``tests/engine/cpu/test_float_kernels.py`` compares all kernels with float64.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def attend_reference(
         k: Keys, [B, Lk, Hkv, D].
         v: Values, [B, Lk, Hkv, D].
         mask: bool [B, Lq, number of all keys], True for visible keys. None if all keys are visible.
-        _rounded: Allows products rounded to 16 bits. The reference ignores it.
+        _rounded: True allows kernels to round queries, keys and values to 16 bits. This reference ignores the argument.
         own_k: More keys after ``k``, or None.
         own_v: More values after ``v``, or None.
     """
@@ -51,18 +51,18 @@ def attend_reference(
 
 
 def gelu_reference(x: Tensor) -> None:
-    """Replace x by its GELU in tanh form."""
+    """Overwrite x with GELU(x), in the tanh form."""
     x.copy_(F.gelu(x, approximate="tanh"))
 
 
 def silu_times_reference(gate: Tensor, up: Tensor) -> None:
-    """Replace gate by silu(gate) * up."""
+    """Overwrite ``gate`` with silu(gate) * up."""
     gate.copy_(F.silu(gate).mul_(up))
 
 
 @dataclass(frozen=True)
 class FloatKernels:
-    """The implementations of the operators in use."""
+    """One implementation of each operator of this module: compiled kernels or PyTorch references."""
 
     attend: Callable[..., Tensor] = attend_reference
     gelu: Callable[[Tensor], None] = gelu_reference
@@ -207,7 +207,7 @@ def _attend_shape(q: Tensor, *_: Any) -> Tensor:
 
 
 def _in_place(*_: Any) -> None:
-    """Return no shape, because the operator changes its argument."""
+    """Return None as the result of shape inference, because the operator changes its argument and returns no tensor."""
 
 
 _LIBRARY = torch.library.Library("sinew", "FRAGMENT")

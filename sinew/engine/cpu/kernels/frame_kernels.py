@@ -22,7 +22,10 @@ SWITCH = "SINEW_CPU_KERNELS"  # "off", or the name of the kernels to use
 
 @cache
 def take_kept_resize() -> None:
-    """Resize frames with the compiled library if the cache has one. ``sinew serve`` compiles it otherwise."""
+    """Use the compiled library to resize frames, if the cache contains the library.
+
+    Otherwise ``sinew serve`` compiles it later.
+    """
     kernels = os.environ.get(SWITCH, "")
     if kernels == "off" or (path := build.kept()) is None:
         return
@@ -54,7 +57,7 @@ def take_kept_resize() -> None:
 
 
 def missing() -> bool:
-    """Return True if compiling the library would make resizing frames faster, and nothing prevents it."""
+    """Return True if the library can be compiled on this machine, and would make the resizing of frames faster."""
     useful = not (compiled.in_use or os.environ.get(SWITCH) == "off" or build.kept())
     return useful and build.find_compiler() is not None and not build.unkept(build.cache())
 

@@ -4,9 +4,9 @@
     finish:  h = x + gate * (attended W_o), then h + gate * down(action(up(norm(h))))
     encode:  project, attention in which every row attends to every row, finish
 
-Layers may have any format of codes. Each call equals its parts in every bit: the norm and the activation of this
-library, the product of ``lowbit.py``, PyTorch's rotation and sums. The references in this module are those parts, and
-``tests/engine/cpu/test_layer_kernels.py`` compares the calls with them.
+The linear layers may have any low-bit format. Each call equals its parts in every bit: the norm and the activation of
+this library, the product of ``lowbit.py``, PyTorch's rotation and sums. The references in this module are those parts,
+and ``tests/engine/cpu/test_layer_kernels.py`` compares the calls with them.
 
 A call saves the overhead between the parts: about 25 us each for PyTorch and Python, tensors that are written and read
 once, and the time in which one thread works while other threads wait.
@@ -43,12 +43,12 @@ ACTIONS = {"gelu_tanh": 2, "gelu_tanh_times": 3, "silu_times": 4}  # number of e
 
 
 def number_of(order: str) -> int:
-    """Return the number of an order of codes in kernels.h."""
+    """Return the number that kernels.h uses for an order of stored weights."""
     return PANELS_NUMBERS[order] if order in PANELS_NUMBERS else FORMATS[order].number
 
 
 def check_codes(weight: Tensor, scale: Tensor | None, bias: Tensor | None, order: str, k: int) -> None:
-    """Check the tensors of a low-bit layer for rows of ``k`` weights.
+    """Check that the tensors of a low-bit linear layer fit each other, for rows of ``k`` weights.
 
     Args:
         weight: uint8 [channels, bytes].
@@ -144,7 +144,10 @@ class NormOf:
 
 
 class CompiledHalf:
-    """A part of a layer for the kernels. A copy does not contain the addresses of its weights."""
+    """The weights of one part of a transformer layer, as the kernels read them.
+
+    A copy of this object does not contain the memory addresses of the weights.
+    """
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_given": None}
@@ -157,7 +160,7 @@ class Projection(CompiledHalf):
     Attributes:
         norm: The norm of the input, or None.
         layers: The layers that read the norm, such as the projections of queries, keys and values.
-        turned: The number of ``layers``, from the first, whose heads are rotated.
+        turned: Heads are rotated (rotary positions) in this many of ``layers``, counted from the first layer.
         head: The number of channels of a head.
     """
 
@@ -252,8 +255,10 @@ def _product(layers: Sequence[Linear], held: list[Any]) -> _GivenProduct:
 
 
 def _given(half: Projection | Finish, weights: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-    """Return the C struct of a part, with the objects that must exist as long. A new struct is made if a weight was
-    replaced."""
+    """Return the C struct of a part, and the Python objects that must stay alive as long as the struct.
+
+    The function makes a new struct if a weight was replaced.
+    """
     cached = half._given  # noqa: SLF001 - it is made here
     if cached is None or any(now is not then for now, then in zip(weights, cached[2], strict=True)):
         cached = half._given = (*half.fill(), weights)  # noqa: SLF001
@@ -270,7 +275,7 @@ def norm_reference(norm: NormOf, x: Tensor) -> Tensor:
 
 
 def project_reference(half: Projection, x: Tensor, rotate: Rotation | None = None) -> list[Tensor]:
-    """Return the output of each layer for x, computed part by part.
+    """Return the output of each linear layer for x, computed by separate PyTorch operations (norm, product, rotation).
 
     Args:
         half: The layers.
@@ -289,7 +294,7 @@ def project_reference(half: Projection, x: Tensor, rotate: Rotation | None = Non
 
 
 def finish_reference(half: Finish, x: Tensor, attended: Tensor) -> Tensor:
-    """Return the layer's output, [B, L, width], computed part by part.
+    """Return the layer's output, [B, L, width], computed by separate PyTorch operations.
 
     Args:
         half: The part after the attention.
@@ -312,7 +317,7 @@ def finish_reference(half: Finish, x: Tensor, attended: Tensor) -> Tensor:
 def encode_reference(
     before: Projection, behind: Finish, x: Tensor, rotate: Rotation | None = None, rounded: bool = False
 ) -> Tensor:
-    """Return the output, [B, L, width], of a layer whose rows all attend to each other, computed part by part.
+    """Return the output, [B, L, width], of a layer without attention mask, computed by separate PyTorch operations.
 
     Args:
         before: The projections of queries, keys and values.
@@ -327,7 +332,7 @@ def encode_reference(
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """The implementations in use."""
+    """One implementation of each function of this module: compiled kernels or PyTorch references."""
 
     norm: Callable[[NormOf, Tensor], Tensor] = norm_reference
     project: Callable[..., list[Tensor]] = project_reference
@@ -389,7 +394,12 @@ def _compiled_norm(library: Any, kernels: int, norm: NormOf, x: Tensor) -> Tenso
 def _tables(
     half: Projection, rotate: Rotation | None, rows: int, period: int
 ) -> tuple[tuple[int | None, int | None, int], Any]:
-    """Return the addresses of cosines and sines, the number of rows after which they repeat, and the tensors."""
+    """Return the tables of a rotation for the kernels.
+
+    Returns:
+        The memory addresses of the cosines and of the sines, the number of rows after which the tables repeat, and the
+        tensors at these addresses.
+    """
     if rotate is None:
         return (None, None, 0), None
     cosines, sines = rotate.cos.contiguous(), rotate.sin.contiguous()
@@ -474,7 +484,7 @@ REFERENCES = LayerKernels()
 
 
 def differs(kernels: LayerKernels, floats: FloatKernels, multiply_all: lowbit.MultiplyAll) -> str:
-    """Return the name of an operation in which ``kernels`` differs from its parts, or "".
+    """Return the name of the first operation of ``kernels`` with a wrong result, or "" if all results are right.
 
     The norm is compared with PyTorch's norm, within 1e-5. The other calls are compared in every bit with this norm and
     the operations of ``floats`` and ``multiply_all``.

@@ -1,7 +1,7 @@
-"""The compiled library: loaded once, compared with the reference, and installed as the operator.
+"""Load the compiled library once, compare its results with the PyTorch reference, and use it for the operators.
 
-Without the library, the operator computes the same with the reference, slowly. ``sinew doctor`` prints which of the two
-is in use, and why.
+Without the library, the operators compute the same results with the slow reference. ``sinew doctor`` prints which of
+the two is in use, and why.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Extension:
 
     Attributes:
         kernels: The instruction set of the kernels, or "reference".
-        reason: Why these kernels were chosen, as text.
+        reason: The reason why these kernels were chosen, as text.
         available: All instruction sets that this CPU can run, the best first.
         panels: The orders of weights (``lowbit.PANELS`` and ``lowbit.HALVES``) that the kernels multiply.
         multiply_all: Computes the low-bit products.
@@ -59,13 +59,15 @@ class Extension:
 
     @property
     def compiled(self) -> bool:
-        """Return True if compiled kernels compute, or False for the reference."""
+        """Return True if compiled kernels are in use, or False if the PyTorch reference is in use."""
         return self.kernels != "reference"
 
     @property
     def halves(self) -> str | None:
-        """Return the fastest order of bfloat16 products (:data:`lowbit.HALVES`), or None if no such product is
-        compiled."""
+        """Return the fastest summation order of bfloat16 products (:data:`lowbit.HALVES`).
+
+        None if no kernel multiplies bfloat16.
+        """
         return next((order for order in lowbit.HALVES if order in self.panels), None)
 
 
@@ -120,10 +122,10 @@ def _load(asked: str) -> Extension:
 
 
 def _faster(library: Any, names: Sequence[str]) -> tuple[int, str]:
-    """Return the index of the faster kernels, and the measured times as text.
+    """Return the index in ``names`` of the fastest kernels, and the measured times as text.
 
-    The first kernels are the best, except if they multiply with AMX tiles. Whether the first or the second kernels are
-    faster then depends on the CPU and on its hypervisor, so both are measured.
+    The first kernels of ``names`` are the fastest, unless they multiply with AMX tiles. Whether the first or the second
+    kernels are faster then depends on the CPU and on its hypervisor, so both are measured.
     """
     if names[0] != TILES or len(names) < 2:
         return 0, ""

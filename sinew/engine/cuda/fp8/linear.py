@@ -1,12 +1,12 @@
-"""Linear layers in FP8: weights and activations in e4m3, with half of bfloat16's bytes and twice its rate.
+"""Linear layers in FP8 (format e4m3 for weights and activations): half the bytes of bfloat16, and twice its speed.
 
 Weights have one scale per output channel and are converted once. Activations have one scale from calibration
 (``scales.py``), or one scale per row, which is computed during the conversion. No scale depends on k, so both scales
 can be applied after the sum: ``y[m, n] = s[m] * w[n] * sum_k x[m, k] * W[n, k]``. PyTorch computes this with
 ``torch._scaled_mm`` and scales per row.
 
-Devices without FP8 arithmetic (compute capability below 8.9) are rejected. On a CPU, the reference computes the
-definition of the layers: conversion to e4m3 and back, and a product in float32.
+Devices without FP8 arithmetic (compute capability below 8.9) are rejected. On a CPU, a reference emulates the layers:
+numbers are converted to e4m3 and back, and then multiplied in float32.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fp8Weight:
 
 
 def supported(device: torch.device) -> tuple[bool, str]:
-    """Return whether a device computes in FP8, and the reason. A CPU emulates FP8."""
+    """Return True if a device can compute in FP8, and the reason for the answer. A CPU emulates FP8."""
     if device.type != "cuda":
         return True, "emulated by the reference"
     capability = tiles.capability(device)
@@ -137,7 +137,7 @@ def library_product(data: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tenso
 
 
 def reference(data: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
-    """Compute the definition of :func:`multiply`: both factors dequantised, multiplied in float32, rounded once."""
+    """Define :func:`multiply`: convert both factors to float32, multiply them, and round the result once."""
     y = (data.float() * scales[:, None]) @ weight.wide().T
     return (y if bias is None else y + bias.float()).to(weight.dtype)
 
@@ -184,7 +184,10 @@ class Fp8Linear(nn.Module):
 
     @property
     def weight(self) -> Fp8Weight:
-        """Return the weight, with the attribute ``dtype`` that readers of a linear layer expect."""
+        """Return the weight.
+
+        It has the attribute ``dtype``, which other code reads from the weight of any linear layer.
+        """
         return Fp8Weight(self.data, self.scale, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -53,7 +53,11 @@ class Fp8Calibration:
 
     @property
     def scales(self) -> dict[str, float]:
-        """Return layer -> scale of its input. A layer that no observation reached is missing, and is scaled per row."""
+        """Return layer -> scale of its input.
+
+        A layer that did not run during the calibration is missing. Such a layer computes one scale per row of its
+        input.
+        """
         return {layer: max(amax, SMALLEST) * HEADROOM / LARGEST for layer, amax in self.amax.items()}
 
 
@@ -63,10 +67,10 @@ def linears(model: Model, components: Iterable[str]) -> dict[str, nn.Linear]:
     These layers are left out:
 
     * modules that the model keeps in float32
-    * linear layers of the head that belong to no block, which project its inputs and outputs
-    * the modulations of adaptive norms, which are in tables
-    * layers that are not linear in their weight
-    * shapes that do not fit
+    * linear layers of the head outside of its transformer blocks, which project the head's inputs and outputs
+    * the layers that compute the modulations of adaptive norms, because tables replace them
+    * layers that compute more than a product with their stored weight
+    * layers whose sizes do not fit FP8 products
 
     Raises:
         SinewError: A component is unknown.

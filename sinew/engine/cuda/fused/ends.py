@@ -1,4 +1,4 @@
-"""Fused first and last parts of a model: patches into the vision tower, and actions into and out of the head.
+"""Fused versions of a model's input and output layers: patch embedding, action input and action output.
 
 The classes are for ``rewrite.become``, as in :mod:`.layers`.
 """
@@ -24,9 +24,11 @@ ROW = 16
 
 
 class PatchTower(VisionTransformer):
-    """A vision tower whose patch embedding is a product over rows of patches, which ``preprocess`` writes.
+    """A vision tower whose patch embedding is a matrix product.
 
-    Position tables of grids smaller than the whole table are computed once.
+    The kernel ``preprocess`` writes the product's input, one row per patch.
+
+    If a grid is smaller than the position table, the table for this grid is computed once.
     """
 
     patch_weight: Tensor  # [C, values]; the columns after 3 * patch^2 are zeros
@@ -53,7 +55,7 @@ def give_patches(tower: Any) -> None:
 
 
 class FusedDecode(ExpertModel):
-    """An expert whose final norm and projection to actions are one product."""
+    """An action expert whose final norm and projection to actions are computed as one matrix product."""
 
     ops: Ops
 
@@ -69,7 +71,7 @@ class FusedDecode(ExpertModel):
 
 
 class FusedActionTime(SplitActionTime):
-    """The input layers of pi0 and SmolVLA: two float32 products with the operations around them."""
+    """The input layers of pi0 and SmolVLA: two float32 matrix products, fused with their neighbouring operations."""
 
     ops: Ops
 
@@ -83,8 +85,8 @@ class FusedActionTime(SplitActionTime):
 class TabulatedModulation(FusedDecode):
     """pi0.5's table of time embeddings in the layout of the kernels.
 
-    For each norm, a step's embedding has scale, shift and gate. If norms are part of the products (``scaled``), it also
-    has the shift times the weights that read the norm.
+    The embedding of a solver step contains a scale, a shift and a gate for each norm. If norms are part of the products
+    (``scaled``), the embedding also contains the product of the shift and the weights that read the norm.
     """
 
     scaled: bool
@@ -126,5 +128,5 @@ class TabulatedModulation(FusedDecode):
 
 
 def folds_away(norm: Any) -> bool:
-    """Return True if a norm has no weight left that a product would need."""
+    """Return True if a norm has no weight, for example because the weight was folded into the next layer."""
     return isinstance(norm, UnitRMSNorm)

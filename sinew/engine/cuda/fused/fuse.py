@@ -1,8 +1,10 @@
-"""Fuse a planned model with kernels: give each module its fused class, and list the rewrites that must precede it.
+"""Make a planned model use fused kernels: give each module its fused class.
+
+The file also lists the rewrites that must run before.
 
 The models' own code contains no kernels. A module is fused if the plan prepared the inputs of its kernel: packed
-projections, norms without weights, and one precision. Otherwise the module is left unchanged, and the outcome states
-that.
+projections, norms without weights, and one precision. Otherwise the module stays unchanged, and the plan's outcome
+contains the reason.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def _layer(layer: Any) -> str | None:
 
 
 def _weights(*layers: nn.Module) -> str | None:
-    """Return the reason why kernels cannot multiply these layers by their stored weights, or None."""
+    """Return the reason why kernels cannot use the stored weights of these layers, or None if kernels can use them."""
     return next(filter(None, map(not_linear, layers)), None)
 
 

@@ -1,8 +1,8 @@
 """The operations of :mod:`.ops` as Triton kernels on a GPU.
 
 The functions allocate their results. During a recording, the results are memory of the graph's own pool, whose
-addresses do not change. Programs that split their work use one shared workspace, because launches of one stream do not
-overlap.
+addresses do not change. Kernels that split one sum between several programs share one workspace, because launches of
+one stream do not overlap.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Fused decoder layers, in two forms: five kernels that contain the products, or a library's products with passes
-between them.
+"""Fused decoder layers, in two forms: kernels with products inside, or library products with kernels between.
 
-The number of rows of a call decides the form, because programs with any number of rows share a model's weights. Up to
-``fused_rows`` rows, the kernels are faster because they start to read the weights earlier. With more rows, the library
-is faster because its products have a higher rate. In FP8, the library computes all products.
+In the first form, five kernels compute the whole layer. The number of rows of a call decides the form, because programs
+with any number of rows share a model's weights. Up to ``fused_rows`` rows, the kernels are faster because they start to
+read the weights earlier. With more rows, the library is faster because its products have a higher rate. In FP8, the
+library computes all products.
 
 The classes are given to modules of a planned model (``rewrite.become``). They add the attributes ``ops`` and
 ``fused_rows``, read the packed and folded weights of the plan, and compute one observation (a batch of one).
@@ -26,7 +26,7 @@ from sinew.layers.rope import Rotation
 
 
 class Modulated(NamedTuple):
-    """The modulation that the solver's time gives to one norm.
+    """The modulation of one adaptive norm. It depends on the solver's time.
 
     Attributes:
         scale: [C].
@@ -52,8 +52,10 @@ class FusedAttention(DecoderAttention):
 
 
 class FusedLayer(DecoderLayer):
-    """A self- or cross-attending layer of the language model, or of an expert, with plain norms that have no
-    weights."""
+    """A layer of the language model or of an action expert, with self- or cross-attention.
+
+    Its norms have no weights.
+    """
 
     ops: Ops
     fused_rows = SOME_ROWS  # the largest number of rows for the kernels; 0 in FP8
@@ -78,7 +80,7 @@ class FusedLayer(DecoderLayer):
 
 
 class FusedKeyValueLayer(KeyValueLayer):
-    """The last layer of the language model, which computes keys and values alone."""
+    """The last layer of the language model, which computes only keys and values."""
 
     ops: Ops
     fused_rows = SOME_ROWS
@@ -118,9 +120,10 @@ class FusedAdaptiveLayer(AdaptiveDecoderLayer):
 
 
 def carried(stream: ResidualStream) -> Tensor:
-    """Return the stream as a tensor [1, M, C] for the next layer, with the stream's known facts as an attribute.
+    """Return the rows of the stream as a tensor [1, M, C] for the next layer.
 
-    A layer that gets this very tensor uses the facts. A copy of the tensor loses them, which is slower but correct.
+    The tensor has the whole stream as an attribute, so that the next layer can use the sums of squares. A copy of the
+    tensor has no such attribute. The next layer is then slower, but correct.
     """
     x = stream.rows[None]
     x.stream = stream  # type: ignore[attr-defined]
@@ -135,29 +138,31 @@ Norm = dict[str, Any]
 
 
 def normed(ops: Ops, stream: ResidualStream, eps: float, reader: Any) -> tuple[Tensor, Norm]:
-    """Return the rows and the options with which a product reads a stream through a norm without weights."""
+    """Return the inputs and options of a matrix product that also computes the norm of its input.
+
+    The norm has no weights.
+    """
     if stream.squares is None:  # the sums are missing for the first layer, because no product wrote its input
         return ops.rms(stream.rows, eps), {"bias": reader.bias}
     return stream.rows, {"eps": eps, "bias": reader.bias, "squares": stream.squares}
 
 
 def modulated(ops: Ops, stream: ResidualStream, eps: float, m: Modulated, reader: Any) -> tuple[Tensor, Norm]:
-    """Return the rows and the options with which a product reads a stream through a norm that the solver's time
-    modulates."""
+    """Return the inputs and options of a matrix product that also computes a norm with the modulation ``m``."""
     if m.bias is None or stream.scaled is None:
         return ops.rms(stream.rows, eps, m.scale, m.shift), {"bias": reader.bias}
     return stream.scaled, {"eps": eps, "bias": m.bias, "squares": stream.squares}
 
 
 def between(layer: Any, x: Tensor) -> RowOps | None:
-    """Return the operations between a library's products. None if the kernels contain the products."""
+    """Return the operations between library products. None if fused kernels compute the products."""
     return layer.ops.rows if len(one(x)) > layer.fused_rows else None
 
 
 def turned(
     layer: Any, linear: Any, x: Tensor, rotate: Rotation, heads: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the layer's first norm, the product and the rotation. Return q, k and v, [1, M, heads, D]."""
+    """Compute the layer's first norm, the projections and the rotation. Return q, k and v, [1, M, heads, D]."""
     ops, eps = layer.ops, layer.input_norm.eps
     if rows := between(layer, x):
         return rotated(rows, linear, one(x), rotate, heads, eps=eps)
@@ -212,7 +217,7 @@ def rotated(
 
 
 def rowwise(rows: RowOps, layer: Any, x: Tensor, attended: Tensor, **norm: Any) -> tuple[Tensor, Operand]:
-    """Compute the layer from the attention's output to the activation of the MLP.
+    """Compute the second half of the layer up to the MLP's activation, from the attention's output.
 
     Returns:
         The stream after the attention, in new memory, and the operand of the MLP's last product.
@@ -232,7 +237,8 @@ def activation(module: PackedMLP) -> Any:
 def pair(kv: KeyValue, dtype: torch.dtype) -> KeyValue:
     """Return keys and values in the form that the kernel reads.
 
-    Both have the dtype of the queries, which differs if a bundle mixes precisions, and the same distance between rows.
+    Keys and values get the dtype of the queries, because a bundle may mix precisions. They also get the same stride
+    between rows.
     """
     k, v = (one(tensor).to(dtype) for tensor in kv)
     return (k, v) if k.stride(0) == v.stride(0) else (k.contiguous(), v.contiguous())

@@ -1,5 +1,6 @@
-"""The operations of fused layers, and two ways to compute them in PyTorch. All operations have rows without a batch
-axis.
+"""The operations that fused layers call, and two implementations of them in PyTorch.
+
+All operations have rows without a batch axis.
 
 * ``References`` defines the kernels: float32 inside, one rounding at the end.
 * ``PlainOps`` runs a model without kernels: products in the weight's precision, and ``scaled_dot_product_attention``.
@@ -37,7 +38,7 @@ class ResidualStream(NamedTuple):
 
     Attributes:
         rows: [M, C].
-        squares: float32 [M, any number], whose row sums are the sums of rows^2. None if not computed.
+        squares: float32 [M, any number]. The sum of row i is the sum of squares of ``rows[i]``. None if not computed.
         scaled: rows * (1 + scale of the next norm). None if not computed.
     """
 
@@ -49,18 +50,21 @@ class ResidualStream(NamedTuple):
 class Ops(ABC):
     """The operations of a fused model.
 
-    Several operations accept the options ``norm``: bias [N], and together eps and squares, as ``norm_linear.product``
-    reads them. ``norm_linear`` also accepts silu.
+    Several operations accept the keyword arguments ``norm``: bias [N], and the pair eps and squares.
+    ``norm_linear.product`` explains them. ``norm_linear`` also accepts silu.
 
     Attributes:
-        rows: The operations between a library's products. None uses PyTorch's operations.
+        rows: The operations between library products. None uses PyTorch's operations.
     """
 
     rows: RowOps | None = None
 
     @abstractmethod
     def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
-        """Return x W^T with the options ``norm``, [M, N] in weight's dtype. x is [M, K] and weight is [N, K]."""
+        """Return norm(x) W^T, [M, N] in weight's dtype.
+
+        Shapes are x [M, K] and weight [N, K]; ``norm`` holds the norm's options.
+        """
 
     @abstractmethod
     def gated_mlp(self, x: Tensor, weight: Tensor, activation: gated_mlp.Activation, **norm: Any) -> Tensor:
@@ -101,7 +105,7 @@ class Ops(ABC):
         dtype: torch.dtype | None = None,
         **rest: Any,
     ) -> ResidualStream:
-        """Compute :meth:`splitk_linear`, and the values that the next norm needs of its result.
+        """Compute :meth:`splitk_linear`, and the sums of squares and scaled values that the next norm needs.
 
         Args:
             x: [M, K].
@@ -141,7 +145,7 @@ class Ops(ABC):
 
 
 class References(Ops):
-    """The definitions of the kernels, in PyTorch on any device."""
+    """The PyTorch references that define the results of the kernels. They run on any device."""
 
     rows = RowReferences()
 
@@ -182,7 +186,7 @@ class References(Ops):
 
 
 class PlainOps(References):
-    """PyTorch's own operations. PyTorch has no such resize of frames, so the reference computes it."""
+    """The operations as PyTorch computes them, without kernels. Only the resize of frames uses the reference."""
 
     rows = None  # type: ignore[assignment]
 
@@ -240,7 +244,10 @@ def divided(x: Tensor, squares: Tensor, eps: float | None) -> Tensor:
 
 
 def _masked(dtype: torch.dtype) -> float:
-    """Return the score of a masked key: far below every score, and far above the smallest number of ``dtype``."""
+    """Return the attention score for a masked key.
+
+    The score is far below every real score, but far above the smallest number of ``dtype``.
+    """
     return max(MASKED, torch.finfo(dtype).min / 4)
 
 

@@ -1,7 +1,7 @@
-"""Passes over rows around a library's products: norm, activation, rotation and conversion, one launch each.
+"""Kernels that run before and after library products: norm, activation, rotation and conversion, one launch each.
 
-If a library's product is the fastest (vision tower, a language model with many rows, all of FP8), these are the only
-other launches. ``RowReferences`` defines them, and ``RowKernels`` runs them on a GPU.
+In layers that use library products (vision tower, a language model with many rows, FP8), these kernels do all other
+work. ``RowReferences`` defines their results, and ``RowKernels`` runs them on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sinew.engine.cuda.kernels.fp8_quantize import E4M3
 
 
 class RowTarget(NamedTuple):
-    """The form of the operand that a product reads.
+    """The dtype and scale in which a matrix product expects its input.
 
     Attributes:
         dtype: The dtype.
@@ -31,7 +31,7 @@ class RowTarget(NamedTuple):
 
     @classmethod
     def of(cls, linear: Any) -> RowTarget:
-        """Return the form of the operand that a ``Linear`` or an ``Fp8Linear`` reads."""
+        """Return the dtype and scale of the input that a ``Linear`` or an ``Fp8Linear`` expects."""
         if isinstance(linear, fp8.Fp8Linear):
             return cls(E4M3, linear.x_scale)
         return cls(linear.weight.dtype)
@@ -50,13 +50,16 @@ class Operand(NamedTuple):
 
 
 class RowOps(ABC):
-    """The operations between a library's products. The argument ``to`` is the form of the next product's operand."""
+    """The operations between library products.
+
+    The argument ``to`` is the dtype and scale that the next product expects.
+    """
 
     @abstractmethod
     def norm(
         self, x: Tensor, to: RowTarget, *, branch: Tensor | None = None, **norm: Any
     ) -> tuple[Tensor, Operand]:
-        """Return total = x + gate * (branch + branch_bias), and the norm of total as an operand.
+        """Return total = x + gate * (branch + branch_bias), and the norm of total as the next product's input.
 
         Args:
             x: The residual stream, [M, C].
@@ -74,7 +77,7 @@ class RowOps(ABC):
 
     @abstractmethod
     def convert(self, x: Tensor, to: RowTarget) -> Operand:
-        """Return x, [M, K], as an operand."""
+        """Return x, [M, K], as the input of a matrix product."""
 
     @abstractmethod
     def rope(

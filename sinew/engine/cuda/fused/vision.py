@@ -1,8 +1,8 @@
-"""The vision tower with a library's products and fused passes between them.
+"""The vision tower, with library products and fused kernels between them.
 
-The classes are for ``rewrite.become``, as in :mod:`.layers`. They add the attribute ``rows``. The pass of a norm also
-adds the previous branch to the residual stream, with the bias of its product, also between layers. The pass writes its
-result in the form that the next product reads, which is e4m3 for an FP8 product.
+The classes are for ``rewrite.become``, as in :mod:`.layers`. They add the attribute ``rows``. The kernel of a norm also
+adds the output and the bias of the previous product to the residual stream, also across layers. The kernel writes its
+result in the dtype that the next product reads, which is e4m3 for an FP8 product.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Added = dict[str, Any]
 
 
 class RowwiseViTLayer(ViTLayer):
-    """A vision layer that computes views as rows: [V, L, C] as [V * L, C]. Its norms have no weights."""
+    """A vision layer that computes all views as one matrix: [V, L, C] becomes [V * L, C]. Its norms have no weights."""
 
     rows: RowOps
 

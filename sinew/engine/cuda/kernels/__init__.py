@@ -1,8 +1,8 @@
 """Triton kernels of the CUDA engine, each with the PyTorch reference that defines it. ``docs/kernels.md`` lists them.
 
 Weights are [out, in] as in PyTorch's linear layers, so a bundle's tensors are read in place. Rows of activations may be
-strided. Sums are float32 for every dtype. A launch with ``out`` allocates no memory and reads no value on the host.
-After its first run, it can be recorded in a CUDA graph.
+strided. Sums are float32 for every dtype. A launch with the argument ``out`` allocates no memory, and the CPU reads no
+value from the GPU. After its first run, such a launch can be recorded in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ __all__ = ["KERNELS", "Kernel", "Launch", "Tile", "Workspace"]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A Triton kernel with its functions. ``benchmarks.gpu.shapes`` has the problem sizes of the models.
+    """A Triton kernel and the functions that belong to it.
+
+    ``benchmarks.gpu.shapes`` lists the matrix sizes of the models.
 
     Attributes:
         kernel: The Triton kernel.
@@ -40,7 +42,7 @@ class Kernel:
         reference: Computes the same in PyTorch.
         prepare: Returns the launch as a value.
         uses_tensor_cores: True if the kernel multiplies on tensor cores.
-        capability: The first compute capability, times 10, that has the kernel's instructions.
+        capability: The lowest compute capability, times 10, of a GPU that has the kernel's instructions.
     """
 
     kernel: Any

@@ -1,8 +1,8 @@
 """The activation between two products that a library computes: act(gate) * up, or act alone, after a bias.
 
-One pass reads the result of the first product and writes the input of the second product, as e4m3 for an FP8 product. A
-scale per row needs the whole row in one program. Any other result is split into blocks of columns, so that few rows
-also fill the device.
+One pass reads the result of the first product and writes the input of the second product, as e4m3 for an FP8 product.
+If each row gets its own scale, one program must read the whole row. Otherwise rows are split into blocks of columns, so
+that even a few rows keep the whole GPU busy.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 e4m3 has three bits of mantissa, no infinity, and 448 as its largest number. Larger values become NaN or 448, depending
 on the converter and on PyTorch's version, so values are clamped first.
 
-The scale is the tensor's scale from calibration, or each row's own scale. The whole row is in registers, so its largest
-value costs no additional pass. Kernels that write e4m3 themselves (:mod:`.row_norm`, :mod:`.activate`) share the
-conversion in this module.
+The scale is the tensor's scale from calibration, or each row's own scale. A program has the whole row in registers, so
+it finds the row's largest value without a second read. Kernels that write e4m3 themselves (:mod:`.row_norm`,
+:mod:`.activate`) share the conversion in this module.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 @kernel
 def came_last(arrivals, SPLIT: tl.constexpr):
-    """Count this program's finished part, and return True if the parts of all ``SPLIT`` programs are finished."""
+    """Count this program as finished. Return True if it is the last of the ``SPLIT`` programs that share a block."""
     tl.debug_barrier()  # all threads must have written the part before one thread counts it
     return tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
 

@@ -1,4 +1,7 @@
-"""A kernel launch as a value: run it, time it, or compile it for a GPU that this machine does not have."""
+"""An object for one kernel launch.
+
+Code can run it, time it, or compile it for a GPU that this machine does not have.
+"""
 
 from __future__ import annotations
 
@@ -93,9 +96,9 @@ class Launch:
         return self.specialised().compile(capability)
 
     def specialised(self) -> Specialised:
-        """Return the facts about the arguments that the machine code depends on, as a launch finds them.
+        """Return the properties of the arguments on which the compiled code depends, as Triton finds them at a launch.
 
-        The facts are dtypes, pointers and integers that are divisible by 16, and integers that are one.
+        The properties are the dtypes, which pointers and integers are divisible by 16, and which integers are 1.
         """
         constants = {p.name for p in self.kernel.params if p.is_constexpr}
         signature: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""A linear layer over an RMS-normalised input, in one pass.
+"""One kernel for an RMS norm and the linear layer after it.
 
 The norm's division is linear, so it can follow the product: norm(x) W' = (x W') / rms(x) ("Running VLAs at Real-time
 Speed", section 4.4). A constant affine part is folded into the weight at load time (``sinew/engine/plan/norms.py``).

@@ -1,4 +1,4 @@
-"""The tile of a launch for each kernel, architecture and regime, as a table.
+"""A table of tile sizes for each kernel, GPU architecture and class of problem size ("regime").
 
 The tiles for sm_90 are from sweeps on an H100 and an H200 over the problems of pi0, pi0.5 and SmolVLA, with weights
 that were not in the cache (research/log/2026-11-26.md, 2026-11-27.md). The tiles for sm_80 and sm_89 have not been
@@ -124,7 +124,10 @@ FLOAT32: dict[str, dict[str, Tile]] = {
 
 
 def tile_for(kernel: str, dims: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tile:
-    """Return the tile for a problem on a device. The arguments ``dims`` and ``dtype`` are those of :func:`default`."""
+    """Return the tile for a launch with these sizes on a device.
+
+    The arguments ``dims`` and ``dtype`` are those of :func:`default`.
+    """
     return default(kernel, dims, dtype, capability(device))
 
 
@@ -172,7 +175,7 @@ def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: in
 
 
 def spread(dims: Sequence[int], tile: Tile) -> Tile:
-    """Return a tile with fewer columns if few rows would leave multiprocessors idle, with a split that pays off."""
+    """Return a tile with fewer columns if few rows would leave multiprocessors idle, with a suitable split."""
     rows, columns, depth = dims
     while rows <= FEW_ROWS and tile.n > 16 and -(-columns // tile.n) * tile.split < PROGRAMS:
         tile = replace(tile, n=tile.n // 2)
@@ -180,7 +183,7 @@ def spread(dims: Sequence[int], tile: Tile) -> Tile:
 
 
 def regime(kernel: str, dims: Sequence[int], regimes: Collection[str]) -> Regime:
-    """Return the regime of a problem among ``regimes``."""
+    """Return the class of a problem's size, one of ``regimes`` (for example "few" for up to 64 rows)."""
     packed = kernel == "packed_attention"
     # Attention packs the heads of a group into rows: 8 heads x 64 queries.
     few = FEW_ROWS * 8 if packed else FEW_ROWS
@@ -192,7 +195,7 @@ def regime(kernel: str, dims: Sequence[int], regimes: Collection[str]) -> Regime
 
 
 def has_work(kernel: str, dims: Sequence[int], tile: Tile) -> bool:
-    """Return True if every program that shares an output block has some depth or keys to multiply."""
+    """Return True if each of the programs that share an output block has at least one part of the sum to compute."""
     if kernel in ("splitk_linear", "qkv_rope"):
         (_, _, extent, *_), size, own = dims, tile.k, 0
     elif kernel == "packed_attention":
