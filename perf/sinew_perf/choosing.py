@@ -20,8 +20,8 @@ from sinew_client.untrusted import read_json, shown
 
 from sinew_perf.success import SCHEMA, checked_number
 
-DRAWS = 20_000  # draws from the distribution of each mode's success
-SURE = 0.95  # share of the draws in which the chosen mode must be the cheapest
+DRAWS = 20_000  # number of random draws from the distribution of each mode's success rate
+SURE = 0.95  # the chosen mode must be the cheapest in at least this share of the draws
 MOST_EPISODES = 10**9
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.policy import Policy
 
-COUNT_S = 300.0  # longest time of the process that counts the memory, in seconds
+COUNT_S = 300.0  # the process that measures the memory may run for at most this many seconds
 
 
 def memory(path: str, dtype: str | None, engine: Any, device: Literal["cpu", "cuda"]) -> CountedMemory:

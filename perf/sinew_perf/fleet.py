@@ -23,9 +23,9 @@ from sinew.serve.request import Request
 
 from sinew_perf.operators import Component
 
-MAX_ROBOTS = 1024  # largest number of robots that is tried
-PERIODS = 25  # number of simulated periods
-WARM = 5  # number of periods before the measurement starts
+MAX_ROBOTS = 1024  # the search tries at most this many robots
+PERIODS = 25  # number of control periods that are simulated
+WARM = 5  # this many periods pass before the measurement starts
 KIND = "one"  # all robots request the same kind of batch
 
 
@@ -104,7 +104,7 @@ def play(
     phases = np.zeros(robots) if in_step else np.random.default_rng(seed).uniform(0, period, robots)
     ticks = [(float(phase), robot) for robot, phase in enumerate(phases)]
     heapq.heapify(ticks)
-    # Waiting requests: (job, time of the robot's request in seconds, number of the robot).
+    # Each waiting request is (job, time of the robot's request in seconds, number of the robot).
     waiting: deque[tuple[ServingJob, float, int]] = deque()
     # Time at which each robot has its answer, in seconds.
     free_at = [0.0] * robots

@@ -46,7 +46,7 @@ FUSED_ATTENTION = (
 # These operators round their inputs to 8 bits and multiply integers.
 LOW_BIT = ("lowbit_linear", "lowbit_linears")
 
-# Name of an ATen operator or of a Sinew operator -> function that counts its FLOPs.
+# Key: name of an ATen operator or of a Sinew operator. Value: the function that counts its FLOPs.
 PRODUCTS: dict[str, Count] = {
     "mm": lambda args, _: _mm(args[0], args[1]),
     "addmm": lambda args, _: _mm(args[1], args[2]),

@@ -34,7 +34,7 @@ BITS_WON = (
 )
 
 VISION = "vision"
-LEFT_OUT = 4  # one vision layer of so many is left out
+LEFT_OUT = 4  # one of this many vision layers is left out
 # These numbers are from research/log/2026-11-29.md (section "Layers left out").
 SKIPPING = (
     "other actions: of 40 episodes, blocks won 39, 35 or 22 without one of its three vision layers; `sinew skip` ranks"

@@ -46,11 +46,12 @@ WORKSPACE = {"cpu": 40_000_000, "cuda": 32 << 20}
 # inference on a CPU has a higher peak than the first.
 MMAP_THRESHOLDS = (128 << 10, 32 << 20)
 PAGE = 4096  # bytes per page of a mapped file
-# Engine -> the only device on which the engine runs.
+# Key: an engine. Value: the only device on which the engine runs.
 DEVICES: Mapping[str, Device] = {"cpu": "cpu", "cuda": "cuda"}
 CHUNKS = 2  # a robot stores the chunk that it executes and the chunk that arrives
 
-# Quantity whose largest fitting value `fits` searches -> field of the request.
+# Key: a quantity for which `fits` searches the largest value that fits into memory. Value: the field of the request
+# that contains this quantity.
 AXES = {"chunk": "chunk", "cameras": "cameras", "context": "prompt_tokens"}
 
 

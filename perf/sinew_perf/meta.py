@@ -17,7 +17,7 @@ ENTRIES = 1 << 15
 PLAIN = (Tensor, torch.nn.Parameter)
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
-# None marks a call that has to run every time.
+# A value of None marks a call that must run every time, because its result cannot be cached.
 _layouts: dict[Hashable, tuple[Layout, ...] | None] = {}
 
 

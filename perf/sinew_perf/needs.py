@@ -38,7 +38,7 @@ class _Precision:
         return self.head in machine.peak and rate in machine.peak
 
 
-# Precisions by kind of machine. The first one is the baseline that the others must beat.
+# Key: a kind of machine. Value: its number formats. The first one is the baseline that the others must beat.
 PRECISIONS: dict[Kind, tuple[_Precision, ...]] = {
     "gpu": (
         _Precision("bf16", "bf16", "bf16", "bf16"),

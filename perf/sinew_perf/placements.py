@@ -132,7 +132,7 @@ def placements(
         rows.append({"where": "split", "latency_ms": 1e3 * split, "sync_hz": 1 / split})
     for where, stage, hops in (("robot", here, []), ("server", there, route)):
         fast, slow = stage[0] + stage[2], stage[1]
-        # The policy has no language model that could run as System 2.
+        # Without a slow part, the policy has no language model that could run as System 2 (the slow reasoning part).
         if not slow:
             continue
         if refused(f"dual, {where}", (where, whole[where])):

@@ -17,7 +17,7 @@ COMPONENTS = ("vision", "prefix", "head")
 # Callers check for matplotlib before they compute the data of a figure.
 check = figures.check
 
-# Component -> its name in the figures.
+# Key: a component. Value: its name in the figures.
 COMPONENT_NAMES = {"prefix": "language", "head": "action"}
 PLACES = ("network", "vision", "language", "action")
 

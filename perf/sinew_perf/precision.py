@@ -12,10 +12,10 @@ from sinew_perf.flops import LOW_BIT
 from sinew_perf.trace import STAGES, TracedCall, TracedOperand
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Bits of formats in which torch cannot compute on every device.
+# Key: a format in which torch cannot compute on every device. Value: its number of bits.
 SMALL_BITS = {"fp8": 8, "int8": 8, "int4": 4, "ternary": 2}
 TORCH_NAMES = {name: word for word, name in DTYPES.items()}
-# Component of a model -> stage that reads its weights.
+# Key: a component of a model. Value: the stage of the inference that reads its weights.
 STAGE_OF = {
     "vision": "vision",
     "language": "prefix",

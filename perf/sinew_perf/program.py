@@ -38,7 +38,7 @@ from sinew_perf.trace import STAGES, ProgramTrace, TracedCall, trace
 
 PRESETS = tuple(presets())
 _MODELS = files("sinew_perf") / "data" / "models"
-# Models that exist only as a description of their sizes, one file for each name.
+# These models exist only as a description of their sizes, with one file for each name.
 MODEL_NAMES = tuple(sorted(each.name.removesuffix(".json") for each in _MODELS.iterdir()))
 # Published models have weights in bf16. The models keep some projections in fp32.
 PRESET_DTYPE = "bf16"
@@ -173,7 +173,7 @@ class PublishedProgram:
             return self
         precision = by_stage(dtypes)
         streams = {stage.stream for stage in precision.values()}
-        # Only several formats need this mapping, which takes a trace.
+        # This mapping is only necessary for several formats, and computing it takes a trace.
         read_by = self.read_by if len(streams) > 1 else {}
         model = on_meta(self.model)
         state = {}
@@ -245,7 +245,7 @@ class PublishedProgram:
         ]
 
     def _operators(self, calls: list[TracedCall], traffic: Traffic) -> tuple[Operator, ...]:
-        # A Counter keeps the order of first appearance, and equal layers become one row.
+        # A Counter keeps the order of first appearance. Equal layers become one row.
         counts: Counter[Operator] = Counter()
         for call in calls:
             if traffic == "unfused" or call.is_product or call.operator == "embedding":

@@ -19,7 +19,8 @@ from sinew_client.untrusted import parse_toml
 
 from sinew_perf.hardware import Hardware, hardware
 
-# A measurement of the same policy counts if its roofline takes between a quarter and four times as long.
+# A measurement of the same policy is used if its roofline time is between a quarter and four times the roofline time of
+# the prediction.
 NEAR = 4.0
 RULE = (
     f"A family's own measurement on the machine counts if its roofline is within {NEAR:g} times this one. Otherwise "
@@ -27,7 +28,8 @@ RULE = (
     "of the longest counts, or the time of the shortest. Measurements of the same precision, kind of machine and kind "
     "of ceilings come first."
 )
-# Formats of a component in the notation of sinew_perf.precision.
+# Key: the format of a component. Value: the same format in the notation WEIGHTS/ACTIVATIONS/CACHE of
+# sinew_perf.precision.
 _FORMATS = {
     "fp8": "fp8/fp8/bf16",
     "int8": "int8/int8",
@@ -157,7 +159,8 @@ def used(
         row = min(shorter, key=apart)
         return UsedShare(row.share, (row,), f"as {row}, the longest")
     high = min(longer, key=apart)
-    # Such a short request mostly waits for launches and memory, and this waiting time does not get shorter.
+    # Without a shorter measurement, predict the time of the shortest one: such a short request mostly waits for kernel
+    # launches and memory, and this waiting time does not get shorter.
     if not shorter:
         return UsedShare(roofline_ms / high.ms, (high,), f"as long as {high}, the shortest")
     low = min(shorter, key=apart)

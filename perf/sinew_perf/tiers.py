@@ -22,8 +22,8 @@ from sinew_perf.request import TracedRequest
 from sinew_perf.roofline import StageTiming, timing
 from sinew_perf.trace import STAGES
 
-BOARDS = ("rtx3060", "agx-orin", "orin-nano")  # machines in the paper's table of hardware tiers
-SHARES_ON = "rtx5070"  # machine in the paper's table of time shares
+BOARDS = ("rtx3060", "agx-orin", "orin-nano")  # the paper's table of hardware tiers lists these machines
+SHARES_ON = "rtx5070"  # the paper's table of time shares was measured on this machine
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,9 +226,9 @@ class TraceRecorder(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-        # Storage -> its block, while the storage exists.
+        # Key: a storage. Value: its memory block, while the storage exists.
         self._blocks: dict[int, TracedBlock] = {}
-        # Storage -> list of (first byte, name of the parameter), sorted by the byte.
+        # Key: a storage. Value: list of (first byte, name of the parameter), sorted by the byte.
         self._weights: dict[int, list[tuple[int, str]]] = {}
         tensors = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
         for name, tensor in tensors:

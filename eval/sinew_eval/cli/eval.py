@@ -586,7 +586,7 @@ class EpisodeBars:
         self._progress, self._variants, self._episodes = progress, variants, episodes
         self._bars = {v: progress.add_task(v.label(variants), total=episodes, rate="") for v in variants}
         self._wins: dict[Variant, list[bool]] = {variant: [] for variant in variants}
-        # Number of episodes that this process played, and the time at which it began, in seconds.
+        # The number of episodes that this process has played, and the time at which the process began, in seconds.
         self._fresh, self._begun = 0, 0.0
 
     @property

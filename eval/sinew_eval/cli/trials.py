@@ -55,13 +55,13 @@ if TYPE_CHECKING:
     from sinew_eval.trials.sitting import PendingTrial, TrialSession
 
 KEYS = {"s": "success", "f": "failure", " ": "go", "\r": "keep", "\n": "keep", "q": "quit"}
-# State of the trial -> help line with the keys of this state.
+# Key: state of the trial. Value: the help line, which lists the keyboard keys of this state.
 HELP = {
     "waits": "space begins   q stops",
     "runs": "space pauses or goes on   s success   f failure   d discard   q stops",
     "is judged": "Enter keeps it   s success   f failure   d discard   q stops",
 }
-# Options that --compare may change.
+# The option --compare may change these options.
 COMPARABLE_SETTINGS = (
     "replan",
     "handover",
@@ -163,7 +163,7 @@ def trials(
                 engine = variant.engine or "auto"
                 chosen = replace(runs, engine=engine, dtype=variant.dtype, device=variant.device)
             rigs.append(rig := open_rig(variant.target, on, own, lead, envelope, chosen, key, robot_of))
-            # A server may load another engine during the session, so the record names no engine for it.
+            # For a server, record no engine, because the server may load another engine during the session.
             ran: dict[str, Any] = rig.about if here else {"engine": None, "device": "cpu"}
             made = replace(variant, engine=ran["engine"], device=str(ran["device"]))
             variants.append(replace(made, handover=rig.plan.choice.handover))

@@ -16,7 +16,7 @@ from sinew_client.control.authority import HUMAN
 
 from sinew_eval.dataset.writer import DatasetFrame
 
-GAP = 2.5  # a pause of more periods without a request ends an episode
+GAP = 2.5  # a pause without a request that is longer than this many periods ends an episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def episodes(records: Iterable[Record], hz: float, corrections: bool = False) ->
     """
     running: dict[str, list[_RecordedRequest]] = defaultdict(list)
     steps: list[float] = []
-    # Control steps between any two requests of a session, also if one does not follow the other directly.
+    # Numbers of control steps between any two requests of the same session, also if other requests are between them.
     apart: list[float] = []
     found: list[list[_RecordedRequest]] = []
     for record in records:

@@ -31,7 +31,7 @@ from sinew_eval.evidence.plots import write_plots
 from sinew_eval.foreign.server import serving
 from sinew_eval.report.report import document, success_cells
 
-# Policy -> (its environment, how the policy receives the instruction).
+# Key: a policy. Value: (its environment, how the policy receives the instruction).
 DEMOS = {
     "blocks": ("sinew/Blocks-v0", "in many wordings"),
     "act": ("sinew/BlocksGoal-v0", "as numbers in the state"),
@@ -47,7 +47,7 @@ SWEEP_EPISODES = 20
 # of runs (92.1 % at worst). The numbers are 95.3 % and 92.1 % for 20 of 50 episodes, and 95.3 % and 85.2 % for
 # 20 episodes without an early end (eval/tests/test_eval.py: test_the_demos_early_end_keeps_its_intervals).
 LOOK, SWEEP_LOOK = 20, 10
-# Episodes of the sweep that are played at once. While the server computes actions for one episode, the other one moves.
+# The sweep plays this many episodes at once. While the server computes actions for one episode, the other one moves.
 PLAYERS = 2
 GIF, FILM = "closed_loop.gif", "film.webp"
 

@@ -20,7 +20,7 @@ from sinew_eval.episodes.watched import WatchedEpisode
 SIDE = 400  # width of the area to the right of the scene, in pixels
 TRAIL = 40  # number of past control steps whose actions are drawn
 REQUESTS = 24  # number of past latencies that are drawn
-STRIDE = 2  # control steps from one picture to the next
+STRIDE = 2  # from one picture to the next, the film advances by this many control steps
 PAUSE_S = 1.2  # pause after an episode, in seconds
 QUALITY = 72
 _INK, _PAPER, _LINE, _FAINT = (27, 31, 36), (250, 250, 248), (209, 217, 224), (72, 80, 88)

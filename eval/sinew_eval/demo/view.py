@@ -22,7 +22,7 @@ from sinew_eval.episodes.runner import Episode, EpisodeSettings, run_episode
 from sinew_eval.episodes.settings import Variant
 from sinew_eval.evidence.animation import compose
 
-RECENT = 5  # number of episodes in the live list
+RECENT = 5  # the live view lists this many newest episodes
 
 
 Player = tuple[ServerPolicy, gymnasium.Env, EnvAdapter]

@@ -402,7 +402,7 @@ def _is_number(value: Any) -> bool:
 
 _TEXT = ("a text", _is_text)
 _FLAG = ("true or false", lambda value: isinstance(value, bool))
-# Field of a JSON mapping -> (description of the expected value, test of the value).
+# Key: a field of a JSON mapping. Value: (description of the expected value, test of the value).
 _MAPPING: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "images": ("an object of texts", _is_named),
     "state": ("a list of texts", _are_texts),

@@ -116,7 +116,8 @@ def run(
             for together in groups(variant, seeds):
                 before = [done.get((keys[index], seed)) for seed in together]
                 missing += before.count(None)
-                # Play the whole group again, because in a smaller batch the missing episodes would round differently.
+                # Play the whole group again. If only the missing episodes were played, the batch would be smaller, and
+                # its results would be rounded differently.
                 if None in before:
                     todo += [(index, seed) for seed in together]
                 for found in before:

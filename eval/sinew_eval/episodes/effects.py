@@ -9,7 +9,7 @@ from sinew_eval.episodes.player import EpisodePlayer
 from sinew_eval.episodes.policies import InProcess
 from sinew_eval.episodes.settings import Task, Variant
 
-OBSERVATION_INTERVAL = 8  # control steps between two measured observations
+OBSERVATION_INTERVAL = 8  # the observation is measured once in this many control steps
 
 
 def effects_of(task: Task, variant: Variant, seed: int) -> Effects:

@@ -20,7 +20,7 @@ from sinew_client.target import LOCAL, Target
 from sinew_eval.episodes.adapters import Direct, EnvAdapter, make_env
 from sinew_eval.episodes.settings import Task, Variant
 
-# Built-in task -> the built-in policy that plays it.
+# Key: a built-in task. Value: the built-in policy that plays it.
 TASKS = {
     "sinew/Blocks-v0": "blocks",
     "sinew/BlocksGoal-v0": "act",

@@ -33,14 +33,15 @@ from sinew_eval.episodes.policies import file_hash
 from sinew_eval.episodes.settings import ADAPTERS, TASKS_GROUP, Task, Variant
 
 _OWN = re.compile(r"sinew/[A-Za-z]+-v\d+")  # matches the ids of the built-in tasks in sinew_eval.sim
-# Options of suites whose texts name fields of an observation, and never code or files.
+# These options of suites only contain names of observation fields, and never code or files.
 _OF_MAPPING = {
     "prompt",
     "cameras",
     "action",
     "max_steps",
 }
-# The option with which a person types each kind of name. A policy is the positional argument, so its option is empty.
+# The option on the command line that gives each kind of name. A policy is the positional argument, so its option is
+# empty.
 POLICY, EDGE = "", "--edge-adapter"
 
 

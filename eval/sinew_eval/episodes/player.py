@@ -25,8 +25,8 @@ from sinew_eval.episodes.policies import (
 from sinew_eval.episodes.runner import Episode, EpisodeSettings, run_episode, run_stream_episode
 from sinew_eval.episodes.settings import StreamCosts, Task, Variant
 
-# Episodes of a group for each seat in lockstep. At the end of a group some seats are idle, so more episodes for
-# each seat keep the batches fuller.
+# In lockstep, a group has this many episodes for each seat (one of the environments that step together). Near the end
+# of a group some seats are idle, so more episodes for each seat keep the batches fuller.
 TURNS = 4
 
 
@@ -83,7 +83,7 @@ class EpisodePlayer:
         self.task = task
         self._make = make or (lambda: make_env(task.env, task.adapter, task.env_options))
         self.env, self.adapter = self._make()
-        # Further environments with their adapters, for episodes in lockstep.
+        # For episodes in lockstep: the further environments, each with its adapter.
         self._beside: list[tuple[gymnasium.Env, EnvAdapter]] = []
         self._policy: Any = None
         # True if the adapters are fitted to the policy's metadata.

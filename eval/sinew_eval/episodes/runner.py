@@ -159,7 +159,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or _is_whole(value)
 
 
-# Annotation of a field of Episode -> test of a value of that type.
+# Key: the annotation of a field of Episode. Value: a test whether a value has that type.
 _FITS: dict[str, Callable[[Any], bool]] = {
     "int": _is_whole,
     "str": lambda value: isinstance(value, str),

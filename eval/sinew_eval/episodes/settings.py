@@ -19,7 +19,7 @@ from sinew_client.typed_names import file_name, portable
 from sinew_client.untrusted import named, shown
 
 TASKS_GROUP = "sinew.tasks"  # entry-point group where other packages register tasks: name -> "module:Class"
-# Name of an adapter of this package -> "module:Class".
+# Key: name of an adapter of this package. Value: "module:Class".
 ADAPTERS = {"direct": "sinew_eval.episodes.adapters:Direct"}
 MOST_DELAY = 1_000_000  # largest latency, in control steps or milliseconds
 MOST_WHOLE = 1 << 53  # largest whole number in a record
@@ -82,7 +82,8 @@ class Latency:
         elif match["kind"] == "normal":
             first = max(0.0, float(rng.normal(first, second)))
         steps = first * control_hz / 1e3 if match["unit"] else first
-        # Subtract a small number before rounding up: 100 ms at 60 Hz must be six steps despite rounding in the product.
+        # Subtract a small number before rounding up, because the product may be rounded up: 100 ms at 60 Hz must be
+        # exactly six steps.
         return math.ceil(steps - 1e-9)
 
     def milliseconds(self, control_hz: float) -> float:
@@ -417,7 +418,7 @@ _FLAG = ("true or false", lambda value: isinstance(value, bool))
 _OBJECT = ("an object", lambda value: isinstance(value, dict))
 _TEXTS = ("a list of texts", lambda value: isinstance(value, list) and all(map(_is_text, value)))
 _REPLAN = ("a whole number or a rule", lambda value: _is_text(value) or _whole(0)[1](value))
-# Field -> (description of the expected value, test of the value).
+# Key: a field of a task. Value: (description of the expected value, test of the value).
 _TASK_FIELDS = {
     "env": _TEXT,
     "env_options": _optional(_OBJECT),
@@ -445,7 +446,7 @@ _VARIANT_FIELDS = {
     "edge_adapter": _TEXT,
     "batch": _whole(1, MOST_BATCH),
 }
-# Fields of a task and of a variant that a gate fixes.
+# A gate (a test of a policy with fixed conditions) fixes these fields of a task and of a variant.
 PROTOCOL_FIELDS = {
     **{name: _TASK_FIELDS[name] for name in ("env", "env_options", "reset_options", "adapter", "noise")},
     **{name: _VARIANT_FIELDS[name] for name in ("replan", "latency", "handover", "solver_steps")},

@@ -136,7 +136,7 @@ class SimulatedLink:
         self._slow: tuple[float, Any] | None = None
         # End time of the running computation of the action head in simulated seconds, and its window.
         self._fast: tuple[float, Any] | None = None
-        # Arrival time and action window, in the order of arrival.
+        # Each entry is (arrival time, action window), in the order of arrival.
         self._sent: list[tuple[float, StreamWindow]] = []
         self._clock = 0.0
         self.label = session.label

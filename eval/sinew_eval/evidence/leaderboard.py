@@ -32,7 +32,7 @@ MAX_REPORTS = 1000
 MAX_STANDINGS = 200  # largest number of rows on a board, because every pair of rows is compared
 MAX_TASKS = 10_000  # largest number of tasks of a variant
 MAX_NUMBER = 1e18  # largest measured number in a report
-FEW = 10  # a page folds the table if there are more pairs
+FEW = 10  # a page folds the table of pairs (shows it only after a click) if it has more pairs than this
 # Fields of a variant that appear in the name of a row if rows of the same policy differ in them.
 DISTINGUISHING_FIELDS = (
     "replan",
@@ -217,7 +217,8 @@ def _standing(
         "peak_bytes": _number_or_none("peak_bytes", entry.get("peak_bytes")),
         "size_bytes": _number_or_none("bundle.bytes", bundle.get("bytes")),
         "plan": plan,
-        # A scene that a person set up is equal only within one session. A simulated scene has a digest.
+        # Two simulated scenes can be compared by their digest. A scene that a person set up is the same only within one
+        # session, so use the name of the session.
         "sitting": name if plan and outcomes is not None and not outcomes[0]["digest"] else "",
     }
     label = _text("bundle.name", bundle.get("name", "")) or target
@@ -498,7 +499,7 @@ def _films(board: Mapping[str, Any], paths: Mapping[str, Path]) -> Iterator[str]
         try:
             text = read_text(path, MAX_BYTES)
         except (OSError, ValueError):
-            # The session has no page.
+            # Skip a session that has no page.
             continue
         films = page.FILMS.findall(text)
         yield page.folded(f"films of {report}", "".join(films)) if films else ""

@@ -35,7 +35,7 @@ def write_plots(report: dict[str, Any], out: Path) -> list[Path]:
     for name in changed:
         others = [other for other in changed if other != name]
         if name == "handover" and others:
-            # The figure of the other field has one line for each value of this field.
+            # Make no figure for this field, because the figure of the other field has one line for each of its values.
             continue
         path = out / f"success_{name}.png"
         if name == "replan":

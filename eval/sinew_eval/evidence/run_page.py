@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from sinew_eval.evidence.films import Film
 
 PAGE = "report.html"
-MAX_UNFOLDED = 400  # a page folds the list if there are more trials
+# A page folds the list of trials (shows it only after a click) if it has more trials than this.
+MAX_UNFOLDED = 400
 
 
 def outcomes(results: Sequence[Sequence[Episode]]) -> list[list[dict[str, Any]]]:

@@ -256,7 +256,7 @@ class EpisodeQueue:
     def __init__(self, folder: Path, worker: str, lease_s: float = LEASE_S):
         self.folder, self.worker, self.lease_s = folder, worker, lease_s
         self._held: set[str] = set()
-        # Lease -> (state of its file, local time in seconds since when the state is unchanged).
+        # Key: a lease. Value: (state of its file, local time in seconds at which this state was first seen).
         self._seen: dict[str, tuple[tuple[int, int], float]] = {}
         self._lock = threading.Lock()
 

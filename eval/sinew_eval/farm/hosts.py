@@ -54,7 +54,7 @@ MAX_KEY = 4096  # largest file with a run's key, in bytes
 SCHEME = "http://"
 ANSWER_S = 10.0  # a worker sends its request again after this many seconds without an answer
 AWAY_S = 60.0  # a worker gives up after this many seconds without any answer
-AGAIN_S = 0.2  # seconds between two attempts
+AGAIN_S = 0.2  # a worker waits this many seconds between two attempts
 TOLD_S = 3.0  # the server waits this many seconds at the end, so that workers learn that everything is played
 BLOCK = 1 << 20  # bytes of a bundle that are copied at once
 # One thread serves one connection. The server closes further connections, and their clients try again.
@@ -101,7 +101,7 @@ class QueueServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            # Short timeout in seconds until the key of the request has been checked.
+            # Use this short timeout (in seconds) until the key of the request has been checked.
             timeout = ANSWER_S
 
             def do_GET(self) -> None:

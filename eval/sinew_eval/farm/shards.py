@@ -35,7 +35,7 @@ from sinew_eval.farm.hosts import SCHEME, QueueServer, RemoteQueue, fetch
 logger = logging.getLogger(__name__)
 
 MAX_LOG = 1 << 28  # largest log of a shard that is read, in bytes
-BEATS = 5  # heartbeats in the time of one lease
+BEATS = 5  # number of heartbeats that a shard sends during one lease
 LOOK_S = 0.05  # seconds between two checks of the queue
 # The run ends when this many shards died in the same group, or before their first group.
 DEATHS = 5
@@ -43,7 +43,8 @@ DEATHS = 5
 REFUSED, FAULT = 65, 70
 LINES = 15  # log lines shown when a shard fails
 HEAD = "head"  # prefix of the names of the run's own shards
-# Modules that play episodes, on this machine and on the hosts of a cluster.
+# SHARD is the module that plays episodes on this machine. CLUSTER is the module that plays them on the hosts of a
+# cluster.
 SHARD, CLUSTER = "sinew_eval.farm.shards", "sinew_eval.foreign.cluster"
 LOG_PREFIX = "said: "  # prefix of the lines in a shard's log that the run prints for the user
 NOTHING = (
@@ -120,7 +121,7 @@ def play(
                 if episodes is not None:
                     for job in left.pop(name):
                         yield job.variant, episodes
-            # A played group could not be read, so it has to be played again.
+            # If a played group could not be read, it must be played again.
             if left and not alive:
                 crew.start()
             time.sleep(max(LOOK_S, 10 * (time.monotonic() - begun)) if left else 0.0)
@@ -193,12 +194,12 @@ class WorkerPool:
 
     def __init__(self, folder: Path, count: int, name: str, logs: Path, how: Sequence[str]):
         self.folder, self.name, self._logs, self._how = folder, name, logs, how
-        # Episodes that were played by processes that have ended.
+        # Number of episodes that were played by processes which have ended.
         self.episodes = 0
         self._queue = EpisodeQueue(folder, name)
         self._begun = 0
         self._deaths = Deaths(folder)
-        # Name of a log -> number of bytes that were read so far.
+        # Key: name of a log. Value: number of bytes that were read so far.
         self._heard: Counter[str] = Counter()
         self._shards: dict[str, subprocess.Popen[bytes]] = {}
         try:
@@ -292,7 +293,7 @@ class Deaths:
 
     def __init__(self, folder: Path):
         self._played, self._deaths = folder / PLAYED, Counter[str]()
-        # Time of the last change in the folder of played groups, in nanoseconds.
+        # The time at which the folder of played groups last changed, in nanoseconds.
         self._progress = 0
 
     def count(self, released: Sequence[str], how: str, log_lines: Sequence[str] = ()) -> None:

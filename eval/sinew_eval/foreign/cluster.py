@@ -46,7 +46,7 @@ ANSWER_S = 5.0  # an address without an answer after this many seconds counts as
 PLACE_S = 15.0  # a warning is logged if actors wait this many seconds for free CPUs
 # Exit status if the cluster has gone. The next process waits for the cluster.
 GONE = 75
-# Groups that an actor has at the same time, so that the next group is sent while the actor plays.
+# An actor has this many groups at the same time, so that the next group is sent while the actor plays the present one.
 AHEAD = 2
 BLOCK = 16 << 20  # bytes of a bundle in one message
 
@@ -178,7 +178,7 @@ class RemoteWorker:
                 target = self.plan.variants[index].target
                 raise SinewError(f"{target}: expected SHA-256 {target_file.stem}, got {got}")
             part.replace(target_file)
-        # Remove the incomplete file, for example if the disk is full.
+        # Remove the incomplete file. The cause can be a full disk, for example.
         except BaseException:
             part.unlink(missing_ok=True)
             raise
@@ -264,7 +264,7 @@ class RemoteWorkerSlot:
     def __init__(self, actor: Any):
         self.actor, self.node, self.name = actor, "", ""
         self.life: Life
-        # Reference of the next answer. It is None while there is no request.
+        # Reference (in Ray) to the next answer. It is None while there is no request.
         self.ref: Any = None
         self.jobs: deque[tuple[SeedBatch, Any]] = deque()
 
@@ -288,8 +288,8 @@ class Hosts:
         self._plan.local(folder / files.PLAN, typed)
         self._left = list(self._plan.jobs)
         self._deaths = shards.Deaths(folder)
-        self._refused: dict[str, str] = {}  # node id -> reason why the node cannot play
-        # Node id -> the actor that receives the bundles for the whole node.
+        self._refused: dict[str, str] = {}  # key: node id; value: the reason why the node cannot play
+        # Key: node id. Value: the actor that receives the bundles for the whole node.
         self._fed: dict[str, RemoteWorkerSlot] = {}
         self._class, self._begun, self._told = _actor(), time.monotonic(), False
         self.episodes = 0

@@ -233,7 +233,7 @@ class TokenChooser:
         scores = (logits[:, 0, first : last + 1].float() / self._temperature).log_softmax(dim=-1)
         at = len(self.tokens)
         if self._fixed_tokens is not None:
-            # Clamp the tokens, because the positions after the end token can contain any number.
+            # Clamp the tokens to the valid range, because the positions after the end token can contain any number.
             index = (self._fixed_tokens[:, at] - first).clamp(0, last - first)
         else:
             assert self._numbers is not None

@@ -211,7 +211,7 @@ class RolloutPolicy(Policy):
         """
         observation = given_as(observation, self.spec)
         prepared = super().prepare(observation)
-        # Such a policy draws no noise otherwise, so choose a seed here.
+        # This kind of policy draws no noise, so it may have no seed yet. Choose one here.
         if self._speaks and prepared.seed is None:
             seed = secrets.randbits(63) if observation.seed is None else int(observation.seed)
             prepared = replace(prepared, seed=seed)

@@ -23,7 +23,7 @@ from sinew_eval.episodes.settings import Task, checked_protocol
 from sinew_eval.report import stats
 
 SCHEMA = "sinew.gate/1"
-# Fields of a task in the protocol of a gate.
+# The protocol of a gate contains these fields of the task.
 TASK = ("env", "env_options", "reset_options", "adapter", "noise")
 MAX_BYTES = 1 << 24  # largest file of a gate, in bytes
 MAX_EPISODES = 1_000_000

@@ -131,7 +131,8 @@ def edge(variant: Variant) -> dict[str, Any]:
     }
 
 
-PACKAGES = ("numpy", "torch", "onnxruntime")  # packages that may change the actions
+# The report lists the versions of these packages, because they may change the actions.
+PACKAGES = ("numpy", "torch", "onnxruntime")
 
 
 def versions(simulator: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -268,7 +269,8 @@ COMPARISON_COLUMNS = (
     ">p (McNemar)",
     ">reads as",
 )
-SHOWN_AT = 0.05  # a difference with a smaller p-value counts as shown
+# A difference with a smaller p-value than this is marked as shown (statistically significant).
+SHOWN_AT = 0.05
 
 
 def rate_cells(entry: dict[str, Any]) -> list[str]:

@@ -53,7 +53,7 @@ def binomial_p(b: int, c: int) -> float:
     return min(1.0, 2 * tail / 2**n)
 
 
-# Up to this many pairs, also compute the exact power. The normal approximation can be too small there, because
+# For at most this many pairs, the exact power is computed too. The normal approximation can be too small there, because
 # McNemar's exact test needs at least six discordant pairs.
 FEW = 50
 Z80 = 0.8416212335729143  # quantile of the standard normal distribution at 0.8

@@ -17,7 +17,7 @@ BIN_INNER = 0.055  # half the inner width of a bin, in metres
 BIN_WALL = 0.003  # half the thickness of a wall, in metres
 BIN_HEIGHT = 0.040
 
-# Limits of the point between the fingertips, and its start, in metres.
+# In metres: the limits for the point between the fingertips, and its start position.
 REACH_LOW = np.array([-0.25, -0.16, 0.016])
 REACH_HIGH = np.array([0.25, 0.16, 0.170])
 HOME = np.array([0.0, 0.0, 0.125])

@@ -30,7 +30,7 @@ HELD_S = 0.1  # the force must be between HOLD and CRUSH for this many seconds
 WIDTH = (34.0, 54.0)  # range of the width of an egg, in mm
 ARRIVAL = (0.10, 0.35)  # range of the time at which the egg arrives, in seconds
 PATIENCE = 0.8  # the egg rolls away this many seconds after its arrival
-TOUCH = 0.5  # the expert stops closing the jaws at this force, in N
+TOUCH = 0.5  # the expert (the scripted controller) stops closing the jaws at this force, in N
 NOISE = 0.03  # standard deviation of the force sensor, in N
 PROMPT = "hold the egg"
 

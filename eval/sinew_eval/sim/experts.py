@@ -98,7 +98,7 @@ def _egg(env: Any) -> Act:
 
 
 PEN = expert_spec("pen expert", VectorSpec(1), 24, MotionSpec("absolute"))
-# Prefix of environment ids -> (specification, expert).
+# Key: prefix of environment ids. Value: (specification, expert).
 EXPERTS: dict[str, tuple[PolicySpec, Callable[[Any], Act]]] = {
     "sinew/Blocks": (
         expert_spec("blocks expert", VectorSpec(4, ("x", "y", "z", "gripper"))),

@@ -24,7 +24,8 @@ _SIGNS = np.array([[x, y, z] for x in (-1, 1) for y in (-1, 1) for z in (-1, 1)]
 _FACES = np.array(
     [[0, 1, 3, 2], [4, 6, 7, 5], [0, 4, 5, 1], [2, 3, 7, 6], [0, 2, 6, 4], [1, 5, 7, 3]], dtype=np.intp
 )
-# Direction of the light: from above, and a little from the viewer's left. Then the shares of ambient and diffuse light.
+# The direction of the light: from above, and a little from the viewer's left. The two numbers below it are the shares
+# of ambient and diffuse light.
 _LIGHT = np.array([-0.25, -0.40, 0.88])
 _AMBIENT, _DIFFUSE = 0.55, 0.45
 _BATCH = 32  # number of faces that are drawn at once, so that the work arrays fit into the CPU's cache

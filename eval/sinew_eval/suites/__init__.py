@@ -119,8 +119,8 @@ SIMULATORS = {
 }
 
 VLA_EVAL_PREFIX = "vla-eval/"
-# Name -> (class in vla-eval 0.8.0, control steps per second if vla-eval or the simulator states them). LIBERO
-# and the benchmarks that are based on it have 20 Hz (robosuite's control_freq, vla-eval's
+# Key: name of a benchmark. Value: (class in vla-eval 0.8.0, control steps per second if vla-eval or the simulator
+# states them). LIBERO and the benchmarks that are based on it have 20 Hz (robosuite's control_freq, vla-eval's
 # robocerebra/benchmark.py). DuoBench has 30 Hz (its ``frequency``).
 _CLASSES: dict[str, tuple[str, float | None]] = {
     "libero": ("LIBEROBenchmark", 20.0),
@@ -161,9 +161,9 @@ _LEVELS = {
 }
 METAWORLD = {level: tuple(names.split()) for level, names in _LEVELS.items()}
 
-# Benchmark -> (number of tasks, maximum number of control steps after settling). OpenVLA and openpi use these
-# numbers of steps (openpi examples/libero/main.py). LeRobot allows 280 steps on libero_spatial, and vla.cpp
-# allows 500 steps on all benchmarks.
+# Key: a benchmark. Value: (number of tasks, maximum number of control steps after the objects have settled). OpenVLA
+# and openpi use these numbers of steps (openpi examples/libero/main.py). LeRobot allows 280 steps on libero_spatial,
+# and vla.cpp allows 500 steps on all benchmarks.
 LIBERO = {
     "libero_spatial": (10, 220),
     "libero_object": (10, 280),
@@ -232,7 +232,7 @@ def find(env_id: str) -> tuple[Suite, tuple[str, ...]] | None:
     for suite in _ALL:
         if env_id in suite.tasks:
             return suite, (env_id,)
-    # The name contains a class of the user.
+    # The text after the prefix names a class that the user wrote.
     if env_id.startswith(VLA_EVAL_PREFIX) and ":" in env_id:
         suite = _vla_eval(env_id.removeprefix(VLA_EVAL_PREFIX))
         return suite, suite.tasks

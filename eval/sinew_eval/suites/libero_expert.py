@@ -25,7 +25,8 @@ METRES, RADIANS = 0.05, 0.5
 OPEN, CLOSE = -1.0, 1.0
 GAIN = 2.0
 FINGER = 0.04  # the pads grasp an object this many metres below its top
-# Height above an obstacle in metres; distance in metres and angle in radians at which a target counts as reached.
+# CLEAR: height above an obstacle, in metres. NEAR and TURNED: a target counts as reached within this distance (metres)
+# and this angle (radians).
 CLEAR, NEAR, TURNED = 0.04, 0.008, 0.06
 WIDEST = 0.075  # distance between the open fingers, in metres
 MOVING = 0.1  # an object with a larger velocity is moving, in m/s or rad/s
@@ -43,7 +44,7 @@ PATIENCE = 40  # a movement ends after this many control steps
 # The hand is blocked if it moves less than STILL metres and turns less than STEADY radians in STALLED control
 # steps in a row.
 STALLED, STILL, STEADY = 6, 0.0012, 0.02
-SQUEEZE = 8  # control steps that the fingers need to close or to open
+SQUEEZE = 8  # number of control steps that the fingers need to close or to open
 
 
 def begin(simulator: Any) -> Act:
@@ -147,7 +148,7 @@ def _target(env: Any, place: str) -> tuple[np.ndarray, float]:
     """
     state = env.object_states_dict[place]
     body = env.obj_body_id.get(getattr(state, "parent_name", None) or place)
-    # The target is a part of the table.
+    # Without a body of its own, the target is a part of the table.
     if body is None:
         *xy, height = env.sim.data.get_site_xpos(place)
         return np.array(xy), height
@@ -166,7 +167,8 @@ class Hand:
             self.data.body_xpos[env.sim.model.body_name2id(f"gripper0_{side}finger")]
             for side in ("left", "right")
         )
-        # Minimum height of the next movement in metres. The hand must pass over the container that it filled last.
+        # The minimum height of the next movement, in metres, so that the hand passes over the container that it filled
+        # last.
         self.over = -np.inf
         # Closing direction of the fingers in this orientation, in radians.
         self.across = self.yaw = np.arctan2(*(left - right)[1::-1])

@@ -31,7 +31,7 @@ DATA_ARGUMENTS = (
     "send_state",
     "send_wrist_image",
 )  # arguments of constructors that add data to the observation
-# Frame of a benchmark with LIBERO's scenes -> names that policies use for this camera.
+# Key: camera frame of a benchmark with LIBERO's scenes. Value: the names that policies use for this camera.
 _LIBERO = {
     "images/agentview": libero.MAPPING.known_as["agentview_image"] + ("image",),
     "images/wrist": libero.MAPPING.known_as["robot0_eye_in_hand_image"] + ("image2",),

@@ -25,7 +25,7 @@ PAD, UNKNOWN = "<|im_end|>", "<unk>"
 _SPECIAL = (PAD, UNKNOWN, "<fake_token_around_image>", "<global-img>", "<image>", "\n")
 LM_HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
 
-# Feature ("observation.state" or "action") -> name of the statistic ("mean" or "std") -> array.
+# First key: feature ("observation.state" or "action"). Second key: name of the statistic ("mean" or "std").
 Statistics = dict[str, dict[str, np.ndarray]]
 
 

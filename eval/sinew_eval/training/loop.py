@@ -165,7 +165,7 @@ def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None =
     noise = torch.Generator().manual_seed(recipe.seed * 1000 + rank)
     history: list[dict[str, float]] = []
     began, step, spent, evaluated, shown = time.process_time(), 0, 0.0, 0, 0.0
-    progress = 0.0  # share of the budget that has been used
+    progress = 0.0  # share of the training budget that has been used
     sums: dict[str, float] = {}
 
     while progress < 1.0:

@@ -25,7 +25,7 @@ from sinew_eval.evidence.repeat import REPORT
 from sinew_eval.report.report import conditions, document, tables
 from sinew_eval.trials.sitting import TrialSession
 
-PICTURES = 60  # largest number of frames in a film
+PICTURES = 60  # a film has at most this many frames
 
 
 def write_report(sitting: TrialSession, control_hz: float, command: str) -> dict[str, Any] | None:

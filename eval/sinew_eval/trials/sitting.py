@@ -104,7 +104,8 @@ class TrialSession:
             for scene in range(scenes)
             for policy in np.random.default_rng([self.order, scene]).permutation(len(variants))
         ]
-        self._begun: dict[int, list[str]] = defaultdict(list)  # number of a trial -> names of its attempts
+        # Key: number of a trial; value: names of its attempts.
+        self._begun: dict[int, list[str]] = defaultdict(list)
         log = out / campaign.LOG
         data = episode_log.read_log_file(log) if log.exists() else b""
         for line in data.splitlines():

@@ -11,7 +11,7 @@ from sinew.cli import terminal
 from sinew_perf.cli.options import print_sources
 from sinew_perf.request import TracedRequest
 
-SLOWEST_HZ = 1e-3  # every machine reaches this rate with all solver steps, in Hz
+SLOWEST_HZ = 1e-3  # a rate so low (in Hz) that every machine reaches it, even with all solver steps
 
 
 def need_success(

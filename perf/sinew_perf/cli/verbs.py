@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-# Words of each command -> (help line, example without ``sinew``, "module:function").
+# Key: words of a command. Value: (help line, example without ``sinew``, "module:function").
 VERBS: dict[str, tuple[str, str, str]] = {
     "perf run": (
         "Latency by component on one or more machines.",

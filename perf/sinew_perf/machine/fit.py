@@ -43,8 +43,8 @@ MULTIPLIERS = ("packing", "overhead")
 # do not determine it.
 PRIOR = {"linear": 0.8, "attention": 0.6, "memory": 1.0, "packing": 2.0, "overhead": 2.0}
 PRIOR_WEIGHT = 1e-4
-# Factors of the fastest possible machine. No product is faster than the measured peak. Bytes may come from
-# caches, which are faster than a copy through memory.
+# The factors of the fastest possible machine. Its matrix products reach at most the measured peak. It may read bytes
+# faster than a copy through memory, because they can be in caches.
 FASTEST = {"linear": 1.0, "attention": 1.0, "memory": 8.0, "packing": 0.0, "overhead": 0.0}
 MAX_ROUNDS = 50
 MAX_FILE = 1 << 22  # largest file of a calibration, in bytes

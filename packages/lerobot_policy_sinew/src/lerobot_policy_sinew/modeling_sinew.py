@@ -29,7 +29,7 @@ from lerobot_policy_sinew.rtc import AGAIN_S, Continued, said
 
 logger = logging.getLogger(__name__)
 
-LONGEST_NAME = 256  # longest name of a policy in messages, characters
+LONGEST_NAME = 256  # messages contain at most this many characters of a policy's name
 # Pixels may be outside [0, 1] by this much, because resizing can overshoot. Values further outside show that the frame
 # has another range, such as 0 to 255 or -1 to 1.
 SLACK = 0.1

@@ -20,7 +20,7 @@ from sinew_client.types import Moment
 
 logger = logging.getLogger(__name__)
 
-LONGEST = 300  # longest text of a server in error messages, characters
+LONGEST = 300  # error messages contain at most this many characters of a server's text
 AGAIN_S = 0.01  # seconds between two checks for a newer observation, as in LeRobot's own engine
 SAME_S = 1.0  # after this many seconds, an observation that has not changed by a bit counts as new
 

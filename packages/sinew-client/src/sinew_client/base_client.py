@@ -24,7 +24,7 @@ from sinew_client.types import ActionChunk, PolicySpec
 
 logger = logging.getLogger("sinew_client")
 
-MOST_WARNINGS = 100  # the client logs at most this many different warnings of a server, each once
+MOST_WARNINGS = 100  # the client logs each different warning of a server once, and at most this many
 
 
 # An attempt is one request to the present address: (parts, request id, connected, end). ``connected`` is the deadline
@@ -244,7 +244,7 @@ class BaseClient:
             parts = protocol.kept(parts)
         for retry in range(self.retries, -1, -1):
             end = time.monotonic() + limit
-            # `others` is the number of addresses that this round has not tried yet.
+            # `others` is the number of addresses that the client has not tried yet in this round.
             for others in range(count - 1, -1, -1):
                 if self._closed:
                     raise ClosedError("the client is closed; create a new client")

@@ -11,8 +11,8 @@ from sinew_client.types import PolicySpec, VectorSpec
 if TYPE_CHECKING:
     from sinew_client.policy import Policy
 
-# TAKEN names the parts of a policy's description that a running loop relies on. COMMANDS names the parts that determine
-# the meaning of its commands.
+# TAKEN: the parts of a policy's description that a running loop uses. COMMANDS: the parts that determine the meaning of
+# the policy's commands.
 TAKEN = ("cameras", "state", "action", "control_hz", "embodiment", "motion")
 COMMANDS = ("action", "control_hz", "embodiment", "motion")
 
@@ -95,7 +95,8 @@ class Fitted:
             described = form(server.spec, self._parts)
         except ClientError as error:
             if self._form is None and type(error) is ClientError:
-                return  # the server sends no description (for example vla.cpp), so there is nothing to compare
+                # The server sends no description (for example vla.cpp), so there is nothing to compare.
+                return
             raise
         where = getattr(server, "address", "the server")
         if getattr(server, "exchanged", False):

@@ -36,7 +36,7 @@ class History:
     """
 
     def __init__(self, moments: int = 1, stride: int = 1, padding: str = "repeat"):
-        # Check the numbers, because they come from a server.
+        # Check `moments` and `stride`, because they come from a server.
         if problem := history_problem(moments, stride):
             raise ClientError(f"policy.{problem}")
         if padding not in ("repeat", "mask"):

@@ -18,9 +18,9 @@ from sinew_client.untrusted import named
 
 MOST_SHOWN = 8  # an error message lists at most this many names
 LONGEST_SHOWN = 200  # longest name in an error message, characters
-# This pattern matches the folders of a path that begins at the root, a drive or the home folder. The path may be inside
-# a longer text, after a quote, a bracket, a comma, an equals sign or a blank. So the pattern does not match texts such
-# as `tcp://host` and `sinew/Blocks-v0`.
+# This pattern matches the folders of a path that begins at the root, at a drive or at the home folder. The path may be
+# inside a longer text, after a quote, a bracket, a comma, an equals sign or a blank. The pattern does not match texts
+# such as `tcp://host` and `sinew/Blocks-v0`.
 _FOLDERS = re.compile(
     r"""(?<![^\s'"=,(\[])((?:ipc://|file:(?://)?)?)(?:~[\\/]|(?:[A-Za-z]:)?[\\/](?=[^\s\\/]))(?:[^'"=,\\/\n]+[\\/])*"""
 )

@@ -293,7 +293,8 @@ class ContinuationRequest:
 
 CONTINUATION = tuple(each.name for each in fields(ContinuationRequest))
 WORDS = ("subtask", "question", "text_only", "text_tokens")  # fields that request text from the language head
-CONDITIONS = ("advantage", "guidance_scale")  # fields that condition the chunk
+# Fields that the policy uses as extra conditions when it computes the chunk.
+CONDITIONS = ("advantage", "guidance_scale")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 from sinew_client.untrusted import shown
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-# For each socket type, the socket types that may connect to it.
+# Key: a socket type. Value: the socket types that may connect to it.
 PEERS = {
     b"ROUTER": (b"REQ", b"DEALER", b"ROUTER"),
     b"REQ": (b"ROUTER", b"REP"),
@@ -79,14 +79,15 @@ class Framing:
         self.replies: list[bytes] = [GREETING]
         self._greeted = False
         self._input = memoryview(bytearray(INPUT))
-        self._start = self._end = 0  # the bytes of the input buffer that are not parsed yet
+        self._start = self._end = 0  # start and end of the bytes in the input buffer that are not parsed yet
         self._flags = 0
         # This is the number of missing bytes of the present frame. Until they arrive, ``next`` returns None.
         self.left = 0
         self._body: memoryview | None = None  # body of the current frame; None if its bytes are not stored
         self._filled = 0
         self._frames: list[Frame] = []
-        # Of the present message: stored bytes, number of frames, and bytes of all frames.
+        # About the present message: the number of stored bytes, the number of frames, and the number of bytes of all
+        # frames.
         self._kept = self._count = self._size = 0
 
     @property
@@ -242,7 +243,7 @@ class Framing:
                 expected = b" or ".join(PEERS[self.kind][:2]).decode()
                 raise ZmtpError(f"expected a socket of type {expected}, got {kind[:20]!r}")
             self.ready = True
-        elif name == b"ERROR":  # the body is the length of a text in one byte, and the text
+        elif name == b"ERROR":  # the body of this command is a text, after one byte that contains its length
             raise ZmtpError(
                 f"the peer rejects the connection: {shown(body[1:].decode('ascii', 'replace'), 300)}"
             )

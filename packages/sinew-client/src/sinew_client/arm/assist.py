@@ -25,7 +25,8 @@ from sinew_client.faults import Faults
 
 logger = logging.getLogger(__name__)
 
-# If a frame is older than the previous frame by more than this, the clock was set back and stored times are invalid.
+# If the time of a frame is earlier than the time of the previous frame by more than this, the clock was set back, and
+# the stored times are invalid.
 SET_BACK_S = 10.0
 
 
@@ -135,7 +136,7 @@ class Assist:
         self._last: _Followed | None = None  # the chunk, near or far, that `answer` returned last
         self._now = float("-inf")  # time of the last observation, seconds
         self._draws = 0
-        self._dim = 0  # width of the near policy's actions
+        self._dim = 0  # number of values in each action of the near policy
         self._lock = threading.Lock()
         self.asked: Counter = Counter()  # number of requests to the far policy, by reason
         self.failed: Counter = Counter()  # number of requests without an answer, by reason

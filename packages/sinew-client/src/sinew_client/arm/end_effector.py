@@ -35,10 +35,11 @@ from sinew_client.untrusted import named, shown
 LARGEST = sys.float_info.max  # a larger Python integer cannot be converted to a float
 # A joint has this velocity limit in rad/s (or m/s), if neither the robot's file nor the options state one.
 USUAL_VELOCITY = math.pi
-SOFT = 0.01  # weight of the rotation error for rotation "near", where the position has priority
-INVOLVED = 0.3  # a joint with at least this share of a singular motion is named in the message
+SOFT = 0.01  # weight of the rotation error when the rotation is only "near": the position then has priority
+INVOLVED = 0.3  # an error message names each joint that has at least this share of the singular motion
 SLACK = 1e-5  # tolerance of the velocity check, radians or metres per control step
-# Each form has the count of its numbers, a function that converts the numbers to a matrix, and the inverse function.
+# Key: a form of the end effector's pose. Value: the count of its numbers, a function that converts these numbers to a
+# matrix, and the inverse function.
 _FORMS: dict[str, tuple[int, Any, Any]] = {
     "xyz": (3, None, None),
     "rpy": (3, from_rpy, to_rpy),
@@ -49,7 +50,7 @@ _FORMS: dict[str, tuple[int, Any, Any]] = {
     "gripper": (1, None, None),
     "joints": (0, None, None),  # the number of joints depends on the robot
 }
-# Bundles use these names for the numbers of each form.
+# Key: a form of the pose. Value: the names that bundles use for its numbers.
 _NAMED = {
     "xyz": ("x", "y", "z"),
     "rpy": ("roll", "pitch", "yaw"),
@@ -371,7 +372,7 @@ class KnownArm:
                 """ --robot-options '{"use_degrees": true}'"""
             )
         self._radians = np.where(chain.slides, 1.0, math.pi / 180 if unit == "deg" else 1.0)
-        self._seen: np.ndarray | None = None  # the last observed state, with all its numbers
+        self._seen: np.ndarray | None = None  # last observed state: all its numbers
 
     def observe(self) -> dict[str, Any]:
         observation = dict(self._robot.observe())
@@ -472,10 +473,10 @@ class EndEffector(KnownArm):
                 f"rotation: exact needs at least 6 joints, and {chain.base} to {chain.tip} has {size}; use near, which"
                 " reaches the position and approaches the rotation"
             )
-        # These are the observed joints. A command sets them to None until the robot is observed again.
+        # The observed positions of the joints. Each command sets them to None, until the robot is observed again.
         self._now: np.ndarray | None = None
         self._sent: np.ndarray | None = None  # joints of the last command; None after a hold
-        # This is the tip's rotation at the first command, for rotation "keep".
+        # For rotation "keep": the rotation of the tip at the first command.
         self._kept: np.ndarray | None = None
 
     @property

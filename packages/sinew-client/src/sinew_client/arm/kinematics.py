@@ -299,7 +299,7 @@ def read_chain(path: Path, tip: str = "", base: str = "") -> Chain:
 
 def _urdf(root: Any, tip: str, base: str) -> tuple[list[_Joint], str, str]:
     """Return the joints between two links of a URDF file, from base to tip, and the names of both links."""
-    # For each link, `above` has the joint that carries the link, and the parent link of this joint.
+    # For each link: the joint that carries the link, and the parent link of this joint.
     above = {}
     for joint in root.findall("joint"):
         parent, child = (joint.find(end) for end in ("parent", "child"))

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from sinew_client.control.trajectory import Node, Trajectory
     from sinew_client.control.windows import StreamController
 
-# For each public name, the module of this package that defines it.
+# Key: a public name. Value: the module of this package that defines it.
 _HOMES = {
     "AS_IS": "defaults",
     "Absolute": "motion",

@@ -10,7 +10,7 @@ import numpy as np
 from sinew_client.control.authority import POLICY
 from sinew_client.control.controller import Command
 
-KEPT = 5  # the report lists at most this many changes for each number of a command
+KEPT = 5  # for each number of a command, the report lists at most this many abrupt changes
 
 
 class AbruptMoves:
@@ -29,7 +29,7 @@ class AbruptMoves:
         self.names = tuple(names) or tuple(map(str, range(dim)))
         self._last: Command | None = None  # the last command that was not a hold
         self._pace = np.zeros(dim)
-        self._before = ""  # the reason of the hold before this command; "" if there was no hold
+        self._before = ""  # the reason why the robot held just before this command; "" if it did not hold
         self._squares, self._count = np.zeros(dim), 0
         self._largest: list[list[tuple[float, int, float, str, tuple[str, ...]]]] = [[] for _ in range(dim)]
 

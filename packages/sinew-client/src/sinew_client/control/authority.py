@@ -10,7 +10,7 @@ import numpy as np
 from sinew_client.errors import ClientError
 
 POLICY, ALIGNING, HUMAN = "policy", "aligning", "human"
-RETURNING = "returning"  # after the run, while the robot returns to its rest pose
+RETURNING = "returning"  # state after the run: the robot returns to its rest pose
 ALIGNS = "taking over: the leader moves to the robot's position"
 SILENT = "the leader sends no command"
 

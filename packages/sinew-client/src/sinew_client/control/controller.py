@@ -103,23 +103,25 @@ class BaseController:
         self.trajectory, self.motion, self.delay, self.guard = trajectory, motion, delay, guard
         self.dim, self.max_rows = dim, max_rows
         self.paused = False
-        self.held: Counter = Counter()  # number of control steps with a hold, by reason
+        self.held: Counter = Counter()  # number of control steps in which the robot held, by reason
         self.clipped: Counter = Counter()  # number of commands that a limit changed, by "joint.limit"
         self.clipped_commands = 0
-        self.ages: Counter = Counter()  # number of executed actions, by their age in control steps
+        self.ages: Counter = Counter()  # number of executed actions, by their age (in control steps)
         self.faults = Faults()  # the answers that failed or could not be executed
         self.unanswered = 0  # number of requests that failed since the last answer
         self.listeners: list[Callable[[str, dict], None]] = []
         self._fault = ""  # the reason why the robot holds until the next answer
         self._chunk = -1
-        self._step: int | None = None  # step of the last command
+        self._step: int | None = None  # control step of the last command
         self.driver = POLICY
-        self.shadow = False  # True if the policy only plans, and its plan is compared with another driver
+        # True in shadow mode: the policy does not move the robot, and its plan is compared with the commands of another
+        # driver.
+        self.shadow = False
         self.handed = AuthorityChange()
         # The leader's newest command: control step, command [D] or None, and the reason if there is no command.
         self._led: tuple[int, np.ndarray | None, str] = (-1, None, SILENT)
-        # The control step and the numbers of the last command that followed the leader. After an alignment, the numbers
-        # are the robot's position.
+        # The last command that followed the leader (the human's arm): its control step and its numbers. After an
+        # alignment, the numbers are the robot's position.
         self.followed: tuple[int, np.ndarray] | None = None
         self._before = self.followed
         # A pose, and the sum of the commands that were sent while the state stayed at this pose. If the robot did not
@@ -322,7 +324,7 @@ class BaseController:
     def aligned(self, step: int) -> None:
         """Record that the leader is aligned. The robot follows the leader from this control step on."""
         self._tell("aligned", {"step": step})
-        # With `followed` set, the human drove before this realignment too, so the driver has not changed.
+        # If `followed` is set, the human also drove before this realignment, so the driver has not changed.
         if self.followed is None:
             self.handed.changed(HUMAN)
         self.driver, self.followed = HUMAN, None

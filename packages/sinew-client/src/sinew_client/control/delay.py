@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-WINDOW = 10  # number of recent requests in the estimate, as in Black et al. 2025 (arXiv 2506.07339)
+# The delay is estimated from this many recent requests, as in Black et al. 2025 (arXiv 2506.07339).
+WINDOW = 10
 
 
 class DelayEstimate:

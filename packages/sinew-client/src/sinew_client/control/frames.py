@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 QUALITY = 90  # JPEG quality of the encoding "auto", 1 to 95
 SLOW_MS = 50.0  # the network is slow if a request needs longer than this in addition to the server's own time
-LOOKS = 5  # number of answers that are measured before "auto" chooses an encoding
+LOOKS = 5  # "auto" measures this many answers before it chooses an encoding
 GAIN = 0.8  # "auto" stays with JPEG if it takes less than this fraction of the time of raw frames
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 MAX_STOP = 2000  # longest stop in control steps; a step is unsafe if the robot needs longer to stop after it
-_PARTS = 12  # number of candidates in each pass of the search for the largest safe step
+_PARTS = 12  # number of candidate steps in each pass of the search for the largest safe step
 _LOOKS = 3
 
 

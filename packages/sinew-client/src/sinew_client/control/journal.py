@@ -28,7 +28,7 @@ from sinew_client.untrusted import TornLineError, UntrustedError, open_regular, 
 logger = logging.getLogger(__name__)
 
 SCHEMA = "sinew.control/1"
-TORN = "torn"  # the event that stands for an incomplete last line
+TORN = "torn"  # name of the event that represents an incomplete last line
 MAX_LINE = 1 << 24  # bytes of a line, enough for a chunk of 8,192 actions with 80 numbers each
 MAX_STEP = 1 << 53
 # On another machine, a repeated command may differ by this fraction of the command's largest number. The sums have up

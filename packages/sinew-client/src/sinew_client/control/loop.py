@@ -110,7 +110,8 @@ class Loop:
         self.robot, self.settings, self.prompt = robot, settings, prompt
         self.controller: BaseController = settings.controller(dim)
         self.source: Source = (
-            source if hasattr(source, "poll") else Requester(source, settings.deadline)  # type: ignore[assignment, arg-type]
+            # Type: ignore[assignment, arg-type].
+            source if hasattr(source, "poll") else Requester(source, settings.deadline)
         )
         self.pace = pace or Pace(settings.period / settings.substeps)
         self.observer = Observer(robot, settings, self.controller.motion, dim, self.pace)
@@ -140,7 +141,8 @@ class Loop:
         if not self.controller.paused:
             self.source.cancel()
             self.controller.pause()
-            self.last_row = None  # a person may move the robot during the pause
+            # Forget the last command, because a person may move the robot during the pause.
+            self.last_row = None
 
     @between_ticks
     def resume(self) -> None:
@@ -359,7 +361,7 @@ class Loop:
 
     def _decide(self, step: int) -> None:
         """Let the controller decide the command of a control step, and pass the command to the listeners."""
-        # If commands depend on the state, pass the state only if it was observed in this control step.
+        # If commands depend on the state, pass the state only if it was observed in the present control step.
         of_step = not self.controller.needs_state or self.observer.step == step
         command = self.controller.command(step, self.observer.state if of_step else None)
         if self.last_row is None and command.row is not None:

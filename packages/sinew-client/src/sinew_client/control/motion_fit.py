@@ -131,7 +131,8 @@ def fit_offsets(
     pairs = [
         (column, number)
         for column, number in sorted(_leading(explained))
-        # Two numbers of the state may move together, so this column must also explain the number best.
+        # Two numbers of the state may move together, so also require that this column explains the number better than
+        # any other column does.
         if explained[:, number].argmax() == column and scales[column, number] > 0
     ]
     if not pairs:

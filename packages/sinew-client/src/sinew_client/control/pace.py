@@ -9,7 +9,7 @@ from typing import Callable
 
 logger = logging.getLogger(__name__)
 
-KEPT = 100_000  # number of ticks whose lateness is stored
+KEPT = 100_000  # the lateness is stored for at most this many ticks (starts of a control step)
 
 
 class Pace:
@@ -60,7 +60,7 @@ class Pace:
         while wait > 0:
             self.sleep(min(wait, self.period))
             wait = self._wait()
-        # Subtract from 0.0 instead of writing -wait, because -wait would be -0.0 for a tick in time.
+        # Subtract from 0.0 instead of writing -wait, because -wait would be -0.0 for a tick that is exactly on time.
         behind = 0.0 - wait
         if behind >= self.period:
             missed = int(behind / self.period)

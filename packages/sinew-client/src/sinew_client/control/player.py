@@ -89,7 +89,8 @@ class Player:
         self._known: list[PlacedChunk] = []  # chunks with remaining actions, newest last
         self.size = 0  # number of actions in the newest chunk
         self._disagreement: float | None = None
-        self._fresh = True  # True while the robot stands still; `_stopped` is the step in which it stopped
+        # True while the robot stands still. `_stopped` is the control step in which it stopped.
+        self._fresh = True
         self._stopped = 0
         self._again = False  # True if the last request was not answered, so that the next one is due at once
 

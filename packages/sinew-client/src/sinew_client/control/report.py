@@ -14,8 +14,8 @@ from sinew_client.control.controller import BaseController, Controller
 from sinew_client.control.pace import Pace
 from sinew_client.control.watchdog import Watchdog
 
-KEPT = 100_000  # largest number of ages that are stored for each source
-LISTED = 8  # with more limits than this, a report groups the joints by the kind of limit
+KEPT = 100_000  # the report stores at most this many ages for each source (a camera, or the state)
+LISTED = 8  # if more limits than this changed a command, a report groups the joints by the kind of limit
 MAX_SOURCES = 64  # largest number of sources (cameras and the state) whose ages are stored
 
 

@@ -27,7 +27,7 @@ PERIOD_S = 1.0  # seconds between two reports
 TIMEOUT_S = 1.0  # time limit of a report, seconds
 # The last report has this time limit in seconds. The limit is short, because the end of a run waits for this report.
 LAST_S = 0.3
-RECENT = 10  # rates and ages in a report are computed over this many reports
+RECENT = 10  # rates and ages in a report are computed from this many last reports
 
 
 class Reporter:

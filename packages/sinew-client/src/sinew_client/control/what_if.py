@@ -21,7 +21,7 @@ from sinew_client.control.journal import JournalError, apply_event, read_events
 from sinew_client.control.safety import Verdict
 from sinew_client.control.settings import Settings
 
-MAX_RULES = 6  # replan intervals that are tried for each method of chunk merging
+MAX_RULES = 6  # for each method of chunk merging, at most this many replan intervals are tried
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def read_run(path: Path) -> RunLog:
     request: tuple[int, int] | None = None  # step and age of the frame of the request in progress
     waits: list[
         tuple[int | None, int, int]
-    ] = []  # latency if there was an answer, time in progress, age of the frame
+    ] = []  # per request: latency (None without an answer), time in progress, age of the frame
     for number, event in read_events(path):
         try:
             kind = event["event"]

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 LONGEST_REASON = 400  # longest logged reason of a failure, characters
 WINDOWS = 256  # the controller stores the times of this many newest windows
-PREFIXES = 10_000  # number of action prefixes whose ages are stored for the report
+PREFIXES = 10_000  # the report contains the ages of at most this many action prefixes
 # The estimated delay is at most this many waypoints. After a stall, a larger estimate would make the next windows begin
 # too far in the future.
 MAX_DELAY = 1000
@@ -86,9 +86,10 @@ class StreamController(BaseController):
         self.prefix_ages: list[float] = []
         # The newest windows are stored by their number, which counts the windows in the order of arrival.
         self._about: OrderedDict = OrderedDict()
-        self._asked = -1  # control step of the newest sample
-        self._time = -math.inf  # time of the newest sample, seconds since the first tick
-        self._world = -math.inf  # windows from frames up to this time belong to an earlier episode
+        self._asked = -1  # control step of the newest sample that was sent
+        self._time = -math.inf  # time of the newest sample that was sent, seconds since the first tick
+        # Windows that were computed from frames up to this time belong to an earlier episode.
+        self._world = -math.inf
         self._blind = (-1, "")  # the last control step without a usable observation, and the reason
         self._failing = ""  # the last error; "" after a window from a new frame
 

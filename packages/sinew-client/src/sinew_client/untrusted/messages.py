@@ -18,7 +18,7 @@ MAX_TEXT = 1 << 18  # longest text, bytes
 # All texts of a message together have at most this many bytes. Python may need four bytes of memory for each of them.
 MAX_TEXTS = 1 << 22
 
-# For each first byte, the format of the number (module struct) and its size in bytes.
+# Key: the first byte of a value. Value: the number's format (for the module struct) and its size in bytes.
 _NUMBERS = {
     0xCA: (">f", 4),
     0xCB: (">d", 8),
@@ -32,7 +32,7 @@ _NUMBERS = {
     0xD3: (">q", 8),
 }
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-# For each first byte, the size in bytes of the length that follows it.
+# Key: the first byte of a binary value. Value: the size in bytes of the length that follows this byte.
 _BINARY = {0xC4: 1, 0xC5: 2, 0xC6: 4}
 _TEXT = {0xD9: 1, 0xDA: 2, 0xDB: 4}
 _ARRAY = {0xDC: 2, 0xDD: 4}

@@ -64,7 +64,7 @@ def parse_json(
     """
     text = data if isinstance(data, str) else decode(data)
     marks = text.count(",") + text.count(":") + text.count("[") + text.count("{")
-    # If there are many marks, count them again outside texts.
+    # If there are many marks (characters that may separate values), count again, but only marks outside texts.
     if marks >= max_values:
         plain = _STRING.sub("", text)
         if sum(map(plain.count, ",:[{")) >= max_values:

@@ -14,7 +14,7 @@ from sinew_client.control.listeners.listener import LoopListener
 from sinew_client.control.motion import Motion, state_of
 from sinew_client.control.player import ChunkRequest
 
-KEPT = 100_000  # largest number of control steps that are compared
+KEPT = 100_000  # the comparison covers at most this many control steps
 
 
 class ShadowListener:

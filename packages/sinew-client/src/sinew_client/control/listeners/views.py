@@ -43,7 +43,7 @@ class ViewRule:
             )
         self.camera, self.kind, self.limit = camera, kind, limit
         self.requests = self.repeated = 0
-        self._since = 0  # requests since the used frame
+        self._since = 0  # number of requests since the last frame that was used
         self._used: np.ndarray | None = None
 
     def reset(self) -> None:
