@@ -1,8 +1,8 @@
-"""Read arrays that arrive as lists. Every element is checked before memory is allocated.
+"""Convert arrays that a request contains as nested lists. Every element is checked before memory is allocated.
 
-``numpy.asarray`` makes all elements as wide as the widest. Five thousand numbers and a text of forty thousand
-characters would need 760 MiB. This module rejects text, truth values and other non-numbers while it walks through the
-lists, so an array needs eight bytes for each number.
+``numpy.asarray`` makes all elements as wide as the widest. A list of five thousand numbers and one text of forty
+thousand characters would then need 760 MiB. This module rejects text, truth values and other non-numbers while it walks
+through the lists, so an array needs eight bytes for each number.
 """
 
 from __future__ import annotations
@@ -60,8 +60,11 @@ def _read(key: str, value: Any, most: int | None) -> np.ndarray:
 
 
 def _of_lists(key: str, value: Any, most: int | None) -> np.ndarray:
-    """Return nested lists as an array. The levels are processed in a loop without recursion, so deep nesting needs no
-    stack, and lists that contain themselves end at ``MAX_NDIM``."""
+    """Convert nested lists to an array.
+
+    A loop processes one level of nesting after the other, without recursion, so deep nesting cannot overflow the stack.
+    It stops at ``MAX_NDIM`` levels, also for a list that contains itself.
+    """
     shape: list[int] = []
     level: list[Any] = [value]
     while level and isinstance(level[0], (list, tuple)):
@@ -106,7 +109,7 @@ def _joined(key: str, level: list[Any], shape: list[int]) -> np.ndarray:
     for part in parts:
         if part.dtype.kind not in KINDS:
             raise ObservationError(key, "numbers", f"dtype {part.dtype} inside a list")
-    # Shape () means that the parts are single numbers of numpy or of a tensor.
+    # The shape () means that each part is a single number (of numpy, or a tensor without axes).
     if not parts[0].shape:
         plain = [each if _is_plain(each) else each.item() for each in level]
         whole = all(type(each) is int for each in plain)

@@ -1,8 +1,8 @@
-"""Join several prepared observations into one batch.
+"""Join several prepared observations into one batch, which the model computes together.
 
 A model computes every row of a batch independently. Requests of different robots, instructions, states and noise may
-therefore share a batch. Properties that determine the program or the shapes must be equal. They are the
-:class:`BatchKey`.
+therefore share a batch. Properties that determine which operations run, or the shapes of the arrays, must be equal.
+:class:`BatchKey` contains these properties.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ class BatchKey(NamedTuple):
 
     Attributes:
         steps: Steps of the solver.
-        views: [V, channels, H, W]. A missing frame makes another batch.
-        prompt: Bucket of the prompt's length.
-        guidance: (kind, beta) of real-time chunking; None without, so that other requests do not pay for its
-            gradients.
-        adapter: The adapter that changes the weights.
-        scaled: True with two prompts (classifier-free guidance) of any scale, so that other requests do not pay for a
-            second prompt.
+        views: Shape of the camera views, [V, channels, H, W]. An observation with a missing frame has fewer views, so
+            it goes into another batch.
+        prompt: Length of the prompt in units of :data:`BUCKET` tokens, rounded up.
+        guidance: (kind, beta) of real-time chunking; None without it. Other requests go into other batches, because
+            they need no gradients.
+        adapter: Name of the adapter that changes the weights.
+        scaled: True for requests with two prompts (classifier-free guidance, with any scale). Other requests go into
+            other batches, because they need only one prompt.
     """
 
     steps: int
@@ -59,7 +60,7 @@ def stack(members: Sequence[ModelInputs], prompt: PromptRecipe) -> ModelInputs:
     """Join observations into a batch with a leading axis. Shorter prompts are padded with masked tokens.
 
     Args:
-        members: The observations. A single one may have frames instead of prepared views.
+        members: The observations. If there is only one, it may contain unresized frames instead of prepared views.
         prompt: The prompt recipe, for the padding.
 
     Raises:

@@ -1,4 +1,5 @@
-"""Conditions of a chunk besides its instruction: an advantage in the prompt, and its guidance scale."""
+"""Two inputs of a request besides its instruction: an advantage, which is a text in the prompt that states how good
+the actions should be, and the scale of its guidance."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ MAX_SHOWN = 8  # a message lists at most this many advantages
 
 
 def advantage_of(observation: Observation, recipe: PromptRecipe) -> str:
-    """Return the advantage whose text goes into the prompt; "" if there is none. Raises :class:`ObservationError` for
-    an advantage that the prompt does not have."""
+    """Return the name of the advantage whose text is added to the prompt; "" if there is none.
+
+    Raises:
+        ObservationError: The policy's prompt has no such advantage.
+    """
     names, requested = recipe.advantages, observation.advantage
     if requested is None:
         return recipe.usual_advantage
@@ -38,8 +42,9 @@ def advantage_of(observation: Observation, recipe: PromptRecipe) -> str:
 
 
 def scale_of(observation: Observation, recipe: PromptRecipe, advantage: str) -> float:
-    """Return the scale of classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598), as a multiple of the
-    difference.
+    """Return the scale of classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598).
+
+    The scale multiplies the difference between the results with and without the advantage in the prompt.
 
     Args:
         observation: The observation.
@@ -47,7 +52,7 @@ def scale_of(observation: Observation, recipe: PromptRecipe, advantage: str) -> 
         advantage: The advantage in the prompt; "" if there is none.
 
     Returns:
-        The scale. 1 means the prompt with the advantage alone.
+        The scale. With scale 1, the result is that of the prompt with the advantage.
 
     Raises:
         ObservationError: The scale is invalid, or the request has no advantage.

@@ -1,4 +1,5 @@
-"""Prepare the continuation of a running chunk: its actions in model units, and the weight of each action."""
+"""Prepare a new chunk that continues a running chunk: convert the running chunk's actions to model units, and
+compute the weight of each action."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ class Continuation:
         kind: "guided", "no-jacobian", "ramp" or "trained".
         target: Actions of the running chunk, float32 [rows, A].
         weights: float32 [rows, A]. For "guided" and "no-jacobian": how strongly each number is pulled to the target.
-            For "ramp" and "trained": the share of its own velocity that each number gets.
+            For "ramp" and "trained": the factor by which the velocity that the model computes for each number is
+            multiplied.
         overlap: Number of rows that "ramp" and "trained" start from the target.
-        beta: Limit of the guidance weight.
+        beta: Largest value of the guidance weight.
     """
 
     kind: str
@@ -37,7 +39,7 @@ class Continuation:
 
 
 def check_continuation(request: ContinuationRequest, spec: PolicySpec) -> None:
-    """Raise :class:`ObservationError` for fields of real-time chunking that do not fit the policy."""
+    """Raise :class:`ObservationError` if a field of real-time chunking in the request does not fit the policy."""
     fields = {name: getattr(request, name) for name in CONTINUATION if name != "previous"}
     if request.previous is None:
         for name, value in fields.items():
@@ -74,7 +76,10 @@ def check_continuation(request: ContinuationRequest, spec: PolicySpec) -> None:
 
 
 def kind_of(request: ContinuationRequest, spec: PolicySpec) -> str:
-    """Return how ``previous`` is continued: as the request states, or as the policy was trained by default."""
+    """Return the method by which the new chunk continues the actions in ``previous``.
+
+    The method is that of the request, else the one that the policy was trained for, else "guided".
+    """
     return request.rtc or ("trained" if spec.committed_rows else "guided")
 
 
@@ -102,14 +107,14 @@ def continuation(
     width: int,
     first_row: int = 0,
 ) -> Continuation | None:
-    """Return the continuation that a checked request describes; None without guidance.
+    """Return the continuation that a checked request describes; None if the new chunk need not continue any actions.
 
     Args:
         request: The actions to continue.
         spec: The policy's specification.
         normalizer: Normaliser of the actions.
-        steps: Steps after the normaliser. This function inverts them.
-        state: The state after its own steps.
+        steps: Steps that convert actions after the normaliser. This function applies their inverse.
+        state: The robot's state, after the steps that convert it.
         width: Width of the model's action rows.
         first_row: Row of the solution where its chunk begins. Rows before it are not continued.
     """
@@ -142,18 +147,21 @@ def continuation(
     weights = np.full((first_row + rows, width), free, np.float32)
     weights[first_row:, : normalizer.width] = per_row[:, None]
     if kind == "trained":
-        # The head was trained to continue whole rows, so the columns that pad them are fixed too.
+        # The head was trained to continue whole rows, so the padding columns are fixed too.
         weights[first_row : first_row + end] = 0.0
     return Continuation(kind, target, weights, first_row + max(0, end), beta)
 
 
 def _turned_back(actions: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray) -> np.ndarray:
-    """Convert actions from robot units back to the statistics' units. Raises :class:`ObservationError` for a step that
-    cannot be inverted."""
+    """Convert actions from robot units back to the statistics' units.
+
+    Raises:
+        ObservationError: A step has no inverse.
+    """
     for step in reversed(steps):
         if why := step.no_inverse:
             raise ObservationError(
                 "previous", "actions that can be turned back into the model's", f"a step {step.kind}: {why}"
             )
-    # Relative actions become relative to the state of the new observation.
+    # Actions that are relative to a state become relative to the state of the new observation.
     return turn_back(actions, steps, state)

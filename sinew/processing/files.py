@@ -1,4 +1,5 @@
-"""Read an observation from files and texts: frames from pictures, and numbers from a list."""
+"""Read the parts of an observation that a user passes on the command line: frames from image files, and vectors from
+a text with numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from sinew.core import ObservationError, PolicySpec
 
 
 def read_images(arguments: Sequence[str], spec: PolicySpec) -> dict[str, np.ndarray]:
-    """Read pictures. Return camera -> frame, uint8 [height, width, 3].
+    """Read image files. Return a dict: name of the camera -> frame, uint8 [height, width, 3].
 
     Args:
         arguments: ``CAMERA=FILE``, each camera once. For a policy with one camera, a file name alone is enough.
@@ -38,7 +39,8 @@ def read_images(arguments: Sequence[str], spec: PolicySpec) -> dict[str, np.ndar
 def read_image(path: Path, field: str) -> np.ndarray:
     """Read a picture as uint8 RGB [height, width, 3], turned upright by its EXIF data.
 
-    Raises :class:`ObservationError` for a file that is not an image.
+    Raises:
+        ObservationError: The file is not an image.
     """
     from PIL import Image, ImageOps
 

@@ -51,7 +51,8 @@ def observation(value: Observation | Mapping[str, Any], spec: PolicySpec) -> Obs
 
 
 def _plain(value: Observation) -> bool:
-    """Return True if an observation contains only arrays, as the protocols create it."""
+    """Return True if an observation contains only arrays and needs no conversion, like those that the server's
+    protocols create."""
     vectors = [vector for name in VECTORS if (vector := getattr(value, name)) is not None]
     return (
         not value.earlier
@@ -74,7 +75,7 @@ def _converted(value: Observation, names: Mapping[str, str]) -> Observation:
 
 
 def _moment(value: Any, prefix: str, names: Mapping[str, str]) -> Moment:
-    """Convert an observation step, or a mapping of its fields, to arrays. Raises :class:`ObservationError`.
+    """Convert the values of an observation step, or of a mapping of its fields, to arrays.
 
     Args:
         value: The observation step.
@@ -144,7 +145,11 @@ def _state(key: str, value: Any) -> np.ndarray:
 
 
 def _lerobot(row: Mapping[str, Any], spec: PolicySpec) -> tuple[dict[str, Any], dict[str, str]]:
-    """Convert a row with LeRobot's flat keys. Return the fields of an observation, and field -> the user's key."""
+    """Convert a row with LeRobot's flat keys.
+
+    Returns:
+        The fields of an observation, and a dict from each field to the user's own key.
+    """
     slots = {f"{LEROBOT}images.{camera.name}": camera.name for camera in spec.cameras}
     slots |= {LEROBOT + camera.name: camera.name for camera in spec.cameras if camera.name != "state"}
     options = {f.name for f in fields(Observation)} - {"images", "state", "prompt"}
@@ -174,7 +179,7 @@ def _lerobot(row: Mapping[str, Any], spec: PolicySpec) -> tuple[dict[str, Any], 
 
 
 def _text(key: str, value: Any) -> str:
-    """Return the instruction. A list with one instruction, as in a batch, is accepted too."""
+    """Return the instruction as text. ``value`` may also be a list with one instruction, as in a batch."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     if not isinstance(value, str):

@@ -46,8 +46,8 @@ def check_frame(frame: object, name: str, recipe: ImageRecipe) -> None:
 
 
 def apply_image_steps(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
-    """Apply all steps in order. Input: uint8 or float32 [h, w, 3]. Output: uint8 or float32 [recipe.height,
-    recipe.width, 3]."""
+    """Apply all steps of the image recipe in order. Input: uint8 or float32 [h, w, 3]. Output: uint8 or float32
+    [recipe.height, recipe.width, 3]."""
     fits = frame.shape[:2] == (recipe.height, recipe.width)
     for step in recipe.steps:
         if frame.dtype != np.uint8 or step.takes == "floats":
@@ -65,7 +65,8 @@ def prepare_frame(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
 
 
 def larger(frame: np.ndarray, recipe: ImageRecipe, trained: tuple[int, int]) -> str:
-    """Return advice for frames with ``LARGER`` times the pixels that the policy uses; "" for smaller frames.
+    """Return the advice to send smaller frames if a frame has ``LARGER`` times the pixels that the policy uses; else
+    "".
 
     Args:
         frame: A frame.
@@ -91,7 +92,7 @@ def empty_frame(recipe: ImageRecipe) -> np.ndarray:
 
 
 def _pixels(frame: np.ndarray, recipe: ImageRecipe, fresh: bool) -> np.ndarray:
-    """Return the normalised planes of a frame. ``fresh`` is True if the frame may be overwritten."""
+    """Return the normalised colour channels of a frame. ``fresh`` is True if the frame's memory may be overwritten."""
     if frame.dtype == np.uint8:
         planes, fresh = to_planes(frame), True
     else:

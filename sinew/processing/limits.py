@@ -1,4 +1,7 @@
-"""Compute ranges of states and actions from the policy's statistics, to measure how far a value is outside of them."""
+"""Compute the ranges of states and actions in training from the policy's statistics.
+
+The ranges are used to measure how far a value is outside of the training data.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ FLOOR = 0.1  # smallest half width, relative to the centre or to 1, for joints t
 def ranges(normalizer: Normalizer | PartNormalizer | Angles | RotationPart) -> tuple[np.ndarray, np.ndarray]:
     """Return (centre, half width) of each dimension's range in training, float64 [D] or [steps, D].
 
-    A range has the minimum and the maximum, the quantiles, or three standard deviations to each side as its ends. The
-    half width is infinite if there are no statistics: no normalisation, angles, rotations.
+    A range goes from the minimum to the maximum, from the lower to the upper quantile, or three standard deviations to
+    each side of the mean. The half width is infinite for values without statistics: values that are not normalised,
+    angles and rotations.
     """
     if isinstance(normalizer, PartNormalizer):
         pairs = [ranges(part) for part in normalizer.parts]
@@ -54,8 +58,8 @@ def unit_sizes(
         spec: The policy's specification.
 
     Returns:
-        One number per action. None for an action that depends on several outputs. If each action of a chunk has its own
-        statistics, the number is that of the widest.
+        One number per action. None for an action that depends on several outputs. If the steps of a chunk have
+        different statistics, the number is the largest of all steps.
     """
     shape = (getattr(normalizer, "rows", 0) or 1, normalizer.width)
     with np.errstate(all="ignore"):  # a state of zeros may be an invalid pose, whose result is NaN

@@ -27,7 +27,7 @@ class Normalizer:
 
     def __init__(self, recipe: Normalization, dim: int, what: str):
         self.mode, self.clip, self.rows = recipe.mode, recipe.clip, recipe.rows
-        self.dim = self.width = dim  # width: how many numbers of the model's vector are used
+        self.dim = self.width = dim  # width: the number of values in the model's vector after normalisation
         self.snap, self.snap_at = list(recipe.snap), recipe.snap_at
         self.openpi, self.gr00t = (recipe.convention == name for name in ("openpi", "gr00t"))
         self.dtype: Any = np.float64 if self.openpi or self.gr00t else np.float32
@@ -113,7 +113,7 @@ class Angles:
         return np.concatenate([np.sin(x), np.cos(x)], axis=-1)
 
     def unnormalize(self, x: np.ndarray) -> np.ndarray:
-        """Return the angle of each pair of sine and cosine."""
+        """Return the angles, computed from the sines and cosines in ``x``."""
         return np.arctan2(x[..., : self.dim], x[..., self.dim :])
 
 

@@ -1,4 +1,5 @@
-"""Convert observations to model inputs, and model outputs to actions. No other module does this."""
+"""Convert observations to model inputs, and model outputs to actions. Every engine and every protocol uses this
+module for these conversions."""
 
 from __future__ import annotations
 
@@ -26,18 +27,20 @@ from sinew.steps.vector.base import apply_steps
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """One observation as a model reads it. :meth:`batched` and :func:`sinew.processing.stack` add a batch axis.
+    """One observation as a model reads it. Shapes are those of a single observation. :meth:`batched` and
+    :func:`sinew.processing.stack` add a batch axis.
 
     In a batch, pixels may have fewer rows than the other arrays, because several prompts may share the same views. Row
     i of the other arrays then uses views i modulo the number of rows of pixels.
 
     Attributes:
-        pixels: float32 [V, channels, H, W], the oldest observation step first.
-        camera_mask: bool [V].
-        tokens: int64 [L].
-        token_mask: bool [L].
-        state: float32 [padded_state_dim], in the same order.
-        frames: uint8 [h, w, 3] each, for engines that resize on the device. ``pixels`` then has no views.
+        pixels: The prepared views, float32 [V, channels, H, W], the oldest observation step first.
+        camera_mask: bool [V], True for views that exist.
+        tokens: Token ids of the prompt, int64 [L].
+        token_mask: bool [L], False for padding.
+        state: Normalised and padded states, float32 [padded_state_dim], the oldest observation step first.
+        frames: Camera frames before the resize, uint8 [h, w, 3] each, for engines that resize on the GPU. ``pixels``
+            then contains no views.
     """
 
     pixels: np.ndarray
@@ -66,8 +69,8 @@ class Words:
     """A request for text from the language head.
 
     Attributes:
-        most: Largest number of tokens of the text.
-        behind: Tokens between the text and the actions; None if no actions follow.
+        most: Largest number of tokens that the head may generate.
+        behind: Tokens that are inserted after the text and before the actions; None if no actions follow.
     """
 
     most: int
@@ -80,7 +83,7 @@ class Prepared:
 
     Attributes:
         inputs: The model inputs.
-        noise: Start of the solver.
+        noise: Noise from which the solver starts.
         seed: Seed of the noise; None if the client sent the noise.
         steps: Number of solver steps.
         state: float [D], in the frame and units of the training data, for actions that are relative to it.
@@ -89,7 +92,7 @@ class Prepared:
         time: The observation's own time.
         missing: Cameras without a frame.
         milliseconds: Duration of the preparation.
-        unsent: Number of observation steps that the client did not send.
+        unsent: Number of earlier observation steps that the policy reads and the client did not send.
         words: Text that the language head generates first; None for no text.
         adapter: Adapter that computes the observation; "" for the base.
         unconditional: int64 [L], the prompt without the advantage, for classifier-free guidance; None if one prompt is
@@ -114,12 +117,13 @@ class Prepared:
     scale: float
 
 
-SMALLEST_DRAW = np.float32(1e-30)  # lower bound of exponential noise, because policies divide by it
+# Smallest value of exponential noise, because policies divide by this noise.
+SMALLEST_DRAW = np.float32(1e-30)
 MOST_SHAPES = 64  # the cache has at most this many valid shapes, because clients choose the shapes
 
 
 class Allowed(TypedDict, total=False):
-    """The inputs that observations may omit; the same names as arguments of :class:`Processor`."""
+    """Which inputs an observation may omit. The keys are names of arguments of :class:`Processor`."""
 
     allow_missing_cameras: bool
     allow_empty_prompt: bool
@@ -142,7 +146,8 @@ class Processor:
     Args:
         manifest: The bundle's manifest.
         allow_missing_cameras: Accept observations without a frame for some cameras.
-        beside: Another processor with the same tokenizer. The tokenizer is large, so both processors share it.
+        beside: Another processor with the same tokenizer; None if there is none. The tokenizer needs much memory, so
+            both processors share it.
         adapter: Name of the adapter that computes the observations; "" for the base.
         allow_empty_prompt: Accept observations without an instruction if the bundle has none of its own.
     """
@@ -157,7 +162,7 @@ class Processor:
     ):
         self.adapter = adapter
         self.spec, self.recipe = manifest.spec, manifest.processing
-        # As many cameras may be missing as were masked in training. The caller can allow more.
+        # An observation may lack as many cameras as training replaced by masked images. The caller can allow more.
         usual = max(self.recipe.empty_cameras, self.recipe.optional_cameras)
         self.may_miss = len(self.spec.cameras) if allow_missing_cameras else usual
         if self.recipe.all_cameras:
@@ -187,10 +192,11 @@ class Processor:
         self._noise(observation)
 
     def prepare(self, observation: Observation, pixels: bool = True) -> Prepared:
-        """Check, tokenise, normalise and resize an observation, each once. ``pixels`` as in :meth:`inputs`.
+        """Check, tokenise, normalise and resize an observation, each once. ``pixels`` as in :meth:`inputs`. Any thread
+        may call this method.
 
-        Any thread may call this method. Raises :class:`ObservationError` for the first field that this policy cannot
-        accept.
+        Raises:
+            ObservationError: The policy cannot accept a field. The message is about the first such field.
         """
         start = time.perf_counter()
         state, normalized, tokens, scale = self._checked(observation)
@@ -198,7 +204,8 @@ class Processor:
         if scale != 1.0:
             prompt = observation.prompt or self.spec.default_prompt
             unconditional = self.prompter.encode(prompt, normalized[-1])
-            # With scale 0, the prompt without the advantage is enough, and it gives the same bits as a request with it.
+            # With scale 0, only the prompt without the advantage is needed. The result equals that of a request without
+            # an advantage, bit for bit.
             if scale == 0.0:
                 tokens, unconditional = unconditional, None
         noise, seed = self.noise(observation)
@@ -318,9 +325,10 @@ class Processor:
         return self.spec.history_padding == "mask"
 
     def noise(self, observation: Observation) -> tuple[np.ndarray, int | None]:
-        """Return the start of the solver, float32 [H, padded_action_dim], and its seed (None if the client sent noise).
+        """Return the noise from which the solver starts, float32 [H, padded_action_dim], and its seed (None if the
+        client sent the noise).
 
-        If the solver draws several noises, the shape is [D, H, padded_action_dim]. Seeded noise is drawn by numpy's
+        If the solver needs D noise arrays, the shape is [D, H, padded_action_dim]. Seeded noise is drawn by numpy's
         PCG64, so it is the same on every device and engine.
         """
         sent, kind = self._noise(observation), self.spec.solver.noise
@@ -389,7 +397,7 @@ class Processor:
             self._check_images(moment.images, f"earlier[{index}].")
 
     def _check_words(self, observation: Observation) -> None:
-        """Raise :class:`ObservationError` for requests of text that contradict each other."""
+        """Raise :class:`ObservationError` if the fields that request a text contradict each other."""
         for name in ("subtask", "text_only"):
             if not isinstance(value := getattr(observation, name), (bool, np.bool_)):
                 raise ObservationError(name, "true or false", type(value).__name__)
@@ -412,8 +420,8 @@ class Processor:
                     raise ObservationError(field, "no value if only text is requested", "one")
 
     def _check_unconditioned(self, observation: Observation, kind: str) -> None:
-        """Reject an advantage together with a text. The prompt of a text has no place for an advantage. A policy that
-        was trained with both reads the advantage after the text.
+        """Reject a request that contains an advantage and also requests a text. The prompt of a text has no place for
+        an advantage. A policy that was trained with both reads the advantage after the text.
 
         Args:
             observation: The observation.
@@ -435,7 +443,7 @@ class Processor:
             )
 
     def _words(self, observation: Observation) -> Words | None:
-        """Return the request for text of a checked observation; None if it requests no text."""
+        """Return the text request that a checked observation contains; None if it contains none."""
         recipe = self.recipe.prompt.text
         if not observation.asks or recipe is None:
             return None
@@ -480,7 +488,8 @@ class Processor:
         return self._padded(self.state_normalizer.normalize(state)[None])
 
     def _padded(self, normalized: np.ndarray) -> np.ndarray:
-        """Return the normalised states of the last steps, [steps, width], as one vector with each state padded."""
+        """Convert the normalised states of the last observation steps, [steps, width], to one vector. Each state is
+        padded first."""
         count = self.spec.states_read
         state, normalized = (
             np.zeros((count, self.recipe.padded_state_dim // count), np.float32),

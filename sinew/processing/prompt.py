@@ -14,11 +14,11 @@ from sinew.processing.arrays import numbers
 from sinew.steps.prompt.base import HeldTokens, PromptRecipe, PromptText
 from sinew.steps.tokenizer import decode, encode, open_tokenizer
 
-MAX_CHARACTERS = 1 << 16  # longer texts are rejected before the tokenizer runs, which would need much time
+MAX_CHARACTERS = 1 << 16  # longer texts are rejected, because the tokenizer would need much time for them
 REMEMBERED = 64  # the tokens of this many texts are cached
-# Kind of prompt -> field of the observation that contains the text.
+# Key: kind of prompt. Value: field of the observation that contains the text.
 FIELDS = {"prompt": "prompt", "subtask": "prompt", "question": "question"}
-# Kind of prompt -> expected and actual value for an error if its text is empty.
+# Key: kind of prompt. Value: (expected value, actual value) for the error message if its text is empty.
 ASKED = {
     "subtask": ("an instruction from which a subtask is generated", "it"),
     "question": ("a question, such as 'what is in the gripper?'", "one"),
@@ -31,12 +31,12 @@ class Prompter:
     Args:
         tokenizer_json: The content of tokenizer.json.
         recipe: The prompt recipe.
-        opened: An opened tokenizer of the same content; None to open it.
+        opened: The tokenizer object, if it has already been created from the same content; None to create it.
         may_be_empty: Accept an empty instruction and tokenise it like any other, for policies that were trained with
             it.
 
     Attributes:
-        behind: The tokens that follow a subtask.
+        behind: The tokens between a generated subtask and the actions.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Prompter:
         Args:
             prompt: The instruction or the question.
             state: The normalised state, [D].
-            kind: "prompt", "subtask" or "question".
+            kind: "prompt" for actions, "subtask" or "question" for a text that the language head generates.
             advantage: The advantage; "" for none.
         """
         written = PromptText(prompt, "", state, advantage)
@@ -147,7 +147,7 @@ class Prompter:
     def check_tokens(
         self, tokens: object, name: str = "tokens", required: Sequence[HeldTokens] | None = None
     ) -> np.ndarray:
-        """Check the tokens of a client that tokenises itself. Return them as int64 [L].
+        """Check the token ids that a client sends instead of a text. Return them as int64 [L].
 
         Args:
             tokens: The token ids.

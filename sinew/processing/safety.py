@@ -1,4 +1,4 @@
-"""Check the plausibility of actions and states with the policy's own statistics.
+"""Check whether actions and states are plausible, with the policy's own training statistics.
 
 A state far outside of all training data comes from a robot with other units, or from a broken sensor. Actions far
 outside come from a broken model or file. The limits are wide and reject only impossible values. Limits of joints,
@@ -19,15 +19,16 @@ from sinew.processing.arrays import KINDS, numbers
 from sinew.processing.limits import ranges
 from sinew.processing.processor import turned_actions, turned_state
 
-STATE_MARGIN = 20.0  # a state is rejected at this many half widths from the centre of the training data
-WARN_MARGIN = 3.0  # the reply has a warning at this many half widths
+# A state is rejected at this distance from the centre of its range in training, in half widths of the range.
+STATE_MARGIN = 20.0
+WARN_MARGIN = 3.0  # the reply has a warning about the state at this distance, in half widths of the range
 ACTION_MARGIN = 10.0
-MAX_NOISE = 100.0  # larger noise is rejected, in standard deviations
+MAX_NOISE = 100.0  # a request whose noise has a larger value is rejected; the unit is a standard deviation
 MODES = ("refuse", "clamp", "off")
 
 
 class UnsafeActionError(SinewError):
-    """The policy's actions are far outside of its training data. They were not sent."""
+    """The policy computed actions that are far outside of its training data. The actions were not sent to the robot."""
 
     code = "unsafe_action"
 
@@ -37,9 +38,10 @@ class Safety:
 
     Args:
         processor: The policy's processor.
-        mode: Treatment of actions beyond the limits.
-        action_margin: Half widths from the centre that are allowed for actions.
-        state_margin: Half widths from the centre that are allowed for states.
+        mode: What happens to actions outside of the limits: "refuse", "clamp" or "off".
+        action_margin: Limit for actions: the largest distance from the centre of the training range, in units of half
+            of the range's width.
+        state_margin: The same limit for states.
         max_age: Largest age of an observation with a ``time``, in seconds. An older observation is rejected before it
             is computed, and again before its actions are sent. The client's ``time.time()`` must agree with this
             machine's clock. None allows any age.
@@ -102,7 +104,8 @@ class Safety:
                 raise ObservationError(
                     name, f"a number like those of the training data ({low:g} to {high:g})", got
                 )
-            # The warning has no number, so that a client that shows each sentence only once shows it once.
+            # The warning does not contain the value of the state, so its text stays the same and clients show it only
+            # once.
             return (f"{name}: far outside of the training data, which have {low:g} to {high:g}",)
         return ()
 
@@ -150,7 +153,7 @@ class Safety:
         return safety
 
     def widen(self) -> None:
-        """Give all rows of a chunk the widest range of any row."""
+        """Replace the ranges of all steps of a chunk by the widest of them."""
         rows = self._spec.chunk_size
         self._action_low = self._action_low[:rows].min(axis=0)
         self._action_high = self._action_high[:rows].max(axis=0)
@@ -194,10 +197,11 @@ class Safety:
             raise ObservationError("time", expected, when)
 
     def state_range(self) -> dict[str, list[float | None]] | None:
-        """Return ``low`` and ``high`` of each state dimension in the training data; None for one without a range.
+        """Return ``low`` and ``high`` of each state dimension in the training data; None for a dimension without a
+        range.
 
-        The result is None if steps convert the state before it is normalised, because the ranges are then of other
-        numbers.
+        The result is None if steps convert the state before it is normalised, because the ranges then belong to the
+        converted numbers.
         """
         if self._recipe.state_steps:
             return None
