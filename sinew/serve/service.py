@@ -246,7 +246,8 @@ class Service:
         """Return the server's description of itself and a policy, with the names of all policies if there are
         several.
 
-        Raises UnknownPolicyError.
+        Raises:
+            UnknownPolicyError: The server has no policy with this name.
         """
         more = {"policies": list(self.policies.names)} if self.policies.several else {}
         deployment = self.policies.get(policy)

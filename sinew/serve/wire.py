@@ -1,4 +1,6 @@
-"""A wire: the protocol of some clients, and the server for this protocol at one address."""
+"""A wire is a network protocol for robots' clients. This module describes protocols, and the server of a protocol at
+one address.
+"""
 
 from __future__ import annotations
 

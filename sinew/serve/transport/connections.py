@@ -77,7 +77,9 @@ class Connection(Account, asyncio.Protocol):
             self._all.ledger.keep(self, size)
 
     def prove(self) -> None:
-        """Count the connection as proven, because the server accepted one of its requests."""
+        """Mark the connection as proven, because the server has accepted one of its requests. Its memory then has the
+        larger limit.
+        """
         if self._all is not None:
             self._all.ledger.prove(self)
 

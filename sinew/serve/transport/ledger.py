@@ -33,7 +33,7 @@ class Account:
         waiting: Bytes of complete requests that are not answered yet.
         kept_bytes: Bytes that outlive the answers, such as the frames of earlier steps and of streams.
         proven: True once a request of this connection was accepted (and authorised, if the server has a key).
-        heard: The time at which the connection last sent.
+        heard: The time at which the connection last sent bytes.
     """
 
     __slots__ = ("arriving", "heard", "kept_bytes", "proven", "since", "waiting")
@@ -126,7 +126,9 @@ class MemoryLedger(Generic[A]):
             self._make_room()
 
     def prove(self, account: A) -> None:
-        """Count the connection as proven, because the server accepted one of its requests."""
+        """Mark the connection as proven, because the server has accepted one of its requests. Its memory then has the
+        larger limit.
+        """
         if not account.proven:
             if account in self.open:
                 self.strangers_held -= account.held_bytes
@@ -161,7 +163,9 @@ class MemoryLedger(Generic[A]):
             self._close(greatest, "the connections take more memory than the server allows")
 
     def _make_place(self, now: float) -> bool:
-        """Close the idle connection that has been silent for longest, strangers first. Return False if none is idle."""
+        """Close the idle connection that has been silent for longest. Connections without an accepted request are
+        closed first. Return False if no connection is idle.
+        """
         for proven, idle_s in ((False, STRANGER_IDLE_S), (True, IDLE_S)):
             idle = [
                 each

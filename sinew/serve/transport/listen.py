@@ -93,7 +93,11 @@ class Listen:
         return is_loopback(self.host)
 
     def numeric_host(self) -> str:
-        """Return the host as a numeric address, because ZeroMQ does not look names up when binding. Raises OSError."""
+        """Return the host as a numeric address, because ZeroMQ does not look up host names for a listening socket.
+
+        Raises:
+            OSError: The host name is unknown.
+        """
         if self.host in ("*", ""):
             return "0.0.0.0"  # noqa: S104 - the user requested all interfaces
         addresses = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)
@@ -104,7 +108,8 @@ class Listen:
     def tcp_socket(self) -> socket.socket:
         """Return a bound and listening socket. Connections wait in its backlog until they are accepted.
 
-        Raises :class:`AddressError`.
+        Raises:
+            AddressError: The address is in use, or does not belong to this machine.
         """
         try:
             host = self.numeric_host()
@@ -143,7 +148,11 @@ class Listen:
         return listener
 
     def _take_away(self) -> None:
-        """Remove a socket file without a listener. Raises OSError if the path is anything else."""
+        """Remove the socket file of a server that does not run any more.
+
+        Raises:
+            OSError: The path is not a socket file, or a server listens on it.
+        """
         if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
             raise FileExistsError(
                 errno.EEXIST, "a file that is not a socket has this name; choose another name"
@@ -199,14 +208,19 @@ class Listen:
 
 
 def _pem(path: Path) -> str:
-    """Return the text of a PEM file. Raises :class:`SinewError`."""
+    """Return the text of a PEM file (a certificate or a key).
+
+    Raises:
+        SinewError: The file cannot be read.
+    """
     with SinewError.at(f"TLS: {path}", OSError, UntrustedError):
         return read_bytes(path).decode("utf-8", "replace")
 
 
 def is_authority(cert: Path) -> bool:
-    """Return True if a file's first certificate belongs to an authority. rustls rejects servers that use such a
-    certificate as their own."""
+    """Return True if the first certificate in a file belongs to a certificate authority. The TLS library rustls rejects
+    a server that identifies itself with such a certificate.
+    """
     return re.search(AUTHORITY, _der(cert), re.DOTALL) is not None
 
 
@@ -216,8 +230,8 @@ def _der(cert: Path) -> bytes:
 
 
 def _end(cert: Path) -> str:
-    """Return the end of a file's first certificate as %Y%m%d%H%M%S in UTC. The end is the second time in the
-    certificate (RFC 5280).
+    """Return the time at which the first certificate in a file expires, as %Y%m%d%H%M%S in UTC. It is the second time
+    in the certificate (RFC 5280).
     """
     times = re.findall(TIMES, _der(cert))
     return f"20{times[1].decode()}"[-14:]

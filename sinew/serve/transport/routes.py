@@ -40,7 +40,7 @@ Guard = Callable[[Handler], Handler]
 
 
 class Routes(Protocol):
-    """A protocol of HTTP requests."""
+    """Interface of a protocol whose messages are HTTP requests."""
 
     @property
     def name(self) -> str: ...
@@ -103,7 +103,7 @@ class Dialect:
 
 
 class Page(Protocol):
-    """The page that a browser shows at /."""
+    """Interface of the web page that a browser shows at the path /."""
 
     def add(self, router: web.UrlDispatcher, at_root: bool) -> Handler:
         """Add the routes, and return the handler of the page.

@@ -455,7 +455,7 @@ class WebServer:
 
 
 async def _anonymous(_request: web.Request, response: web.StreamResponse) -> None:
-    """Hide the versions of Python and aiohttp from clients."""
+    """Replace the value of an answer's header Server, which would state the versions of Python and aiohttp."""
     response.headers["Server"] = "sinew"
 
 

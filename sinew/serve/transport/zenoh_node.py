@@ -149,8 +149,8 @@ class ZenohNode:
         return self.zenoh.handlers.Callback(callback, indirect=False)
 
     def queries(self, made: Callable[[Any], Any]) -> Any:
-        """Return a callback for queries. ``made`` creates the inbox entry of a query. :meth:`answered` frees the
-        query's place.
+        """Return a callback that puts Zenoh's queries (requests that expect an answer) into the inbox. ``made`` creates
+        the inbox entry of a query. :meth:`answered` frees the query's place.
         """
 
         def enqueue(query: Any) -> None:
@@ -171,7 +171,8 @@ class ZenohNode:
             self._queries -= 1
 
     def samples(self, made: Callable[[Any], Any]) -> Any:
-        """Return a callback for samples. :meth:`taken` frees the bytes of a sample.
+        """Return a callback that puts Zenoh's samples (messages without an answer) into the inbox. :meth:`taken` frees
+        the bytes of a sample.
 
         Args:
             made: Creates the inbox entry of a sample; None drops the sample.

@@ -57,7 +57,7 @@ Envelope = list[zmtp.Frame]
 
 
 class Codec(Protocol):
-    """One protocol of requests and replies, each of which is one frame."""
+    """Interface of a protocol over ZeroMQ. Each request and each reply of the protocol is one frame."""
 
     name: str
     encrypts: bool  # True if the protocol's clients can use TLS
@@ -79,7 +79,11 @@ class Codec(Protocol):
         """Create ``streams`` for the first message of ``stream_kinds``, and return it."""
 
     def authorize(self, header: Any) -> None:
-        """Check the key of a request. Raises UnauthorizedError."""
+        """Check the key of a request.
+
+        Raises:
+            UnauthorizedError: The server requires a key, and the request has no key or a wrong one.
+        """
 
     def control(self, header: Any, peer: Peer | None = None) -> bytes | None:
         """Return the reply to a request that is not an inference; None for an inference."""
@@ -199,7 +203,7 @@ class ZeroMQWire:
             self._step(remaining)
 
     def _patience(self) -> float | None:
-        """Return the seconds until the loop has work without a message."""
+        """Return the seconds until the loop has work even if no message arrives, for example the end of a pause."""
         times = [self._paused[0][0] - time.monotonic()] if self._paused else []
         for each in self.ledger.open:
             if each.since is not None:
@@ -252,8 +256,9 @@ class ZeroMQWire:
 
     @contextlib.contextmanager
     def _only(self, peer: Peer) -> Iterator[None]:
-        """Within the block, let an unexpected error end only this connection. An error on the loop's thread would end
-        all connections."""
+        """Handle an unexpected error in the ``with`` block by closing only this connection. Without this, an error on
+        the loop's thread would end all connections.
+        """
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, the other clients are served on
@@ -362,7 +367,7 @@ class ZeroMQWire:
             self._handle(peer)
 
     def _handle(self, peer: Peer) -> None:
-        """Take the messages that have arrived."""
+        """Process the messages that have arrived on this connection."""
         framing, ledger, now = peer.framing, self.ledger, time.monotonic()
         try:
             while not (peer.closed or peer.paused or peer.unsent > MAX_UNSENT):
@@ -491,14 +496,16 @@ class ZeroMQWire:
         heapq.heappush(self._paused, (time.monotonic() + seconds, id(peer), peer))
 
     def _refuse(self, peer: Peer) -> None:
-        """Pause reading from this connection. Call this on the loop."""
+        """Pause reading from this connection, because one of its requests was rejected. Call this method only on the
+        loop's thread.
+        """
         if not peer.paused and not self._stop:
             peer.paused = True
             self._pause(peer.next_pause, peer)
             peer.next_pause = min(2 * peer.next_pause, MAX_PAUSE_S)
 
     def close(self, peer: Peer, reason: str) -> None:
-        """End a connection, and cancel the requests of its client. Call this on the loop."""
+        """End a connection, and cancel the requests of its client. Call this method only on the loop's thread."""
         if peer.closed:
             return
         if reason and not self._stop:
@@ -565,7 +572,11 @@ class Peer(Account):
         return isinstance(self.socket, tls.TlsSocket) and not self.closed and self.socket.pending() > 0
 
     def receive(self, room: memoryview) -> int:
-        """Receive the bytes that have arrived, and return their number. Raises OSError."""
+        """Receive the bytes that have arrived into ``room``, and return their number.
+
+        Raises:
+            OSError: The connection has failed, or no bytes have arrived.
+        """
         if not self.shares:
             return self.socket.recv_into(room)
         count, frames = shared.receive(self.socket, room, self.shares)
@@ -591,12 +602,16 @@ class Peer(Account):
             self._wire.wake(self, at_once=bool(self.unsent or self.broken))
 
     def release(self, keeper: Any) -> None:
-        """Free the bytes of ``keeper``, because it has ended. Call this from any thread."""
+        """Free the bytes that the stream ``keeper`` has stored, because the stream has ended. Any thread may call this
+        method.
+        """
         if self.keeps.pop(keeper, None) is not None and not self._wire.on_loop():
             self._wire.wake(self, at_once=False)
 
     def prove(self) -> None:
-        """Count the connection as proven, because the server accepted one of its requests."""
+        """Mark the connection as proven, because the server has accepted one of its requests. Its memory then has the
+        larger limit.
+        """
         self.next_pause = REFUSAL_PAUSE_S
         if not self.proven:
             self._wire.ledger.prove(self)

@@ -114,7 +114,8 @@ def parse(names: Sequence[str]) -> dict[str, int | str]:
             path = port.removeprefix("ipc://")
             if not path.startswith("/") or "#" in path:
                 raise SinewError(f"--wire {name}: expected ipc:///PATH without a #, got {port!r}")
-            # The clients of groot, the other ZeroMQ protocol, support only hosts and ports.
+            # Only native supports Unix sockets: the clients of groot, the other ZeroMQ protocol, need a host and a
+            # port.
             if wire != "native":
                 raise SinewError(
                     f"--wire {name}: expected a port, because only the protocol native supports a Unix socket"

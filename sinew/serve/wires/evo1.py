@@ -58,7 +58,12 @@ def read(payload: bytes) -> WireMessage:
 
 
 def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
-    """Return the observation of a message. Raises RequestError or ObservationError."""
+    """Return the observation of a message.
+
+    Raises:
+        RequestError: The message is not valid JSON.
+        ObservationError: A field of the observation is missing or wrong.
+    """
     text, fields = _decoded(message.content)
     _check_statistics(fields, spec)
     _check_actions(fields["action_mask"], spec.action.dim)

@@ -1,4 +1,4 @@
-"""Convert the names of a client to an :class:`Observation`, for protocols whose messages are mappings.
+"""Convert a client's message to an :class:`Observation`, for protocols whose messages map names to values.
 
 The bundle defines a robot's names of cameras and joints (``PolicySpec.keys``). Without an entry for a protocol, the
 bundle's own names apply, in any spelling that clients use.
@@ -280,7 +280,7 @@ def text(key: str, value: Any) -> str:
 
 
 def optional_text(key: str, value: Any) -> str:
-    """Return :func:`text` of a value; "" for None."""
+    """Return a value as text (:func:`text`); "" if the value is None."""
     return "" if value is None else text(key, value)
 
 
@@ -292,7 +292,7 @@ def floats(key: str, value: Any) -> np.ndarray:
 
 
 def plain(value: Any) -> Any:
-    """Return the value of an array of length 1; any other value unchanged."""
+    """Return the only element of an array of length 1. Any other value is returned unchanged."""
     return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
 
 
@@ -322,8 +322,9 @@ def integer(name: str, value: Any) -> int:
 
 # Accepted names of the guidance scale; image generators use the second name.
 SCALES = ("guidance_scale", "cfg_scale")
-# Optional field of a request -> function that reads it: seed, noise, solver_steps, time, adapter, the fields of
-# real-time chunking, the fields that request text, and an advantage with the scale of its guidance.
+# Key: name of an optional field of a request. Value: function that reads the field. The fields are seed, noise,
+# solver_steps, time, adapter, the fields of real-time chunking, the fields that request text, and an advantage with the
+# scale of its guidance.
 _KINDS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("seed", "solver_steps", "delay", "horizon", "text_tokens"), integer),
     **dict.fromkeys(("noise", "previous"), floats),
@@ -335,7 +336,11 @@ OPTIONS = tuple(_KINDS)
 
 
 def options(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optional fields of an observation, by name. Raises ObservationError."""
+    """Return the optional fields of an observation, such as ``seed``, by name.
+
+    Raises:
+        ObservationError: A field has the wrong type or value.
+    """
     values = {name: read(name, flat[name]) for name, read in _KINDS.items() if flat.get(name) is not None}
     if "question" in values and not values["question"].strip():
         raise ObservationError("question", "text", "an empty string")

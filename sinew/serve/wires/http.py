@@ -45,7 +45,12 @@ MAX_WIDE = 1 << 18  # longest text that is not base64, characters
 
 
 def read(body: bytes | bytearray, content_type: str) -> WireMessage:
-    """Return the message in ``body``. Raises RequestError or ObservationError."""
+    """Return the message in the body of an HTTP request.
+
+    Raises:
+        RequestError: The body is not valid JSON or msgpack.
+        ObservationError: An array in the body is not valid.
+    """
     tree = unpack(body) if content_type == MSGPACK else _json(body)
     if not isinstance(tree, Mapping):
         raise RequestError(
@@ -68,7 +73,11 @@ def _message(tree: Mapping[str, Any]) -> WireMessage:
 
 
 def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
-    """Return the observation of a message. Raises ObservationError."""
+    """Return the observation of a message.
+
+    Raises:
+        ObservationError: A field of the observation is missing or wrong.
+    """
     flat = field_names.flatten(_arrays(message.content))
     budget = budget or PixelBudget()
     for key, value in flat.items():
@@ -87,14 +96,22 @@ def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | No
 
 
 def with_question(observation: Observation) -> Observation:
-    """Return the observation of a ``/vqa`` request. Raises ObservationError without a question."""
+    """Check and return the observation of a ``/vqa`` request.
+
+    Raises:
+        ObservationError: The request contains no question.
+    """
     if not observation.question:
         raise ObservationError("question", "text", "nothing")
     return observation
 
 
 def subtask(observation: Observation) -> Observation:
-    """Return the observation of a ``/subtask`` request. Raises ObservationError with a question."""
+    """Return the observation of a ``/subtask`` request, with ``subtask`` set to True.
+
+    Raises:
+        ObservationError: The request contains a question, which belongs to ``/vqa``.
+    """
     if observation.question:
         raise ObservationError(
             "question", "no question in a request for a subtask", "a question; send questions to /vqa"
@@ -150,7 +167,12 @@ class Act:
 
 
 def read_act(body: bytes | bytearray) -> Act:
-    """Return the request in ``body``. Raises RequestError or ObservationError."""
+    """Return the request of an OpenVLA client in the body of an HTTP request.
+
+    Raises:
+        RequestError: The body is not valid JSON.
+        ObservationError: An array in the body is not valid.
+    """
     tree = _json(body)
     encoded = isinstance(tree, dict) and isinstance(tree.get("encoded"), str)
     if encoded:
@@ -235,11 +257,15 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
 
 
 def _json(body: bytes | bytearray) -> Any:
-    """Return the value of a JSON text. Raises RequestError.
+    """Return the value of a JSON text.
 
     Values are counted before they are made, because sixty megabytes of empty objects become gigabytes of Python
     objects. Long texts must be base64, because one wide character makes Python store every character of its text in
-    four bytes."""
+    four bytes.
+
+    Raises:
+        RequestError: The text is not valid JSON, or is too large.
+    """
     if sum(body.count(mark) for mark in b",[{") > MAX_VALUES:
         raise RequestError(f"JSON: expected at most {MAX_VALUES} values; send frames as base64 text")
     try:

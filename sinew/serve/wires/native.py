@@ -63,8 +63,8 @@ _OBSERVATIONS = _FIELD["observations"]
 _ANSWERS = PredictResponse.DESCRIPTOR.fields_by_name["answers"].number
 _NAMES = {number: name for name, number in _FIELD.items()}
 _OF_MESSAGES = {_FIELD[name] for name in ("request_id", "kind", "api_key", "policy", "deadline_ms")}
-# Text field that ``peek`` reads -> (largest length, unit, received value in the error message). If the value is
-# None, the message has the length.
+# Key: text field that ``peek`` reads. Value: (largest length, its unit, received value for the error message). If the
+# received value is None, the error message states the received length.
 _TEXTS = {
     "session": (MAX_SESSION, "characters", "more"),
     "api_key": (MAX_KEY, "bytes", None),
@@ -257,7 +257,12 @@ class NativeCodec:
         return [partial(self._member, each, header.policy) for each in header.members]
 
     def _member(self, payload: memoryview, policy: str, budget: PixelBudget) -> Observation:
-        """Return one of several observations of a message. Raises RequestError, ObservationError."""
+        """Return one of several observations of a message.
+
+        Raises:
+            RequestError: The bytes are not a request.
+            ObservationError: A field of the observation is wrong.
+        """
         header = self.peek(payload, policy)
         if header.error is not None:
             raise header.error
@@ -327,8 +332,10 @@ class NativeCodec:
         )
 
     def parse(self, payload: Payload, entries: Sequence[Field] | None = None) -> tuple[Any, list[memoryview]]:
-        """Return the message without its images, and the images. Raises RequestError if the bytes are not a
-        message.
+        """Return the message without its images, and the images.
+
+        Raises:
+            RequestError: The bytes are not a message of the native protocol.
         """
         buffer = memoryview(payload)
         pictures, beside = [], []
@@ -478,7 +485,7 @@ def _vector(values: Collection[float]) -> np.ndarray:
 
 
 def _continuation(spec: PolicySpec, request: Any) -> dict[str, Any]:
-    """Return the fields of real-time chunking that the request has."""
+    """Return the fields of a request that concern real-time chunking (a chunk that continues the previous chunk)."""
     options: dict[str, Any] = {}
     for name in ("delay", "horizon", "beta"):
         if request.HasField(name):

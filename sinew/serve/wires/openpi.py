@@ -33,14 +33,19 @@ from sinew.serve.wires.field_names import OPTIONS, SEVERAL, members_of, number, 
 
 NAME = "openpi"
 _NOT_OBSERVED = ("endpoint", "session_id", "deadline_ms")
-# Key that some clients always send, even if the policy does not read it -> why the server may ignore the key.
+# Key: field that some clients always send, even if the policy does not read it. Value: why the server may ignore it.
 IGNORED = {
     "observation/cartesian_position": "vLLM-Omni's and DreamZero's clients send zeros beside the joints"
 }
 
 
 def read(payload: bytes) -> WireMessage:
-    """Return the message in ``payload``. Raises RequestError or ObservationError."""
+    """Return the message in the bytes of a WebSocket frame.
+
+    Raises:
+        RequestError: The bytes are not a valid message.
+        ObservationError: An array in the message is not valid.
+    """
     tree = unpack(payload)
     if not isinstance(tree, Mapping):
         raise RequestError(f"request: expected a map of observation keys, got {type(tree).__name__}")
@@ -62,8 +67,11 @@ def _one(tree: Mapping[str, Any]) -> WireMessage:
 
 
 def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
-    """Return the observation of a message. Frames in [0, 1] become bytes as in openpi: times 255, rounded down.
-    Raises ObservationError.
+    """Return the observation of a message. Frames with values in [0, 1] become bytes as in openpi: each value is
+    multiplied by 255 and rounded down.
+
+    Raises:
+        ObservationError: A field of the observation is missing or wrong.
     """
     flat = {key: value for key, value in message.content.items() if key not in _NOT_OBSERVED}
     seen = field_names.read_observation(
@@ -201,7 +209,11 @@ def _nested(fields: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _bytes(name: str, frame: np.ndarray) -> np.ndarray:
-    """Return a frame as uint8. Floats are truncated, as in openpi. Raises ObservationError."""
+    """Return a frame as uint8. Floats in [0, 1] are multiplied by 255 and rounded down, as in openpi.
+
+    Raises:
+        ObservationError: A value of the frame is not in [0, 1].
+    """
     if frame.dtype == np.uint8:
         return frame
     if not np.isfinite(frame).all() or frame.min(initial=0) < 0 or frame.max(initial=0) > 1:

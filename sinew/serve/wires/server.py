@@ -41,8 +41,10 @@ class OwnPolicy(ServedPolicy):
         """Do nothing, because an unknown class has no known warm-up."""
 
     def prepare(self, observation: Observation) -> Observation:
-        """Return the observation. Raises ObservationError if its state has another length, or if its cameras
-        differ.
+        """Check an observation and return it.
+
+        Raises:
+            ObservationError: The state has another length than the policy's, or the cameras differ.
         """
         state, cameras = observation.state, {camera.name for camera in self.spec.cameras}
         if state.shape != (self.spec.state.dim,):
@@ -53,7 +55,11 @@ class OwnPolicy(ServedPolicy):
         return observation
 
     def run(self, prepared: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
-        """Return the policy's chunk. Raises SinewError for actions that no robot may receive."""
+        """Return the chunk of the policy.
+
+        Raises:
+            SinewError: The policy has failed, or its actions have a wrong shape or are not finite.
+        """
         chunk = self._policy.infer(prepared)
         actions, width = np.asarray(chunk.actions, np.float32), self.spec.action.dim
         if actions.ndim != 2 or actions.shape[1] != width or not np.isfinite(actions).all():

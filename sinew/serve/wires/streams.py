@@ -278,8 +278,10 @@ class Streams:
         self.loops.stop()
 
     def _images(self, content: memoryview, policy: str) -> Any:
-        """Decode the frames of a message. The slow loop calls this method. Raises UnknownPolicyError if the policy
-        was unloaded.
+        """Decode the frames of a message. The slow loop calls this method.
+
+        Raises:
+            UnknownPolicyError: The policy was unloaded in the meantime.
         """
         budget = PixelBudget(self._service.policies.get(policy).pixels)
         return self._parser.decode(content, budget, policy).images

@@ -1,4 +1,4 @@
-"""vla-eval's WebSocket messages. The clients are vla-eval's benchmarks. This module uses no sockets.
+"""Read and write the WebSocket messages of vla-eval, whose clients are benchmarks. This module uses no sockets.
 
 Every message is a msgpack map with ``type``, ``payload``, ``seq`` and ``timestamp``. The answer to ``hello`` has
 the inputs that the policy needs. ``episode_start`` and ``episode_end`` have no answer. The answer to
@@ -53,7 +53,7 @@ from sinew.serve.wires import field_names
 NAME = "vla-eval"
 PROTOCOL = 1  # vla-eval's ``protocol_version``
 KINDS = ("hello", "observation", "action", "episode_start", "episode_end", "error")
-# Key of vla-eval's benchmarks -> key of a bundle without a key map for this protocol.
+# Key: field name of vla-eval's benchmarks. Value: field name for a bundle without a key map for this protocol.
 SPELLINGS = {"task_description": PROMPT_KEYS[0], "states": "state"}
 MAX_NOISE = (1 << 63) - 1
 # For a policy with an observation history, a connection stores the decoded frames of earlier steps. The frames
@@ -95,7 +95,11 @@ class Picture:
     values: Mapping[str, Any]
 
     def pixels(self, key: str, budget: PixelBudget) -> np.ndarray:
-        """Decode the frame to uint8 [height, width, channels]. Raises ObservationError."""
+        """Decode the frame to uint8 [height, width, channels].
+
+        Raises:
+            ObservationError: The frame is not a picture, or is too large.
+        """
         kind, data = self.values.get("format"), self.values.get("data")
         if kind == "raw":
             return array(key, data, self.values.get("dtype"), self.values.get("shape"))
@@ -166,7 +170,12 @@ class Conversation:
         return sum(self._sizes)
 
     def read(self, payload: bytes) -> WireMessage:
-        """Read a message of the client. Raises RequestError or ObservationError."""
+        """Read a message of the client.
+
+        Raises:
+            RequestError: The message is not valid.
+            ObservationError: A field of the observation is wrong.
+        """
         self._seq = None
         tree = unpack(payload)
         if not isinstance(tree, Mapping) or not {"type", "payload", "seq"} <= tree.keys():
@@ -438,7 +447,11 @@ class ControlPlane:
 
 
 def connect(spec: PolicySpec, about: Mapping[str, Any], query: Mapping[str, str]) -> Dialect:
-    """Create the dialect of one connection. Raises RequestError for an invalid query."""
+    """Create the message handlers (:class:`Dialect`) of one connection.
+
+    Raises:
+        RequestError: The query of the connection's address is not valid.
+    """
     return Conversation(spec, about, query).dialect()
 
 

@@ -63,7 +63,8 @@ OPTIONS = (
 )
 FIELDS = ("endpoint", "data", "api_token")  # fields of a request
 ENDPOINTS = ("get_action", "get_modality_config", "ping", "reset", "kill")
-# Hint of families whose clients expect the configuration of a modality as JSON text.
+# Policy families with this hint have clients that expect the configuration of a modality (video, state ...) as JSON
+# text.
 JSON_TEXT = "groot: json text"
 
 
@@ -423,7 +424,12 @@ def _values(node: Any) -> Sequence[Any]:
 
 
 def _array(key: str, value: Any) -> np.ndarray:
-    """Return an array from either of its two forms in messages. Raises ObservationError."""
+    """Return an array of a message. The message contains the array either as an embedded ``.npy`` file or in
+    msgpack-numpy's form.
+
+    Raises:
+        ObservationError: The value is not an array.
+    """
     if isinstance(value, dict):
         if isinstance(data := value.get("as_npy"), memoryview):
             return _checked(key, partial(parse_npy, data))

@@ -72,7 +72,7 @@ class Names:
         )
 
     def videos(self, spec: PolicySpec) -> dict[str, CameraSpec]:
-        """Return key -> specification of the camera."""
+        """Return a mapping from the protocol's key of each camera to the specification of the camera."""
         cameras = {camera.name: camera for camera in spec.cameras}
         return {key: cameras[name] for key, name in self.cameras.items() if name in cameras}
 

@@ -52,8 +52,10 @@ class Agreement:
 
 
 def agree(config: RemotePolicyConfig, spec: PolicySpec) -> Agreement:
-    """Return the agreement with a client. Raises ObservationError with the field of the client's request that does
-    not fit the policy.
+    """Return the agreement with a client: how the keys of its robot map to the inputs of the policy.
+
+    Raises:
+        ObservationError: The client's request does not fit the policy. The error names the field.
     """
     _same_policy(config, spec)
     if config.actions_per_chunk < 1:
@@ -89,7 +91,11 @@ def agree(config: RemotePolicyConfig, spec: PolicySpec) -> Agreement:
 def observation(
     timed: TimedObservation, agreement: Agreement, budget: PixelBudget | None = None
 ) -> Observation:
-    """Return a raw observation as the policy's observation. Frames keep the camera's size. Raises ObservationError."""
+    """Convert a client's raw observation to an observation for the policy. Frames keep the camera's size.
+
+    Raises:
+        ObservationError: A key is missing, or a value is wrong.
+    """
     raw = timed.observation
     read = {*agreement.state, *(key for key, _camera in agreement.images), agreement.prompt, "task"}
     for key in raw.keys() - read:

@@ -37,14 +37,18 @@ message Empty {{
 
 @cache
 def messages() -> dict[str, Any]:
-    """Return name -> message class."""
+    """Return a mapping from the name of each Protobuf message to its class."""
     from sinew_client import schema
 
     return schema.classes(schema.file_descriptor(schema.read_messages(_PROTO), "transport"))
 
 
 def parse(name: str, data: bytes) -> Any:
-    """Return the message ``name`` in ``data``. Raises RequestError."""
+    """Parse ``data`` as a Protobuf message of the type ``name``.
+
+    Raises:
+        RequestError: The bytes are not such a message.
+    """
     from google.protobuf.message import DecodeError
 
     try:

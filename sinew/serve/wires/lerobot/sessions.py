@@ -1,4 +1,5 @@
-"""The clients of the LeRobot protocol, the agreement with each client, and the observations that wait or arrive.
+"""Stores the state of the LeRobot protocol: its clients, the agreement with each client, and the observations that wait
+or are being received.
 
 Only the protocol's event loop uses this module.
 """
@@ -175,8 +176,10 @@ class Sessions:
 
     @contextlib.contextmanager
     def held(self, size: int) -> Iterator[None]:
-        """Within the block, count ``size`` more bytes in memory. Raises BusyError if the clients together would
-        exceed the limit.
+        """Count ``size`` more bytes in memory while the ``with`` block runs.
+
+        Raises:
+            BusyError: The observations of all clients together would exceed the memory limit.
         """
         self._arriving += size
         try:
@@ -229,8 +232,11 @@ class Sessions:
         raise RequestError("transfer_state: expected END, but the stream ended before it")
 
     def _make_room(self) -> None:
-        """If too many bytes are in memory, drop the observations that have waited longest. Raises BusyError if that is
-        not enough."""
+        """Drop the observations that have waited longest, while too many bytes are in memory.
+
+        Raises:
+            BusyError: Even without waiting observations, too many bytes are in memory.
+        """
         limit = HELD * self._limit
         waiting = [(each.waiting, each) for each in self._sessions.values() if each.waiting is not None]
         size = self._arriving + sum(each.size for each, _session in waiting)

@@ -164,13 +164,21 @@ for _helpers in (HELPERS, OLD_HELPERS):
 
 
 def read_policy_config(data: bytes) -> RemotePolicyConfig:
-    """Return the configuration in the bytes of SendPolicyInstructions. Raises SafePickleError."""
+    """Return the configuration that a client sends with SendPolicyInstructions, a pickle.
+
+    Raises:
+        SafePickleError: The pickle is not valid or not allowed.
+    """
     return _read(data, RemotePolicyConfig)
 
 
 def read_observation(data: bytes) -> TimedObservation:
-    """Return the observation in the bytes of SendObservations. Its arrays and bytes are views of ``data``. Raises
-    SafePickleError."""
+    """Return the observation that a client sends with SendObservations, a pickle. Its arrays and bytes are views of
+    ``data``.
+
+    Raises:
+        SafePickleError: The pickle is not valid or not allowed.
+    """
     return _read(data, TimedObservation)
 
 
@@ -245,7 +253,7 @@ def _storage(numbers: np.ndarray) -> bytes:
 
 
 def _short(value: int) -> bytes:
-    """Return an integer in the shortest opcode, as pickle writes it."""
+    """Return the pickle opcode of an integer, in the shortest of its forms, as Python's pickle writes it."""
     if value < 1 << 8:
         return b"K" + bytes([value])
     return b"M" + struct.pack("<H", value) if value < 1 << 16 else _integer(value)

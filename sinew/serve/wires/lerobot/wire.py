@@ -386,7 +386,7 @@ class LeRobotWire:
 
 
 class _InferenceFailedError(Exception):
-    """The wrapper of an error that the service has already counted."""
+    """Wraps the error of a failed inference. The service has already counted this error, so it is not counted again."""
 
     def __init__(self, error: SinewError):
         self.error = error

@@ -48,7 +48,7 @@ GRACE_S = 10.0  # seconds that a session stays open after the robot's liveliness
 MAX_CHARS = 4096  # longest text, characters; at four bytes each, they fit into one string of the protocol
 
 Kind = Literal["vqa", "next_subtask"]
-# Kind of text in the protocol -> field of the observation.
+# Key: kind of text in the protocol. Value: field of the observation that requests it.
 KINDS = {"vqa": "question", "next_subtask": "subtask"}
 
 
@@ -407,7 +407,11 @@ def read_observation(body: Mapping[str, Any], agreed: Agreed) -> CheckedRequest:
 
 
 def read_language(body: Mapping[str, Any], agreed: Agreed) -> CheckedRequest:
-    """Check the body of a request for text, as :func:`read_observation` does for observations. Raises RemoteError."""
+    """Check the body of a request for text, as :func:`read_observation` does for observations.
+
+    Raises:
+        RemoteError: A field is wrong.
+    """
     offered = agreed.contract
     sequence, echo, features = _common(body, offered)
     kind, text = body.get("kind"), body.get("text")
@@ -427,7 +431,11 @@ def read_language(body: Mapping[str, Any], agreed: Agreed) -> CheckedRequest:
 
 
 def observation(request: CheckedRequest, offered: Contract, session: str, budget: PixelBudget) -> Observation:
-    """Decode the arrays and frames of a checked request, on a thread of the scheduler. Raises ObservationError."""
+    """Decode the arrays and frames of a checked request, on a thread of the scheduler.
+
+    Raises:
+        ObservationError: An array or a frame is not valid.
+    """
     images, state = {}, np.zeros(0, np.float32)
     for name, record in request.features.items():
         if isinstance(record, RemoteFrame):

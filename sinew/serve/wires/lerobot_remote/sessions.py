@@ -16,7 +16,9 @@ REMEMBERED = 128
 
 
 class Recent(OrderedDict[str, bytes]):
-    """Id of a request -> its answer, for the last ``most`` requests. The oldest answer is removed first."""
+    """A mapping from the id of a request to its answer, for the last ``most`` requests. The oldest answer is removed
+    first.
+    """
 
     def __init__(self, most: int = REMEMBERED):
         super().__init__()
@@ -97,7 +99,11 @@ class RemoteSession(Account):
         self.ready = False
 
     def accept(self, message: Envelope, sequence: int) -> None:
-        """Store the number and the id of an observation. Raises RemoteError if the observation was accepted before."""
+        """Store the number and the id of an observation, so that it is accepted only once.
+
+        Raises:
+            RemoteError: The observation was already accepted before.
+        """
         if message.request in self.seen:
             raise RemoteError("stale", "request_id: expected a new id, got the id of an answered request")
         if sequence <= self.sequence:

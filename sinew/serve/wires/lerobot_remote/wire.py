@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 NAME = "lerobot-remote"
 ROOT = "lerobot/inference/v1/deployments"
-ANSWERED_OPENS = 32  # number of open requests whose answers are stored, to repeat them
-# Open requests may come once per OPENS_S seconds on average, and up to OPENS of them at once.
+ANSWERED_OPENS = 32  # number of requests to open a session whose answers are stored, to send them again
+# Robots may send one request to open a session per OPENS_S seconds on average, and up to OPENS requests at once.
 OPENS_S = 0.05
 OPENS = 32
 HEARS_S = 5.0  # seconds that the first reset waits until the robot has subscribed to its answers
@@ -79,13 +79,14 @@ class LeRobotRemoteWire:
         self._sessions: dict[str, RemoteSession] = {}
         # Sessions with an observation in the inbox; the node's lock guards them.
         self._inbound: set[str] = set()
-        # Session -> newest state of its liveliness token, which is not handled yet.
+        # Key: session. Value: newest state of its liveliness token (True while the robot is connected), not handled
+        # yet.
         self._alive: dict[str, bool] = {}
         self._ledger: MemoryLedger[RemoteSession] = MemoryLedger(
             NAME, listen.max_connections, HELD_REQUESTS * self._limit, self._expel, listen.arrival_s
         )
         self._opened = Recent(ANSWERED_OPENS)
-        self._opens = 0.0  # seconds by which open requests are ahead of their allowed rate
+        self._opens = 0.0  # seconds by which requests to open a session are ahead of their allowed rate
         self._served: dict[str, str] = {}  # name of a deployment -> name of its policy
         self._declared: list[Any] = []
         self._failures = RateLimitedLog(logger)
@@ -143,7 +144,9 @@ class LeRobotRemoteWire:
         return self._settings.deployment or words[:128] or DEFAULT
 
     def _adopt(self) -> None:
-        """Declare new policies of the server. Each policy becomes a deployment with the policy's name."""
+        """Announce new policies of the server to robots. Robots find each policy as a deployment with the policy's
+        name.
+        """
         for policy in self._service.policies.names:
             if policy != DEFAULT and policy not in self._served:
                 self._declare(policy, policy)

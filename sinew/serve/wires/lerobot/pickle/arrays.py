@@ -39,7 +39,9 @@ _STORAGES = {
 
 
 class _Dtype(BuiltObject):
-    """``numpy.dtype(code, False, True)`` and its state. Only types of numbers and booleans are allowed."""
+    """A numpy dtype in a pickle: the call ``numpy.dtype(code, False, True)`` creates it, and BUILD sets its state. Only
+    types of numbers and booleans are allowed.
+    """
 
     def __init__(self, code: str):
         self._code = code
@@ -72,7 +74,9 @@ class _Dtype(BuiltObject):
 
 
 class _Array(BuiltObject):
-    """``_reconstruct(ndarray, (0,), b"b")`` and its state."""
+    """A numpy array in a pickle. The call ``_reconstruct(ndarray, (0,), b"b")`` creates it, and the opcode BUILD sets
+    its state.
+    """
 
     def __init__(self) -> None:
         self._array: np.ndarray | None = None
@@ -153,7 +157,7 @@ def _sizes(what: str, sizes: Any) -> tuple[int, ...]:
 
 
 def _encode(_machine: Machine, text: Any, encoding: Any) -> memoryview:
-    """``_codecs.encode(text, "latin1")``, with which protocol 2 writes bytes."""
+    """Compute ``_codecs.encode(text, "latin1")``. Pickle protocol 2 writes bytes as such a call."""
     if type(encoding) is not str or encoding != "latin1" or not isinstance(text, (str, LongText)):
         raise SafePickleError("pickle: expected _codecs.encode of text as latin1")
     return memoryview(text.encode("latin1")) if isinstance(text, str) else text.latin1()

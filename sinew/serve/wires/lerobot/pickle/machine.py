@@ -37,7 +37,7 @@ class SafePickleError(RequestError):
 
 
 class PickledName:
-    """The meaning of a global name.
+    """Defines how the reader treats an allowed global name of a pickle, such as ``numpy.ndarray``.
 
     Attributes:
         name: The name, for errors.
@@ -58,7 +58,11 @@ class BuiltObject:
     """An object that a later BUILD completes, such as a numpy array or an instance of a dataclass."""
 
     def build(self, state: Any) -> None:
-        """Set the state of the object. Raises SafePickleError."""
+        """Set the state of the object, from the argument of the opcode BUILD.
+
+        Raises:
+            SafePickleError: The state is not allowed.
+        """
         raise NotImplementedError
 
     def finish(self, plain: Callable[[Any], Any]) -> Any:
@@ -137,8 +141,10 @@ def load(data: bytes, names: Names) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Replace every :class:`BuiltObject` in a value by its result. Raises SafePickleError if the value is too large
-    or too deep.
+    """Replace every :class:`BuiltObject` in a value by the finished object.
+
+    Raises:
+        SafePickleError: The value is too large or nested too deeply.
     """
     left = MAX_NODES
 
