@@ -65,7 +65,7 @@ your machine (`sinew validate`, `sinew prepare`).
 """
 FOOT = """
 `python -m tests.proofs` writes this page from `tests/proofs.json`, the recorded results of the tests that are
-marked `proves`. It also prints what each test covers. The product reads the same results from
+marked `proves`. The command also prints what each test covers. The product reads the same results from
 `sinew/engine/proofs.json`.
 """
 

@@ -114,7 +114,7 @@ def test_a_specification_with_all_there_is() -> None:
             {"solver": {"kind": "magic"}},
             "policy.solver.kind: expected one of euler, rk4, single, renoise, diffusion, table",
         ),
-        ({"solver": {"kind": "table"}}, "policy.solver: .*expected a table for kind table"),
+        ({"solver": {"kind": "table"}}, "policy.solver: .*expected the field table for kind 'table' only"),
         (
             {"solver": {"kind": "table", "table": [[1, 2]]}},
             r"policy.solver.table\[0\]: expected a list of 3 values, got 2",

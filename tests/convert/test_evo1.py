@@ -203,7 +203,7 @@ WRONG = [
         {"settings": {"masked_rows": "zero"}},
         "masked_rows: omit this option for LeRobot's layout",
     ),
-    ("evo1", lambda _: None, {"base": Path()}, "--base: .*takes --vlm"),
+    ("evo1", lambda _: None, {"base": Path()}, "--base: .*supported options: --vlm"),
     ("evo1-mint", without("norm_stats.json"), {}, "norm_stats.json is missing.*--stats FILE"),
     ("evo1-mint", without(WEIGHTS), {}, f"file of weights {WEIGHTS} is missing"),
     ("evo1-mint", truncated(WEIGHTS), {}, "not a zip archive"),

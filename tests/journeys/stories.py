@@ -1017,12 +1017,19 @@ def perf(walk: Walk) -> None:
     ).result
     assert any(row["enough"] for row in kept["found"]), kept
     assert (walk.folder / "pen.png").stat().st_size > 10_000
-    for line in (
+    fewer = ("--episodes 200", "--episodes 12")
+    walk.type(
         "sinew eval pen --replan 2 --handover aligned --latency 50ms --episodes 200 --out runs/robot",
+        instead=fewer,
+    )
+    walk.type(
         "sinew eval pen --replan 2 --handover aligned --latency 100ms --episodes 200 --out runs/edge",
+        instead=fewer,
+    )
+    walk.type(
         "sinew eval pen --replan 2 --handover aligned --latency normal:125,20ms --episodes 200 --out runs/cloud",
-    ):
-        walk.type(line, instead=("--episodes 200", "--episodes 12"))
+        instead=fewer,
+    )
     chosen = walk.type(
         "sinew perf choose --mode robot=runs/robot --mode edge=runs/edge --mode cloud=runs/cloud --cost robot=1"
         " --cost edge=0.3 --cost cloud=0.1 --available edge=0.99 --available cloud=0.97 --failure-cost 5",

@@ -696,11 +696,16 @@ def test_rtc_modes_of_a_policy_in_another_process(tmp_path: Path) -> None:
         for mode in ("chunk", "rtc_trained", "rtc_guided"):
             robot.open(mode)
             robot.begin()
-            first = robot.infer(seen, task)
-            rows = array(first["canonical_actions"])[4:]
-            rest = {"canonical_continuation": tensor(rows), "model_continuation": tensor(rows)}
-            second = array(robot.infer(seen, task, delay=delay, **rest)["canonical_actions"])
-            apart[mode] = float(np.abs(second[:delay] - rows[:delay]).max())
+            distances = []
+            for _ in range(
+                7
+            ):  # each answer has new noise, so one answer of mode chunk may be close by chance
+                first = robot.infer(seen, task)
+                rows = array(first["canonical_actions"])[4:]
+                rest = {"canonical_continuation": tensor(rows), "model_continuation": tensor(rows)}
+                second = array(robot.infer(seen, task, delay=delay, **rest)["canonical_actions"])
+                distances.append(float(np.abs(second[:delay] - rows[:delay]).max()))
+            apart[mode] = float(np.median(distances))
             if mode == "rtc_trained":
                 with pytest.raises(RemoteFault, match="delay"):
                     robot.infer(seen, task, delay=offered["prediction_steps"], **rest)

@@ -127,7 +127,7 @@ def test_records_and_numbers_say_which_policy_was_asked(tmp_path, capsys):
 def test_addresses_with_and_without_a_policy():
     assert split_address("10.0.0.5:5555") == ("tcp://10.0.0.5:5555", "")
     assert split_address("tcp://[::1]:5555/b.2") == ("tcp://[::1]:5555", "b.2")
-    with pytest.raises(ClientError, match="of one policy"):
+    with pytest.raises(ClientError, match="all with the same policy"):
         Client(["a:1/b", "a:2"])
     assert AsyncClient("a:1/b").policy == "b"
 

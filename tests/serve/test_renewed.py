@@ -57,7 +57,7 @@ def test_keys_of_a_running_server_are_exchanged(tmp_path: Path, caplog: pytest.L
     said = (
         f"{file}: the files have changed but are not usable; the old content stays: --api-key-file {file}: "
     )
-    said += "the file is empty"
+    said += "the file is empty; write a key into it"
     assert said in caplog.messages
 
 
