@@ -28,7 +28,8 @@ from sinew.core import ConvertError, SinewError, called, registry
 if TYPE_CHECKING:
     from sinew.convert.conversion import Conversion
 
-called.call(__name__, "sinew.convert:convert")  # makes the module callable as `sinew.convert(...)`
+# Makes this package callable as a function, `sinew.convert(...)`.
+called.call(__name__, "sinew.convert:convert")
 # A reader checks only the fields that users often get wrong. For any other malformed field, Python raises one of these
 # errors, and conversion reports it as a ConvertError.
 MALFORMED = (
@@ -147,8 +148,8 @@ def _read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def _without_type(file: Path, record: Mapping[str, Any], modules: list[ModuleType], known: str) -> str:
-    """Return the message about a config.json that does not state its type. The message lists the types whose fields the
-    file has."""
+    """Return the error message for a config.json that does not state the type of its policy. The message lists the
+    policy types whose configuration fields the file has."""
     if "input_features" not in record:
         return (
             f'{file}: expected the key "type" (LeRobot) or "model_type" (transformers), got neither. Use the'
@@ -185,8 +186,15 @@ def readers() -> dict[str, Path]:
 
 
 def recognise(path: Path, adapters: bool = False) -> ModuleType:
-    """Return the family module that reads ``path``. Raises :class:`ConvertError` with the names of all types if no
-    family reads ``path``, and for an adapter without its base unless ``adapters`` is True."""
+    """Return the module of the family that can read ``path``.
+
+    Args:
+        path: A checkpoint.
+        adapters: True accepts a LoRA adapter without its base.
+
+    Raises:
+        ConvertError: No family can read ``path``, or it is an adapter without its base.
+    """
     if path.is_dir() and not adapters:
         refuse_adapter(path)
     modules = []

@@ -3,9 +3,10 @@
     W + scale * B @ A,   scale = lora_alpha / r, or lora_alpha / sqrt(r) with ``use_rslora``
 
 A [r, inputs] and B [outputs, r] belong to W [outputs, inputs] (Hu et al. 2021, "LoRA"; Kalajdzievski 2023 for the
-square root). The sum is computed in float32 and rounded to the type of the base's weight. Whole weights of
-``modules_to_save`` and biases replace the base's weights. Names and fields follow PEFT 0.18 to 0.21. Each changed
-weight records its change (:class:`Changed`), so that an adapter can be written without its base (``unmerged.py``).
+square root). The sum is computed in float32 and rounded to the type of the base's weight. Weights of modules in
+``modules_to_save``, and biases, are stored as a whole and replace the base's weights. Names and fields follow PEFT 0.18
+to 0.21. Each changed weight records its change (:class:`Changed`), so that an adapter can be written without its base
+(``unmerged.py``).
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ UNREAD = (
     " megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern revision runtime_config"
     " target_modules task_type use_rslora auto_mapping"
 )
-# Values of init_lora_weights that leave the base's weights unchanged.
+# Values of init_lora_weights with which the start of the training did not change the base's weights.
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
 class Changed:
-    """The bytes of a weight that an adapter changes.
+    """A weight that an adapter changes: its new bytes, and the origin of the change.
 
     Attributes:
         data: The bytes of the changed weight.
-        base: The weight of the base.
+        base: The weight in the base model.
         factors: A [r, inputs], B [outputs, r] and the scale of their product; None if the adapter replaces the whole
             weight.
     """
@@ -109,8 +110,10 @@ def merge(base: Mapping[str, TensorSource], folder: Path) -> tuple[dict[str, Ten
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Read the configuration of a LoRA adapter. Raises :class:`ConvertError` for other adapters and unsupported
-    variants.
+    """Read the configuration of a LoRA adapter.
+
+    Raises:
+        ConvertError: The adapter is not a LoRA, or is an unsupported variant.
     """
     config = read_json(file)
     if config.get("peft_type") != "LORA":
@@ -135,7 +138,7 @@ def read_config(file: Path) -> dict[str, Any]:
 def _factors(
     folder: Path, weights: Mapping[str, TensorSource]
 ) -> Iterator[tuple[str, dict[str, TensorSource]]]:
-    """Yield each module and its two factors.
+    """Yield the name of each module that the adapter changes, and its two LoRA factors.
 
     Raises:
         ConvertError: One factor of a module is missing.
@@ -162,7 +165,7 @@ def _factors(
 
 
 def _is_new(config: Mapping[str, Any], name: str) -> bool:
-    """Return True if a weight belongs to a module that the adapter saves as a whole."""
+    """Return True if a weight belongs to a module that the adapter stores as a whole (``modules_to_save``)."""
     saved = config.get("modules_to_save")
     module = name.rpartition(".")[0]
     return isinstance(saved, list) and any(
@@ -171,7 +174,8 @@ def _is_new(config: Mapping[str, Any], name: str) -> bool:
 
 
 def _named(base: Mapping[str, TensorSource], name: str, folder: Path) -> str:
-    """Return the base's name of a weight. The base may omit ``model.``, as in LeRobot's first files of pi0."""
+    """Return the name that a weight of the adapter has in the base model. The base may omit ``model.``, as in
+    LeRobot's first files of pi0."""
     for each in (name, name.removeprefix("model.")):
         if each in base:
             return each
@@ -191,7 +195,9 @@ def _scale(file: Path, config: Mapping[str, Any], module: str, rank: int) -> flo
 
 
 def _of_module(file: Path, config: Mapping[str, Any], pattern: str, module: str, usual: Any) -> Any:
-    """Return the entry for a module in a table whose keys are names of modules, or ends of such names.
+    """Return a module's own rank or alpha from a table of the adapter's configuration.
+
+    The keys of the table are names of modules, or ends of such names. ``usual`` is the value for all other modules.
 
     Other regular expressions are rejected, because they come from a file and matching them may take unlimited time.
     """

@@ -1,5 +1,7 @@
-"""Add advantages (RECAP) to the prompt of a policy that was trained with them. The user states the names and the text
-of the advantages, because the checkpoint's files do not contain them.
+"""Add an advantage (RECAP) to the prompt of a policy that was trained with one.
+
+An advantage is a text in the prompt, such as "positive", that states how good the actions should be. The user passes
+the allowed values and the text around them, because the checkpoint's files do not contain them.
 """
 
 from __future__ import annotations

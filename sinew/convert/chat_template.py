@@ -1,6 +1,7 @@
-"""Render a processor's chat template (Jinja) once, during the conversion. The bundle stores the result.
+"""Fill in the chat template (Jinja) of a checkpoint's processor once, during the conversion. The bundle stores the
+result.
 
-Only the instruction changes in a policy's conversation, so the template is rendered with a placeholder for it.
+In the prompts of a policy only the instruction changes, so the template is filled in with a placeholder for it.
 Templates are untrusted, so they run in the sandbox that transformers uses too.
 """
 
@@ -37,12 +38,12 @@ def find_chat_template(directory: Path) -> tuple[str, Path]:
 
 
 def render(template: str, content: Sequence[str], generate: bool, where: Path) -> str:
-    """Return the text of one user turn, with :data:`MARK` in place of the instruction.
+    """Return the text of one message of the user in the chat, with :data:`MARK` in place of the instruction.
 
     Args:
         template: A Jinja chat template.
-        content: "image" and "text" in the order of the turn. "text" is the instruction.
-        generate: True to append the start of the assistant's turn.
+        content: The parts of the message in their order: "image" for each image, "text" for the instruction.
+        generate: True to append the text with which the model's answer begins.
         where: The template's file, for messages.
 
     Raises:

@@ -38,8 +38,8 @@ class Conversion:
         tensors: Name -> source. ``rename`` maps these names to the bundle's names. The sources keep the checkpoint's
             names, for messages.
         rename: Function from a name in ``tensors`` to the bundle's name.
-        dead: Prefixes of names that inference never reads.
-        sources: Files whose hashes go into the provenance.
+        dead: Prefixes of the names of tensors that inference never reads.
+        sources: Files of the checkpoint. Their hashes are written into the provenance.
         notes: Notes for the user about the conversion.
         seen: Record of the frames and states of the training data; None if it was not gathered.
         widths_assumed: True if neither the checkpoint nor --arch states the widths.
@@ -64,7 +64,7 @@ class Conversion:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of weights that :meth:`write` will write."""
+        """Return the number of bytes of weights that :meth:`write` will write."""
         dropped = set(self.dropped)
         return sum(t.nbytes for name, t in self.tensors.items() if name not in dropped)
 
@@ -136,7 +136,7 @@ class Conversion:
             write_bundle(out, _laid_out_first(manifest, hashes), list(weights.values()), progress)
 
     def _check(self, weights: dict[str, TensorSource], upstream: dict[str, str]) -> Model:
-        """Compare the tensors with the model's parameters, and return the model on the meta device.
+        """Compare the tensors with the model's parameters. Return the model on the meta device, which needs no memory.
 
         Args:
             weights: The bundle's name -> tensor.
@@ -184,9 +184,8 @@ class Conversion:
 
 
 def _laid_out_first(manifest: Callable[[], Manifest], hashes: list[Future[str]]) -> Callable[[], Manifest]:
-    """Return a function that gives the manifest. The first call returns at once, with zeros for unfinished hashes.
-    Later calls wait for all hashes. The writer needs the first manifest only to lay out the file.
-    """
+    """Return a function that returns the manifest. The first call returns at once, with zeros for unfinished hashes.
+    Later calls wait for all hashes. The writer needs the first manifest only to lay out the file."""
     calls = 0
 
     def call() -> Manifest:
@@ -207,9 +206,10 @@ def _source_file(path: Path, digest: Future[str]) -> SourceFile:
 
 
 def _motion(spec: PolicySpec, processing: Processing) -> MotionSpec | None:
-    """Return the motion that the processing implies: actions to which the state is added become absolute targets.
+    """Return the kind of motion that follows from the processing.
 
-    Columns without that addition, such as a gripper, were targets from the start.
+    If the processing adds the state to relative actions, the results are absolute targets. Dimensions without this
+    addition, such as a gripper, are absolute in the model's output already.
     """
     steps = processing.action_steps
     same = all(step.reads in ((), step.dims) for step in steps)
@@ -219,7 +219,10 @@ def _motion(spec: PolicySpec, processing: Processing) -> MotionSpec | None:
 
 
 def _precision(tensors: dict[str, TensorSource]) -> dict[str, str]:
-    """Return the storage types of each top-level component, joined by "+", the type of most bytes first."""
+    """Return a dict: top-level component of the model -> the storage types of its tensors, joined by "+".
+
+    The type with the most bytes comes first.
+    """
     bytes_of: dict[str, Counter[str]] = {}
     for name, tensor in tensors.items():
         bytes_of.setdefault(name.split(".")[0], Counter())[tensor.type.name] += tensor.nbytes

@@ -1,5 +1,6 @@
-"""Read the language model's head, and the prompts for its texts. Actions do not need the head, so a bundle contains it
-only if the user requests it, for subtasks, answers and the text of a stream."""
+"""Read the output layer ("head") of the language model, which generates text, and the prompts for these texts.
+Actions do not need the head, so a bundle contains it only if the user requests it, for subtasks, answers and the
+text of a stream."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def lm_head(
     dead: tuple[str, ...],
     tied: bool,
 ) -> LMHead:
-    """Select the parts of the language head that ``--set lm_head=true`` stores; without this setting, no parts.
+    """Select the tensors of the language head that the bundle stores: none, unless ``--set lm_head=true`` is passed.
 
     Args:
         options: The user's options.
@@ -114,7 +115,7 @@ def text_recipe(
         before: Steps that change the instruction of each prompt.
         state: The step that writes the state in the place of ``{state}``.
         subtask: The family's prompt for a subtask.
-        action: The family's text between subtask and actions.
+        action: The family's text that is inserted between a generated subtask and the actions.
         question: The family's prompt for a question.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Rename the building blocks of transformers to Sinew's names. Families add the prefixes of their checkpoints."""
+"""Convert tensor names of the library transformers to Sinew's names. Families add the prefixes of their checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DECODER: Renames = ((".input_layernorm.", ".input_norm."), (".post_attention_lay
 
 
 def rename(name: str, prefixes: Renames) -> str:
-    """Replace the first prefix that matches, then rename the model's blocks."""
+    """Convert one tensor name: replace the first of ``prefixes`` that matches, then the names of the layers."""
     name = replace_prefix(name, prefixes)
     for old, new in ATTENTION + VISION + DECODER:
         name = name.replace(old, new)

@@ -22,8 +22,8 @@ class Setting:
     Attributes:
         kind: The type of the value: bool, int, float or str.
         help: The text of the help.
-        low: The least number.
-        high: The largest number.
+        low: The smallest allowed number.
+        high: The largest allowed number.
         values: The allowed texts; () allows every text.
     """
 
@@ -65,13 +65,13 @@ SOLVER_STEPS_SETTING = Setting(int, "solver steps of a request that does not sta
 
 @dataclass(frozen=True)
 class Joints:
-    """The names and units of a vector's numbers, in order; () if the user did not state them."""
+    """The user's names and units for the values of a vector, in order. A field is () if the user did not state it."""
 
     names: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
 
     def named(self, key: str, vector: VectorSpec | None = None) -> VectorSpec:
-        """Return a vector with these names and units.
+        """Return the specification of a vector with these names and units.
 
         Args:
             key: "state" or "action", for messages.
@@ -97,7 +97,7 @@ class Joints:
 
 @dataclass(frozen=True)
 class CheckpointFlags:
-    """Options for entries that a checkpoint leaves out.
+    """Options for facts that a checkpoint does not contain.
 
     Attributes:
         vlm: directory of the vision-language model that the checkpoint names: its config.json, tokenizer, processor.
@@ -215,7 +215,11 @@ COMPAT = get_args(get_type_hints(CheckpointFlags)["compat"])
 
 
 def parse_motion(record: Mapping[str, Any] | None) -> MotionSpec | None:
-    """Return the value of ``--motion``. Raises :class:`ConvertError`. The bundle's own check validates the numbers."""
+    """Return the value of ``--motion``. The numbers are validated later, by the check of the whole bundle.
+
+    Raises:
+        ConvertError: The record is not a valid motion.
+    """
     if record is None:
         return None
     try:

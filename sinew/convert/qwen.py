@@ -1,4 +1,4 @@
-"""The sizes and names of Qwen's models that are parts of a checkpoint."""
+"""Read the sizes, and convert the tensor names, of Qwen models that are parts of a checkpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,12 @@ def qwen3(text: JsonRecord, layers: int, width: int) -> DecoderConfig:
 
 
 def qwen25_vision(vision: JsonRecord) -> Qwen25ViTConfig:
-    """Return the sizes of Qwen2.5-VL's vision tower. Raises :class:`ConvertError` and ValueError."""
+    """Return the sizes of Qwen2.5-VL's vision tower.
+
+    Raises:
+        ConvertError: An entry is missing or has an unsupported value.
+        ValueError: The sizes describe no model.
+    """
     vision.expect(hidden_act="silu", in_channels=3, in_chans=3)
     patch, merge, window = vision["patch_size"], vision["spatial_merge_size"], vision["window_size"]
     if window % (patch * merge):
@@ -64,13 +69,18 @@ def qwen25_vision(vision: JsonRecord) -> Qwen25ViTConfig:
 
 
 def qwen25_language(text: JsonRecord) -> DecoderConfig:
-    """Return the sizes of Qwen2.5-VL's language model. Raises :class:`ConvertError` and ValueError."""
+    """Return the sizes of Qwen2.5-VL's language model.
+
+    Raises:
+        ConvertError: An entry is missing or has an unsupported value.
+        ValueError: The sizes describe no model.
+    """
     text.expect(hidden_act="silu", use_sliding_window=False)
     return decoder(text, rope_theta=rope_theta(text), qkv_bias=True)
 
 
 def position_sections(text: JsonRecord) -> tuple[int, int, int]:
-    """Return how many rotary frequencies encode time, row and column.
+    """Return three numbers: how many rotary frequencies encode the time, the row and the column of a token.
 
     Raises:
         ConvertError: The sections of the rotary embedding are not supported.

@@ -11,7 +11,8 @@ from sinew.convert.tensors import Rule, apply, computed, reshape
 from sinew.core import ConvertError
 from sinew.layers.resnet import folded
 
-# Some checkpoints store a ResNet as a torch Sequential. Index of a child there -> torchvision's name of the child.
+# Some checkpoints store a ResNet as a torch Sequential. Key: index of a module in it. Value: torchvision's name of the
+# module.
 CHILDREN = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
 PARTS = {"downsample.0": "shortcut", "downsample.1": "shortcut_norm", "bn1": "norm1", "bn2": "norm2"}
 # The tensors of a batch norm, in the order in which `folded` accepts them.
@@ -52,7 +53,8 @@ def backbone(tensors: Mapping[str, TensorSource], theirs: str, ours: str) -> dic
 
 
 def before(norm: str) -> str:
-    """Return the name of the convolution before a norm: conv1 for bn1, downsample.0 for downsample.1, 0 for 1."""
+    """Return the name of the convolution that comes before a norm. Examples: bn1 -> conv1, downsample.1 ->
+    downsample.0."""
     return re.sub(r"bn(\d)$", r"conv\1", norm) if norm[-3:-1] == "bn" else norm[:-1] + "0"
 
 

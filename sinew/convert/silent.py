@@ -1,7 +1,7 @@
-"""The tokenizer and the prompt recipe of a policy that reads no instruction.
+"""A tokenizer and a prompt recipe for policies that do not read any instruction.
 
-Every bundle needs a tokenizer and a prompt recipe. These ones turn any instruction into one token, and the model
-ignores it.
+Every bundle must have a tokenizer and a prompt recipe. With these, any instruction becomes one token, which the model
+ignores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TOKENIZER = (
     ' "model": {"type": "WordLevel", "vocab": {"go": 0}, "unk_token": "go"}}'
 )
 PROMPT = PromptRecipe(max_tokens=1, vocab_size=1, pad_token_id=0, steps=(Text(WORD),))
-# Fields of sinew.core.PolicySpec for such a policy.
+# Fields of sinew.core.PolicySpec for a policy that does not read any instruction.
 SPEC: dict[str, Any] = {
     "max_prompt_tokens": 1,
     "default_prompt": WORD,

@@ -1,4 +1,4 @@
-"""Write a bundle without some layers of its stacks: a shorter and faster policy, without training.
+"""Remove some layers of a bundle's model. The policy becomes smaller and faster, and is not trained again.
 
 The layer before a removed one is followed by the layer after it. A policy that was not trained for this computes other
 actions, so its success must be measured (`sinew eval --compare`).
@@ -25,7 +25,7 @@ _LAYER = re.compile(r"(.+?)\.layers\.(\d+)\.(.+)")
 
 
 def stacks_of(bundle: Bundle) -> dict[str, int]:
-    """Return the stacks of a bundle whose layers can be removed: name -> number of layers.
+    """Return a dict: name of a stack of layers from which layers can be removed -> its number of layers.
 
     A stack is a part of the configuration with ``num_layers``, whose weights are called ``NAME.layers.INDEX``.
     """
@@ -45,7 +45,10 @@ def stacks_of(bundle: Bundle) -> dict[str, int]:
 
 
 def parse_layers(text: str) -> dict[str, tuple[int, ...]]:
-    """Read ``vision=1`` or ``language=2+3,expert=2+3``: the layers to remove from each stack, from 0.
+    """Parse a text such as ``vision=1`` or ``language=2+3,expert=2+3``.
+
+    Returns:
+        Name of a stack -> indices of the layers to remove from it. The first layer has index 0.
 
     Raises:
         SinewError: The text has another form.
@@ -63,15 +66,17 @@ def parse_layers(text: str) -> dict[str, tuple[int, ...]]:
 
 
 def candidates(bundle: Bundle) -> list[dict[str, tuple[int, ...]]]:
-    """Return the smallest removals that fit: one layer of a stack, or equal layers of stacks that read each other.
+    """Return the smallest sets of layers that can be removed: one layer of a stack, or the same layer of two stacks
+    that read each other's layers.
 
-    If layers alternate in their form, most layers cannot be removed alone. Then neighbours are removed in pairs, too.
+    If different kinds of layers alternate in a stack, most layers cannot be removed alone. Then pairs of neighbouring
+    layers are also listed.
     """
     stacks = stacks_of(bundle)
     found: list[dict[str, tuple[int, ...]]] = []
     groups: list[tuple[str, ...]] = [(name,) for name in stacks]
     groups += [names for names in combinations(stacks, 2) if stacks[names[0]] == stacks[names[1]]]
-    free: set[str] = set()  # stacks that lose a layer alone
+    free: set[str] = set()  # stacks from which a layer can be removed without a change of another stack
     for names in groups:
         if free & set(names):
             continue
@@ -90,7 +95,7 @@ def candidates(bundle: Bundle) -> list[dict[str, tuple[int, ...]]]:
 
 
 def fits(bundle: Bundle, skipped: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return True if the remaining layers fit together."""
+    """Return True if the layers in ``skipped`` can be removed: the shapes of all remaining layers then fit together."""
     try:
         _shortened(bundle, skipped)
     except SinewError:
@@ -99,7 +104,7 @@ def fits(bundle: Bundle, skipped: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def text_of(skipped: Mapping[str, tuple[int, ...]]) -> str:
-    """Return a removal in the form of --layers."""
+    """Return the layers to remove as text, in the format of the flag --layers."""
     return ",".join(f"{name}={'+'.join(map(str, layers))}" for name, layers in skipped.items())
 
 
@@ -108,7 +113,7 @@ def without_layers(bundle: Bundle, skipped: Mapping[str, tuple[int, ...]], out: 
 
     Args:
         bundle: The bundle.
-        skipped: Stack -> layers to remove, counted from 0.
+        skipped: Name of a stack -> indices of the layers to remove from it. The first layer has index 0.
         out: The new bundle.
 
     Raises:
@@ -127,7 +132,11 @@ def without_layers(bundle: Bundle, skipped: Mapping[str, tuple[int, ...]], out: 
 def _shortened(
     bundle: Bundle, skipped: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, Any], list[TensorSource]]:
-    """Return the configuration and the tensors of the shorter policy. Raises :class:`SinewError`."""
+    """Return the configuration and the tensors of the policy without the layers in ``skipped``.
+
+    Raises:
+        SinewError: A stack or layer does not exist, or the remaining layers do not fit together.
+    """
     if bundle.lowbit or bundle.manifest.quantization is not None:
         raise SinewError(
             f"{bundle.path}: expected float weights; remove layers first, then run `sinew quantize`"
@@ -165,7 +174,7 @@ def _shortened(
 
 
 def _check(bundle: Bundle, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare the tensors with a model of the shorter configuration. Raises :class:`SinewError` if they differ."""
+    """Raise :class:`SinewError` if the names or shapes of the tensors differ from those of a model with ``config``."""
     architecture = bundle.manifest.architecture
     config_type: Any = model_class(architecture).config_type
     model = build_on_meta(architecture, from_builtins(config, config_type, f"{bundle.path}: sinew.config"))

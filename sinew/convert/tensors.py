@@ -1,8 +1,9 @@
-"""Describe a checkpoint's tensors without reading them, and describe new tensors that are computed from them.
+"""Objects that stand for tensors of a checkpoint, and for new tensors that are computed from them, without reading the
+data.
 
 Data is read only when the bundle is written, one tensor at a time. Transforms that move elements (split, join, pick,
 transpose, reshape) work on stored bits, so bfloat16 needs no arithmetic. :func:`computed` reads float32 values and
-returns float32. A part of a file stays a part of that file.
+returns float32. Consecutive rows of a tensor in a file are copied from the file directly.
 """
 
 from __future__ import annotations
@@ -56,19 +57,19 @@ def read_array(source: TensorSource) -> np.ndarray:
 
 
 def constant(name: str, array: np.ndarray) -> TensorSource:
-    """Return a source of the float32 values of ``array``, which are not from a file."""
+    """Return a tensor source with the float32 values of ``array``. The values do not come from a file."""
     values = np.ascontiguousarray(array, np.float32)
     return TensorSource(name, values.shape, F32, values.nbytes, ArraySlice(values))
 
 
 def moved(transform: Transform, *sources: TensorSource, shape: tuple[int, ...] | None = None) -> TensorSource:
-    """Return a source whose elements are ``transform(*elements of sources)``.
+    """Return a tensor source whose elements are ``transform(*elements of sources)``.
 
     Args:
         transform: A function that may only move and drop elements.
         *sources: The inputs. All have the same storage type.
-        shape: Shape of the result. If None, the transform is called once on arrays that take no memory as long as the
-            transform makes views.
+        shape: Shape of the result. If None, the transform is called once to find the shape. This call needs no memory
+            if the transform only makes views.
 
     Raises:
         ConvertError: The shapes do not fit, or the storage types differ.
@@ -86,7 +87,7 @@ def moved(transform: Transform, *sources: TensorSource, shape: tuple[int, ...] |
 def computed(
     transform: Transform, *sources: TensorSource, shape: tuple[int, ...] | None = None
 ) -> TensorSource:
-    """Return a source of the float32 values ``transform(*float32 values of sources)``.
+    """Return a tensor source with the float32 values ``transform(*float32 values of sources)``.
 
     Args:
         transform: A function of float32 arrays.
@@ -139,7 +140,8 @@ def pick(source: TensorSource, *index: int) -> TensorSource:
 
 
 def rows(source: TensorSource, start: int, stop: int) -> TensorSource:
-    """Return ``source[start:stop]`` along the first axis. A part of a file stays a part of that file."""
+    """Return ``source[start:stop]`` along the first axis. Rows of a tensor in a file are copied from the file
+    directly."""
     if not source.shape or not 0 <= start <= stop <= source.shape[0]:
         raise ConvertError(f"{source.name}: shape {list(source.shape)} has no rows {start} to {stop}")
     if not isinstance(source.data, FileSlice) or source.shape[0] == 0:
@@ -180,7 +182,11 @@ def split_qkv(source: TensorSource) -> tuple[TensorSource, ...]:
 
 
 def join(*sources: TensorSource, axis: int = 0) -> TensorSource:
-    """Return the sources concatenated along ``axis``. Raises :class:`ConvertError` if their shapes do not fit."""
+    """Return the sources concatenated along ``axis``.
+
+    Raises:
+        ConvertError: The shapes do not fit.
+    """
     shapes = [list(source.shape) for source in sources]
     rest = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
     if len(rest) > 1 or not 0 <= axis < min(map(len, shapes)):
@@ -235,7 +241,10 @@ def apply(tensors: Mapping[str, TensorSource], rules: Sequence[Rule]) -> dict[st
     """Return the tensors under new names. For each tensor, the first rule that matches its name is applied. A tensor
     without a matching rule keeps its name.
 
-    The sources keep the checkpoint's names, for messages. Raises :class:`ConvertError` if two tensors get one name.
+    The sources keep the checkpoint's names, for messages.
+
+    Raises:
+        ConvertError: Two tensors would get the same name.
     """
     compiled = [(re.compile(rule.pattern), rule) for rule in rules]
     out: dict[str, TensorSource] = {}

@@ -1,4 +1,4 @@
-"""Find the tokenizer and the language model's config that a checkpoint refers to."""
+"""Find the tokenizer and the language model's configuration to which a checkpoint refers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,11 @@ class TokenizerFiles:
         return self.tokenizer.encode(text).ids
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token. Raises :class:`ConvertError` for an id that the tokenizer does not have."""
+        """Return the text of one token.
+
+        Raises:
+            ConvertError: The tokenizer does not have this id.
+        """
         text = self.tokenizer.id_to_token(token_id)
         if text is None:
             raise ConvertError(
@@ -63,7 +67,8 @@ class TokenizerFiles:
         return text
 
     def with_tokens(self, tokens: Sequence[str]) -> TokenizerFiles:
-        """Return the tokenizer with special tokens appended. Tokens that the tokenizer already has keep their ids."""
+        """Return a tokenizer to which ``tokens`` were added as special tokens. Tokens that the tokenizer already has
+        keep their ids."""
         tokenizer = Tokenizer.from_str(self.text)
         tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in tokens])
         return replace(self, text=tokenizer.to_str(), tokenizer=tokenizer)
@@ -83,7 +88,7 @@ def find_tokenizer(options: ConvertOptions, *beside: Path, whose: str = "it") ->
     Args:
         options: The user's options.
         *beside: Files or folders of the checkpoint. The first one with a tokenizer is used.
-        whose: Name of the tokenizer's owner, for the error message.
+        whose: Text for the error message that names the owner of the tokenizer, such as "CLIP's".
 
     Raises:
         ConvertError: There is no tokenizer.

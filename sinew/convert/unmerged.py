@@ -47,8 +47,8 @@ class Unmerged(NamedTuple):
 def unmerge(
     tensors: Mapping[str, TensorSource], name: str, tokenizer: str, progress: Progress | None = None
 ) -> Unmerged:
-    """Return the changes of an adapter in a conversion's tensors, and the identity of the adapter's base. The whole
-    base is read to compute its hash.
+    """Separate the changes of an adapter from the tensors of a conversion. Return them with the identity of the
+    adapter's base. The whole base is read to compute its hash.
 
     Args:
         tensors: The conversion's tensors.
@@ -121,13 +121,14 @@ def _factors(name: str, source: TensorSource, leaves: list[Changed]) -> tuple[np
 
 
 def _moved(source: TensorSource, leaf: Changed, values: np.ndarray, width: int | None) -> np.ndarray:
-    """Apply the conversion's transforms to ``values`` in place of one changed weight, with zeros for all other weights.
+    """Apply the conversion's transforms with ``values`` in place of one changed weight, and with zeros for all other
+    weights.
 
     Args:
         source: The tensor of the bundle.
         leaf: The changed weight.
-        values: The array that replaces it.
-        width: Columns of ``values``, if their number differs from the weight's; None if it is equal.
+        values: The array that is used in place of the changed weight.
+        width: Number of columns of ``values`` if it differs from that of the weight; None if it is the same.
     """
     if source.data is leaf:
         if source.shape != leaf.base.shape:

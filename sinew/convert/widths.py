@@ -52,7 +52,7 @@ def _named(
 
 
 def rope_theta(text: JsonRecord) -> float:
-    """Return the base of the rotary positions. Newer configurations have it in ``rope_parameters``."""
+    """Return the base (theta) of the rotary position embedding. Newer configurations have it in ``rope_parameters``."""
     theta = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
     if theta is None:
         raise ConvertError(

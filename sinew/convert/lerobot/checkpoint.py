@@ -96,7 +96,8 @@ def config_type(path: Path) -> str | None:
 
 
 def of_type(*names: str) -> Callable[[Path], bool]:
-    """Return a function that is True for LeRobot directories whose config.json has one of the types ``names``."""
+    """Return a function that tests a path: True for a LeRobot directory whose config.json has one of the types
+    ``names``."""
     return lambda path: config_type(path) in names
 
 
@@ -106,12 +107,12 @@ class Schema:
 
     Attributes:
         defaults: The training project's defaults, for keys that a file may lack.
-        required: Keys, separated by spaces, whose defaults differ between versions, so that no default is assumed.
-        fixed: Keys with their only supported value.
+        required: Keys, separated by spaces, that a file must have. Their defaults differ between versions of LeRobot.
+        fixed: Keys for which Sinew supports only one value, with this value.
         unread: Keys, separated by spaces, that do not affect inference.
         features: Types of input features that the family reads. Every family reads a prompt (LANGUAGE).
-        steps: Steps of the preprocessor, in order, without the steps that all families have.
-        after: Steps of the postprocessor.
+        steps: Steps that the preprocessor may have, in order, without the steps that are the same for all families.
+        after: Steps that the postprocessor may have, in order.
         adapters: True if ``--base`` names the model that an adapter changes.
     """
 
@@ -219,7 +220,7 @@ class LeRobotCheckpoint:
         return [name for name in str(self.options.setting("ignore", "")).split(",") if name]
 
     def _check_features(self) -> None:
-        """Raise ConvertError for an input that the family does not read, because the policy was trained with it."""
+        """Raise ConvertError if the policy was trained with an input that the family does not read."""
         table = self.config.get("input_features")
         for name, feature in table.items() if isinstance(table, dict) else ():
             kind = feature.get("type") if isinstance(feature, dict) else None
@@ -236,7 +237,8 @@ class LeRobotCheckpoint:
         return name_of(self.path)
 
     def check_tokens(self, image: int, marker: int) -> None:
-        """Raise ConvertError if a checkpoint states other ids of special tokens. LeRobot's checkpoints state none."""
+        """Do nothing: LeRobot's checkpoints contain no ids of special tokens that could differ from the tokenizer's.
+        Subclasses check the ids in their files."""
 
     @cached_property
     def _weights(self) -> tuple[dict[str, TensorSource], list[Path]]:
@@ -285,7 +287,10 @@ class LeRobotCheckpoint:
 
     @cached_property
     def tensors(self) -> dict[str, TensorSource]:
-        """Return upstream name -> weight, in file order, without the buffers of statistics of the old layout."""
+        """Return a dict: name in the checkpoint -> weight, in the order of the file.
+
+        The statistics that the old layout stores among the weights are omitted.
+        """
         return {name: t for name, t in self._weights[0].items() if not name.startswith(LEGACY_BUFFERS)}
 
     @cached_property
@@ -326,8 +331,8 @@ class LeRobotCheckpoint:
     def cameras(self) -> tuple[CameraSpec, ...]:
         """Return the cameras in the order of the configuration, with the robot's names.
 
-        LeRobot lists its padding slots as features too. Padding slots are not cameras, so they are skipped. If the
-        pipeline has a ``rename_map``, it contains the robot's names of the slots.
+        LeRobot's configuration also lists empty cameras, which are only padding. They are skipped. If the pipeline has
+        a ``rename_map``, it contains the robot's names of the cameras.
         """
         cameras, theirs = [], self._rename_map
         for key, shape in self._features("input_features", "VISUAL").items():
@@ -375,7 +380,10 @@ class LeRobotCheckpoint:
         """Return the image recipe of a model that reads frames at their camera's size, with the cameras' statistics.
 
         If cameras have different sizes, the model's image has the largest height and the largest width of all cameras,
-        and each frame is in its top left corner. Raises :class:`ConvertError`.
+        and each frame is in its top left corner.
+
+        Raises:
+            ConvertError: The statistics of the cameras are not valid.
         """
         sizes = tuple((camera.height, camera.width) for camera in self.cameras)
         height, width = (max(sides) for sides in zip(*sizes, strict=True))
@@ -384,13 +392,14 @@ class LeRobotCheckpoint:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Return the model's names of ``cameras``, in the same order."""
+        """Return the names that the model's configuration uses for the cameras, in the order of ``cameras``."""
         names = map(_short, self._features("input_features", "VISUAL"))
         return tuple(name for name in names if not name.startswith("empty_camera_"))
 
     @property
     def _rename_map(self) -> dict[str, str]:
-        """Return slot name -> the robot's camera name, both without their prefixes."""
+        """Return a dict: the model's name of a camera -> the robot's name of this camera, both without their
+        prefixes."""
         table = self.pipelines.config(PRE, "rename_observations_processor").get("rename_map") or {}
         where = f"{self.path / PRE}.json: rename_map"
         if not isinstance(table, dict) or not all(isinstance(v, str) and v and k for k, v in table.items()):
@@ -448,7 +457,8 @@ class LeRobotCheckpoint:
         return whole
 
     def state_parts(self) -> tuple[VectorPart, ...]:
-        """Return the normalisation of each part of :meth:`whole_state`; () if the state is only the robot's."""
+        """Return the normalisation of each part of :meth:`whole_state`; () if the policy does not read the
+        environment's state."""
         if not (count := self.environment_dim):
             return ()
         return (
@@ -465,7 +475,7 @@ class LeRobotCheckpoint:
 
     @property
     def max_tokens(self) -> int:
-        """Return the longest prompt, in tokens."""
+        """Return the largest number of tokens that a prompt may have."""
         return self.size("tokenizer_max_length", self._tokenizer.get("max_length"))
 
     @property
@@ -504,7 +514,7 @@ class LeRobotCheckpoint:
         return float(value)
 
     def sides(self, key: str) -> tuple[int, int] | None:
-        """Return the height and width that the configuration has under ``key``; None if it has null."""
+        """Return the value (height, width) of ``key`` in the configuration; None if the value is null."""
         value = self[key]
         if value is None:
             return None
@@ -513,7 +523,11 @@ class LeRobotCheckpoint:
         return self.size(key, value[0]), self.size(key, value[1])
 
     def one_of(self, key: str, *allowed: str) -> Any:
-        """Return a value of the configuration. Raises :class:`ConvertError` if the value is not one of ``allowed``."""
+        """Return the value of ``key`` in the configuration.
+
+        Raises:
+            ConvertError: The value is not one of ``allowed``.
+        """
         if (value := self[key]) not in allowed:
             raise ConvertError(f"{self.file}: {key}: expected one of {', '.join(allowed)}, got {value!r}")
         return value
@@ -523,7 +537,8 @@ class LeRobotCheckpoint:
         return named(self.file)
 
     def committed_rows(self, chunk_size: int) -> int:
-        """Return the longest action prefix that training used; 0 if training used none.
+        """Return the largest number of first actions that the policy was trained to take over from the running chunk; 0
+        if it was not trained to do so.
 
         LeRobot's key is ``rtc_training_max_delay``. ``--set committed_rows=N`` sets the length for files without that
         key.
@@ -671,13 +686,14 @@ class LeRobotCheckpoint:
             )
 
     def image_mode(self) -> str:
-        """Return the mode of the normalisation of images before the model; "IDENTITY" if there is none."""
+        """Return how images are normalised before the model, in LeRobot's words; "IDENTITY" if they are not
+        normalised."""
         return self._mode(STATE, "VISUAL")
 
     @cached_property
     def statistics(self) -> Statistics:
-        """Return feature -> statistic -> values. The source is ``--stats``, the processors, the weights or
-        ``--dataset``, in this order."""
+        """Return the statistics: feature -> name of a statistic -> its values. The source is ``--stats``, the
+        processors, the weights or ``--dataset``, in this order."""
         features = [*self["input_features"], *self["output_features"]]
         if self.options.stats:
             return read_stats_file(self.options.stats, features)
@@ -704,7 +720,8 @@ class LeRobotCheckpoint:
         return statistics or legacy_statistics(self._weights[0], features)
 
     def _no_statistics(self, feature: str, missing: list[str], mode: str, present: Mapping[str, Any]) -> str:
-        """Return the message about missing statistics. It names the statistics that exist, and the flag to pass.
+        """Return the error message for missing statistics. It lists the statistics that exist, and states which flag to
+        pass.
 
         Args:
             feature: The feature that lacks statistics.
@@ -755,7 +772,8 @@ class LeRobotCheckpoint:
         )
 
     def _dataset_to_type(self, before: str) -> str:
-        """Return a hint with the flag ``--dataset`` and the run's data set; "" if the run names no data set.
+        """Return a hint for an error message: the flag ``--dataset`` with the data set of the training run; "" if it is
+        unknown.
 
         Its path comes from a file, so only the user may open it.
         """

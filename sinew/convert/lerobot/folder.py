@@ -1,5 +1,5 @@
-"""Read folders of training runs, and LeRobot's data sets, which have facts that a checkpoint leaves out. The runs are
-LeRobot's, or those of transformers' Trainer (which GR00T uses)."""
+"""Find the checkpoint in a folder of a training run, and read facts from LeRobot's data sets that a checkpoint does
+not contain. The runs are LeRobot's, or those of transformers' Trainer (which GR00T uses)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def newest_complete(run: Path) -> Path:
 
 
 def runs_near(path: Path) -> list[Path]:
-    """Return up to three training runs in folders above or below ``path``, for a message."""
+    """Return up to three training runs in folders above or below ``path``, to suggest them in an error message."""
     above = [each for each in list(path.parents)[:2] if (each / MODEL / "config.json").exists()]
     below = (run.parent for depth in ("", "*/", "*/*/") for run in path.glob(f"{depth}*/checkpoints"))
     return above or list(islice(below, 3))
@@ -112,7 +112,7 @@ def _printable(text: str) -> str:
 
 
 def _trained_on(path: Path) -> dict[str, Any]:
-    """Return the data set entry of a checkpoint's ``train_config.json``."""
+    """Return the entry about the data set in the ``train_config.json`` of a checkpoint."""
     file = path / "train_config.json"
     dataset = (read_json(file) if file.is_file() else {}).get("dataset")
     return dataset if isinstance(dataset, dict) else {}
@@ -175,8 +175,8 @@ class Dataset:
 
     @property
     def stats(self) -> Path | None:
-        """Return the file of statistics. It describes all frames, or each episode in versions 2.1 to 3. None if the
-        data set has no such file."""
+        """Return the file with the data set's statistics. They are of all frames together, or of each episode in
+        version 2.1. None if the data set has no such file."""
         files = (self.folder / "meta" / name for name in ("stats.json", EPISODES))
         return next((file for file in files if file.exists()), None)
 
@@ -214,7 +214,10 @@ def read_dataset(path: Path) -> Dataset:
 
 
 def _names(names: Any) -> tuple[str, ...]:
-    """Return the names of a vector's values. LeRobot writes a list, or lists under keys such as "motors"."""
+    """Return the names of a vector's values.
+
+    In LeRobot's file they are a list, or a table of lists with keys such as "motors".
+    """
     if isinstance(names, dict):
         names = [name for group in names.values() if isinstance(group, list) for name in group]
     flat = names if isinstance(names, list) else []

@@ -17,7 +17,8 @@ Sides = tuple[int, int] | None  # (height, width) in pixels; None leaves the fra
 def whole_frames(
     checkpoint: LeRobotCheckpoint, resized: Sides, cut: Sides, key: str = "crop_shape"
 ) -> ImageRecipe:
-    """Return the recipe of a frame. Normalisation treats all pixels equally, so it can follow the resize and the crop.
+    """Return the recipe of a frame. Sinew normalises after the resize and the crop. The result is the same, because
+    normalisation treats all pixels equally.
 
     Args:
         checkpoint: The checkpoint. Its cameras' sizes and statistics are used.

@@ -1,4 +1,5 @@
-"""Convert the configuration of a diffusers sampler in LeRobot's checkpoints to a solver."""
+"""Read the configuration of a noise scheduler (of the library diffusers) in LeRobot's checkpoints, and return
+Sinew's solver."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ Statistics = dict[str, dict[str, np.ndarray]]  # feature -> statistic -> float32
 
 
 def step_of(feature: str) -> tuple[str, str]:
-    """Return the names of the pipeline and of its step that normalise ``feature``."""
+    """Return (name of the pipeline, name of its step) of the step that normalises ``feature``."""
     return (POST, "unnormalizer_processor") if feature == ACTION else (PRE, "normalizer_processor")
 
 
@@ -60,9 +60,9 @@ class Found:
     """The statistics that a checkpoint contains.
 
     Attributes:
-        bare: Feature -> statistics, for entries that name no data set.
-        sets: Name of a data set -> its statistics.
-        unread: Names of entries that belong to no feature, as the files have them.
+        bare: Feature -> its statistics. These entries of the file do not name a data set.
+        sets: Name of a data set -> the statistics of its features.
+        unread: Names in the files of entries that do not belong to any feature of the policy.
     """
 
     bare: Statistics = field(default_factory=dict)
@@ -99,14 +99,16 @@ class Found:
 
 
 def unknown_statistics(names: Iterable[str], features: Sequence[str]) -> list[str]:
-    """Return the names whose feature the policy does not have, or whose statistic LeRobot does not have."""
+    """Return the names of entries that belong to a feature which the policy does not have, or to a statistic which
+    LeRobot does not have."""
     parts = ((name, *name.rpartition(".")[::2]) for name in names)
     features_and_columns = {*features, *NOT_OF_POLICIES}
     return [name for name, feature, stat in parts if feature not in features_and_columns or stat not in STATS]
 
 
 def unread_statistics(names: Sequence[str]) -> str:
-    """Return the note about statistics of features that the policy does not have."""
+    """Return a note for the user: the statistics of some features were not read, because the policy does not have
+    these features."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return f"ignored statistics of features that this policy lacks: {', '.join(names[:MOST_NAMED])}{more}"
 
@@ -141,8 +143,8 @@ def processor_statistics(path: Path, pipelines: Pipelines, features: Sequence[st
 
 
 def legacy_statistics(weights: Mapping[str, TensorSource], features: Sequence[str]) -> Found:
-    """Return the statistics that LeRobot before 0.4 stored as buffers among the weights. Statistics that are not finite
-    are omitted, because training never filled them.
+    """Return the statistics that LeRobot before 0.4 stored as buffers among the weights. Statistics with infinite
+    values are omitted: LeRobot initialises the buffers with infinity, and the training did not set them.
 
     Args:
         weights: Name -> tensor of the checkpoint. A buffer's name has underscores in place of the feature's dots.

@@ -23,7 +23,7 @@ STEP_KEYS = ("registry_name", "class", "config", "state_file", "artifacts")
 
 @dataclass(frozen=True)
 class ProcessorStep:
-    """A supported kind of step.
+    """A kind of step that Sinew supports in a pipeline, and the supported values of its configuration.
 
     Attributes:
         free: Fields of the step's configuration, separated by spaces, that may have any value.
@@ -46,7 +46,7 @@ class ProcessorStep:
 BATCH = ProcessorStep(ordered=False)
 DEVICE = ProcessorStep("device", fields={"float_dtype": (None, "float32")}, ordered=False)
 NORMALIZER = ProcessorStep("eps features norm_map normalize_observation_keys", required=True)
-# The relative-actions step reads the raw state, so this step must precede the normaliser.
+# This step reads the state before it is normalised, so it must come before the normaliser.
 RELATIVE = ProcessorStep("exclude_joints action_names", "enabled")
 TOKENIZER = ProcessorStep(
     "max_length tokenizer_name",
@@ -78,9 +78,9 @@ class Pipelines:
         ConvertError: A pipeline is missing, or has a step that the family does not support.
     Attributes:
         directory: The checkpoint directory.
-        absent: Sentences about missing steps that the family was trained with.
+        absent: Sentences for the user about steps that the files lack, although the family was trained with them.
         steps: Pipeline -> name of a step -> record of the step.
-        there: False for checkpoints of LeRobot before 0.4, which have no pipelines.
+        there: True if the checkpoint has pipelines. Checkpoints of LeRobot before 0.4 have none.
     """
 
     def __init__(self, directory: Path, supported: Mapping[str, Mapping[str, ProcessorStep]]):
@@ -196,7 +196,7 @@ def action_steps(
 
     Args:
         pipelines: The checkpoint's pipelines.
-        config: The checkpoint's configuration. It decides if the checkpoint has no pipelines.
+        config: The checkpoint's configuration. If there are no pipelines, it states whether actions are relative.
         state_dim: Size of the state.
         action_dim: Size of an action.
 

@@ -28,7 +28,8 @@ def is_bpe(directory: Path) -> bool:
 def bpe_tokenizer(directory: Path) -> str:
     """Return the tokenizer.json of a directory with vocab.json, merges.txt and tokenizer_config.json.
 
-    Raises :class:`ConvertError`, also for tokenizers of another class, because such tokenizers split text differently.
+    Raises:
+        ConvertError: A file is not valid, or the tokenizer has another class, which would split text differently.
     """
     config = read_json(directory / "tokenizer_config.json")
     if config.get("tokenizer_class") not in CLASSES:

@@ -1,4 +1,4 @@
-"""The numpy type of the elements of each stored tensor type."""
+"""A table: storage type of a tensor -> the numpy type with which its elements are read."""
 
 from __future__ import annotations
 

@@ -47,8 +47,11 @@ STATISTICS = (
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. The object may contain infinite numbers, as PyTorch's configs do. Raises
-    :class:`ConvertError`."""
+    """Return the JSON object in a file. The object may contain infinite numbers, as PyTorch's configs do.
+
+    Raises:
+        ConvertError: The file cannot be read, or does not contain a JSON object.
+    """
     if path.is_dir():
         inside = [path / name for name in STATISTICS if (path / name).is_file()]
         hint = f"; pass {inside[0]}" if inside else ""
@@ -72,8 +75,10 @@ def directory_config(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def named(where: object) -> Iterator[None]:
-    """Turn errors about invalid model sizes inside the block into ConvertError. ``where`` becomes the prefix of the
-    message."""
+    """Convert errors about invalid model sizes, raised inside the ``with`` block, to ConvertError.
+
+    ``where`` becomes the prefix of the message.
+    """
     try:
         yield
     except KeyError as error:

@@ -1,4 +1,4 @@
-"""A JSON file whose entries are read by name. The reader reports missing and unread entries."""
+"""Read the entries of a JSON file by name. Missing entries, and entries that no code has read, are reported."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TRANSFORMERS = (
 
 
 def training_note(keys: Iterable[str]) -> str:
-    """Return the note of a conversion about fields that concern only training."""
+    """Return a note for the user: these fields of a configuration were ignored, because they concern only training."""
     return f"config.json: ignored, because these fields concern training only: {', '.join(keys)}"
 
 
 def shown_fields(fields: Mapping[str, Any]) -> str:
-    """Return names and values of fields as text for a message."""
+    """Return a text for a message with the names and the values of fields."""
     return ", ".join(f"{key}={json.dumps(value)[:MOST_SHOWN]}" for key, value in fields.items())
 
 
@@ -59,10 +59,10 @@ class JsonRecord:
         """Return notes about the unread entries of a ``config.json``; () for another file.
 
         Args:
-            aside: Names of entries, separated by spaces, that do not change the computation. The entries of
-                :data:`TRANSFORMERS` are ignored too.
-            usual: Entries that change the computation, with the only supported value. An entry with any other value is
-                listed in the notes.
+            aside: Names of entries to ignore, separated by spaces, because they do not change the computation. The
+                entries of :data:`TRANSFORMERS` are ignored too.
+            usual: Entries that change the computation, with the only value that Sinew supports. An entry with any other
+                value is listed in the notes.
         """
         if self.path.name != "config.json":
             return ()
@@ -95,19 +95,25 @@ class JsonRecord:
         return default if value is None else value
 
     def expect(self, **values: Any) -> None:
-        """Raise ConvertError for an entry that differs from the only supported value. The entry may be absent or
-        null."""
+        """Raise ConvertError if an entry differs from the value in ``values``, the only one that Sinew supports.
+
+        The entry may be absent or null.
+        """
         for key, value in values.items():
             if (value_there := self.get(key, value)) != value:
                 raise ConvertError(f"{self.path}: {self.name}{key}: expected {value!r}, got {value_there!r}")
 
     def filled(self, defaults: Mapping[str, Any]) -> JsonRecord:
-        """Return the record with ``defaults`` for absent entries and for entries that are null."""
+        """Return a copy of the record. Entries that are absent or null have the values of ``defaults``."""
         present = {key: value for key, value in self.content.items() if value is not None}
         return JsonRecord(self.path, {**defaults, **present}, self.name, self.read)
 
     def part(self, key: str) -> JsonRecord:
-        """Return an entry that is a JSON object, as a record. Raises :class:`ConvertError` for any other entry."""
+        """Return an entry that is a JSON object, as a record.
+
+        Raises:
+            ConvertError: The entry is missing or is not a JSON object.
+        """
         content = self[key]
         if not isinstance(content, dict):
             raise ConvertError(

@@ -26,18 +26,20 @@ STORAGE = {
     "F32": F32,
     "F16": F16,
     "BF16": BF16,
-    # Checkpoints store only buffers in the following types. Conversion drops the buffers.
+    # In the following types, checkpoints store only buffers (constants), which the conversion drops.
     **{kind: GGMLQuantizationType[kind] for kind in ("F64", "I8", "I16", "I32", "I64")},
     "BOOL": GGMLQuantizationType.I8,  # safetensors stores a boolean as one byte
 }
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Pattern of a tensor's name that a wrapper around the saved model causes -> the explanation in the error.
+# Key: pattern of tensor names that occur if a wrapper (such as torch.compile) was saved with the model. Value: the
+# explanation for the error message.
 WRAPPED = {
     r"\.(lora_[AaBb]|base_layer)\.": "a LoRA adapter that is not merged: save the result of its `merge_and_unload()`",
     r"^module\.|_orig_mod\.": "saved with DistributedDataParallel or torch.compile around it: save the inner model",
 }
-# Pattern of a file that a folder may contain instead of the file of weights -> how to make the file of weights.
+# Key: pattern of files that a folder may contain instead of safetensors weights. Value: a text that states how to get
+# the weights.
 INSTEAD = {
     "model-*.safetensors": "model.safetensors.index.json lists the tensors of each file; copy it into the same folder",
     "pytorch_model_fsdp*": 'to make it, run `accelerate merge-weights "{0}" "{1}"`',
@@ -84,8 +86,11 @@ def read_safetensors(path: Path) -> dict[str, TensorSource]:
 def read_weights(directory: Path) -> tuple[dict[str, TensorSource], list[Path]]:
     """Return the tensors of a checkpoint directory and the files that contain them.
 
-    If there is an index, every tensor must be in the shard that the index names, and the shards may contain no other
-    tensors. Raises :class:`ConvertError`.
+    If the weights are split into several files, an index lists the file of every tensor. It must list exactly the
+    tensors in the files.
+
+    Raises:
+        ConvertError: A file is missing or not valid, or the index differs from the files.
     """
     files = find_weights(directory)
     index = directory / "model.safetensors.index.json"
@@ -177,7 +182,8 @@ def refuse_adapter(directory: Path) -> None:
 
 
 def adapter_alone(directory: Path) -> ConvertError:
-    """Return the error for a folder that contains only an adapter, with the commands that merge the adapter."""
+    """Return the error for a folder that contains only an adapter. Its message has the commands that merge the
+    adapter into its base."""
     config = directory / ADAPTER_CONFIG
     base = (read_json(config) if config.is_file() else {}).get("base_model_name_or_path")
     own = directory / "config.json"

@@ -1,8 +1,8 @@
 """Convert a SentencePiece BPE model (``paligemma_tokenizer.model``) to a ``tokenizer.json``.
 
-openpi's users have Gemma's tokenizer in this form. SentencePiece merges the adjacent pair whose union has the best
-score. ``tokenizers`` merges the pair that comes first in a list. The list has every split of every piece into two
-pieces, sorted by the score of the whole piece.
+openpi's users have Gemma's tokenizer in this form. To split a text into tokens, SentencePiece repeatedly merges the two
+neighbouring pieces whose union has the best score. The library ``tokenizers`` merges the pair that comes first in a
+list. So the list contains every split of every piece into two pieces, sorted by the score of the whole piece.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from sinew.core import ConvertError
 MAX_PICKLE_BYTES = 64 << 20
 MOST_NAMED = 12  # a note lists at most this many sections of a file
 MAX_ENTRIES = 1 << 17
-MAX_DIRECTORY = 1 << 26  # bytes of the archive's directory
+MAX_DIRECTORY = 1 << 26  # largest size of the zip archive's directory (its list of files), in bytes
 MAX_BYTES = 1 << 44
 MAX_DEPTH = 16
 STORAGE = {
@@ -52,7 +52,8 @@ def read_torch(path: Path) -> dict[str, TensorSource]:
     """Return the tensors of a ``.pt`` file by name. A tensor in nested dictionaries is named by its keys, joined with
     dots.
 
-    Raises :class:`ConvertError` for everything except a zip archive of tensors and plain containers.
+    Raises:
+        ConvertError: The file is not a zip archive of tensors and plain containers.
     """
     return _tensors(path, _loaded(path))
 

@@ -1,4 +1,4 @@
-"""Find the file that a command can load for a source: a bundle, an exported folder, a checkpoint or a name on the hub.
+"""Find the bundle for a source that the user typed: a bundle, an exported folder, a checkpoint or a name on the hub.
 
 Checkpoints are converted once, into a cache (:mod:`.cache`). torch is imported only if a checkpoint must be converted.
 """
@@ -19,15 +19,15 @@ ASSETS = Path(__file__).resolve().parents[2] / "assets"
 
 
 def embedded() -> dict[str, Path]:
-    """Return name -> file of the policies that this package contains: blocks, pen, egg ... A file or folder with the
-    same name in the current folder takes precedence."""
+    """Return a dict: name -> file of each policy that is part of this package: blocks, pen, egg ... A file or folder
+    with the same name in the current folder takes precedence."""
     return {path.stem: path for path in sorted(ASSETS.glob("*.gguf"))}
 
 
 def resolve(source: str | Path) -> Path:
     """Return the bundle, or the folder of ``sinew export``, for a source.
 
-    Downloads, conversions and hits of the cache are reported through :mod:`sinew.core.progress`.
+    Downloads, conversions and the use of an earlier conversion are reported through :mod:`sinew.core.progress`.
 
     Args:
         source: A bundle file; the name of a policy of this package (:func:`embedded`); a folder of ``sinew export``;

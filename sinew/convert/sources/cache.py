@@ -46,7 +46,7 @@ class CacheRecord(msgspec.Struct, forbid_unknown_fields=True):
         seconds: Duration of the conversion.
         converter: Version of Sinew and digest of its conversion code.
         files: The checkpoint's files.
-        outside: Files outside of the checkpoint's folder that were read.
+        outside: Files outside of the checkpoint's folder that the conversion read.
         notes: Notes of the conversion.
     """
 
@@ -99,7 +99,8 @@ class CacheEntry:
         return sum(path.stat().st_size for path in self.home.rglob("*") if path.is_file())
 
     def damage(self, whole: bool = False) -> str | None:
-        """Return why the bundle differs from the bundle that the conversion wrote; None if both are equal.
+        """Return a text that states how the bundle was changed after the conversion wrote it; None if it was not
+        changed.
 
         Args:
             whole: Compare every tensor. If False, only the size, the time and the header's hash are compared, and every
@@ -122,8 +123,8 @@ class CacheEntry:
         return None
 
     def stale(self) -> str | None:
-        """Return which file outside of the source's folder has changed since the conversion; None if no such file has
-        changed. A file that no longer exists does not count as changed."""
+        """Return a text that names a file outside of the source's folder that has changed since the conversion; None
+        if there is none. A file that no longer exists does not count as changed."""
         # os.path.isfile returns False for a name that is too long for a file system. Path.is_file would raise.
         there = [file for file in self.record.outside if os.path.isfile(file.name)]  # noqa: PTH113
         try:
@@ -208,7 +209,7 @@ def converted(checkpoint: Path, source: str, name: str = "") -> Path:
 
 
 def _unfit(home: Path) -> str | None:
-    """Return why the cache's entry cannot be used; None if it can be used."""
+    """Return the reason why an entry of the cache cannot be used; None if it can be used."""
     if not home.exists():
         return f"the cache {home.parent} has no bundle of these files"
     try:
@@ -267,10 +268,11 @@ def _convert(checkpoint: Path, source_text: str, name: str, files: list[FileIden
 
 @contextlib.contextmanager
 def _locked(home: Path) -> Iterator[None]:
-    """Hold the entry's lock within the block. The lock's file is empty, and is not removed.
+    """Lock an entry of the cache inside the ``with`` block. The lock's file is empty, and is not removed.
 
     On a system without ``fcntl``, two processes may convert the same checkpoint. The later entry then replaces the
-    earlier one."""
+    earlier one.
+    """
     try:
         import fcntl
     except ImportError:
@@ -287,8 +289,10 @@ def _locked(home: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _percent(text: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of writing ``total`` bytes in percent. The block receives a function, and calls it with the
-    number of bytes that it has just written."""
+    """Show in percent how many of ``total`` bytes are written.
+
+    The ``with`` block receives a function, and calls it with the number of bytes that it has just written.
+    """
     done = 0
     with progress.task(text, 100) as advance:
 

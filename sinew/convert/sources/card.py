@@ -230,6 +230,7 @@ def _vector(spec: VectorSpec) -> str:
 
 
 def _cell(text: object) -> str:
-    """Return text for one cell of a table. Control characters are removed and markup is escaped."""
+    """Return ``text`` in a form for one cell of a markdown table. Control characters are removed and markup is
+    escaped."""
     plain = " ".join("".join(sign if sign.isprintable() else " " for sign in str(text)).split())
     return "".join(f"\\{sign}" if sign in r"|<>[]`*_\\" else sign for sign in plain)

@@ -175,7 +175,7 @@ def _wanted(file: str, bundle: str | None) -> bool:
 
 
 def _new(name: HubName, files: Sequence[Any], commit: str | None) -> list[Any]:
-    """Return the files of a repository that the hub's cache does not have."""
+    """Return those files of a repository that are not in this machine's cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     return [
@@ -247,7 +247,8 @@ def _fetched(name: HubName, file: str | None) -> Path:
 
 
 def _cached(name: HubName, reason: str) -> Path:
-    """Return the bundle or the folder of a repository from the hub's cache. Used if the hub does not answer.
+    """Return the bundle or the checkpoint folder of a repository from this machine's cache, because the hub does not
+    answer.
 
     Args:
         name: The repository.
@@ -280,7 +281,7 @@ def _cached(name: HubName, reason: str) -> Path:
 
 
 def _bundle_of(name: HubName, files: list[str]) -> str | None:
-    """Return the bundle among a repository's files; None for a checkpoint.
+    """Return the name of the bundle among a repository's files; None if the repository contains a checkpoint instead.
 
     Raises:
         SinewError: The repository contains several bundles.

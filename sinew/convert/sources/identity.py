@@ -1,4 +1,7 @@
-"""Compute a key of a checkpoint's content, from the names and SHA-256 of its files and the code that converts them."""
+"""Compute a key that identifies a checkpoint's content and the code that converts it.
+
+The key is a hash over the names and the SHA-256 of the checkpoint's files and of the code.
+"""
 
 from __future__ import annotations
 
