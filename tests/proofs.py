@@ -46,27 +46,27 @@ COLUMNS = (
 ENGINES = COLUMNS[:5]
 HEAD = """# Supported policies
 
-This page lists the policies that Sinew runs, and what has been tested for each of them.
+This page lists the policies that Sinew runs, and the tests that passed for each of them.
 
-To use one, pass its checkpoint to any command: `sinew serve CHECKPOINT`. [Checkpoints](sources.md) lists the files
-that each family needs. [Engines](engines.md) explains the columns. To add a policy, read [Add a
-model](adding-a-model.md).
+To use a policy, pass its checkpoint to any command: `sinew serve CHECKPOINT`. [Checkpoints](sources.md) lists the
+files that each family needs. [Engines](engines.md) explains the columns of the table. To add a policy, read
+[Add a model](adding-a-model.md).
 
-* **A cell** holds the precisions of an engine, or the protocols, for which a test passed with that family's own
-  fixture. A star marks a test that is slow, so `make test` leaves it out.
-* **An empty cell** has no test. The engine may still work: it prints what it does not support. A protocol serves
-  every family.
-* **cuda references** are the PyTorch references of the CUDA kernels and the program of the CUDA graph, on a CPU.
-  [On a GPU](gpu.md) lists what ran on NVIDIA GPUs.
+* **A cell** contains the precisions of an engine, or the protocols, for which a test passed with that family's own
+  fixture. A star marks a slow test, which `make test` does not run.
+* **An empty cell** means that there is no test. Without a test, the engine may still work, and prints what it does
+  not support. Every protocol can serve every family.
+* **cuda references** are the PyTorch references of the CUDA kernels and the program of the CUDA graph. These tests
+  run on a CPU. [On a GPU](gpu.md) lists the policies that we ran on NVIDIA GPUs.
 
-`--engine auto` selects an engine other than `eager` only if it has an entry here, or if it was verified on
-your machine (`sinew validate`, `sinew prepare`).
+`--engine auto` selects an engine other than `eager` only in two cases. The engine has an entry here, or you verified
+it on your machine (`sinew validate`, `sinew prepare`).
 
 """
 FOOT = """
-`python -m tests.proofs` writes this page from `tests/proofs.json`, the recorded results of the tests that are
-marked `proves`. The command also prints what each test covers. The product reads the same results from
-`sinew/engine/proofs.json`.
+`python -m tests.proofs` writes this page from `tests/proofs.json`, which contains the recorded results of the tests
+that are marked `proves`. `python -m tests.proofs` also prints what each test covers. Sinew reads the same results
+from `sinew/engine/proofs.json`.
 """
 
 

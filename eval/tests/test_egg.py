@@ -117,7 +117,7 @@ def test_eval_compares_streams_with_chunks(tmp_path: Path, capsys: pytest.Captur
     said = (
         Path(__file__).parents[2] / "docs" / "stream.md"
     ).read_text()  # the page's own command, of which no egg is to be held
-    (latency,) = re.findall(r"chunks\s+none \(`sinew eval egg (--latency \S+)`\)", said)
+    (latency,) = re.findall(r"held\s+no\s+egg\s+\(`sinew eval egg (--latency \S+)`\)", said)
     chunks = [*latency.split(), "--replan", "1", "--solver-steps", "2"]
     compared = ["--compare", "stream=33:2.1,latency=0"]
     assert main(["--debug", "eval", str(BUNDLE), *flags, *chunks, *compared, "--json"]) == 0
