@@ -27,11 +27,12 @@ __all__ = ["Check", "bundle", "hashes", "installation"]
 
 MINIMUM_PYTHON = (3, 11)
 MINIMUM_TORCH = (2, 11)
-MINIMUM_TEMPORARY_BYTES = 4 << 30  # a converted policy with 450M parameters in float32 has 1.8 GB
+# Bytes; for comparison, a converted policy with 450M parameters in float32 has 1.8 GB.
+MINIMUM_TEMPORARY_BYTES = 4 << 30
 ROUND_TRIPS = 200
 LOOPBACK_S = 2.0  # the loopback check fails if one round trip takes longer, in seconds
 
-# Python module -> distribution, for the core dependencies except torch.
+# The core dependencies except torch. Key: name of the Python module. Value: name of the package to install.
 PACKAGES = {
     "google.protobuf": "protobuf",
     "gguf": "gguf",
@@ -43,7 +44,7 @@ PACKAGES = {
     "tokenizers": "tokenizers",
 }
 
-# Extra -> (the modules that it installs, the feature that needs them).
+# Key: name of an optional extra of the package. Value: (the modules that it installs, the feature that needs them).
 FEATURES = {
     "hub": (("huggingface_hub",), "checkpoint names on the Hugging Face hub in `sinew convert`"),
     "sim": (("mujoco", "gymnasium"), "the built-in simulation tasks"),
@@ -322,7 +323,7 @@ INSTALLATION: tuple[Callable[[], Check | list[Check]], ...] = (
     loopback,
     golden,
 )
-# These checks cannot run without torch. Check -> the name of its line in the report.
+# These checks cannot run without torch. Key: function of the check. Value: name of its line in the report.
 NEED_TORCH: dict[Callable[[], Check | list[Check]], str] = {
     cpu_kernels: "cpu kernels",
     torch_build: "torch",

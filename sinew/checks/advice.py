@@ -1,6 +1,7 @@
 """Advice from a recorded run: chunk merging, replan interval, rate and limits, each with its reason.
 
-Only advice that held on the built-in tasks is given (research/log/2026-11-29.md). The rest is listed as unknown.
+Only advice that held on the built-in tasks is given (research/log/2026-11-29.md). Other questions are listed as
+unknown.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from sinew.core.statistics import wilson
 OFTEN = 0.01  # share of control steps from which a problem gets advice
 # Plans of an age are outdated if the 95 % interval of the share of episodes with an outdated plan is above this share.
 MAJORITY = 0.5
-# Largest part of a chunk between two requests that advice confirms, or recommends where no age is valid. Sinew's
-# default is as long. All built-in tasks succeed with it. A longer interval may fail although plans are valid in a
-# recording, because the comparison does not show the small corrections that a grasp needs.
+# The advice accepts at most this part of a chunk between two requests, and recommends this part if no age of plans is
+# valid. Sinew's default is as long. All built-in tasks succeed with it. A longer interval may fail although plans are
+# valid in a recording, because the comparison does not show the small corrections that a grasp needs.
 QUARTER = 0.25
 TARGETS = ("absolute", "relative")
 
@@ -34,7 +35,7 @@ class Advice:
     Attributes:
         topic: chunk merging, replan interval, rate, limits or requests.
         flags: Flags of ``sinew run`` to pass; "" if the advice is to keep the setting, or if no flag helps.
-        reason: Why, with the numbers.
+        reason: Reason for the advice, with the measured numbers.
     """
 
     topic: str
@@ -44,11 +45,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class Advised:
-    """All advice for a run.
+    """All pieces of advice for a recorded run.
 
     Attributes:
         advice: The advice.
-        unknown: What the recording cannot determine.
+        unknown: Sentences about settings that the recording cannot determine.
     """
 
     advice: list[Advice]
@@ -229,7 +230,7 @@ def _replan(
 
 
 def _sign(own: Played, plans: PlanAges, period: float, p95: int, valid: int, outdated: int | None) -> str:
-    """Return the sign that the run's commands were too old; "" without one.
+    """Return a sentence with the evidence that the run's commands were too old; "" without such evidence.
 
     Args:
         own: The run, with its own settings.
@@ -263,8 +264,9 @@ def _reacts(played: Played, period: float) -> str:
 def _ages(plans: PlanAges) -> tuple[int, int | None]:
     """Return the largest age up to which plans are valid, and the smallest age at which they are outdated.
 
-    The Wilson interval of the share of episodes with an outdated plan decides. Between both ages, the recording is too
-    short, or the episodes differ.
+    An age is valid or outdated if the 95 % interval (Wilson) of the share of episodes with an outdated plan is
+    completely below or above MAJORITY. For ages between the two results, the recording is too short to decide, or the
+    episodes differ.
     """
     valid, outdated = 0, None
     still = True

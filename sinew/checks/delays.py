@@ -1,7 +1,7 @@
 """Measure the delays of a robot from a trace of its commands, states and frames while it wobbles.
 
-The robot moves along a known smooth curve (:mod:`sinew.checks.wobble`). A delay is the shift in time at which one
-signal explains most of the variance of another signal, by least squares. Two delays are measured:
+The robot moves along a known smooth curve (:mod:`sinew.checks.wobble`). A delay is the time by which one signal must be
+shifted so that it explains most of the variance of another signal, by least squares. Two delays are measured:
 
 * from a command until the state has reached it (the actuators, and the reading of the state)
 * from the exposure of a frame until the frame is in memory (the camera)
@@ -26,7 +26,8 @@ T_QUANTILE = 2.571  # 97.5 % quantile of Student's t distribution with PARTS - 1
 EXPLAINED = 0.5  # a command must explain at least this share of the variance of its state
 SEEN = 0.02  # a command must explain at least this share of a frame's variance; most of a frame does not move
 CELLS = 32  # a frame is reduced to this many rows and columns of mean values
-# If the durations of `observe` differ by more than this share of a frame period, `observe` waits for the next frame.
+# If the durations of `observe` differ by more than this share of a frame period, this shows that `observe` waits for
+# the next frame.
 WAITS = 0.25
 
 Signal = Callable[[np.ndarray], np.ndarray]  # times [n] -> regressors [n, k]
@@ -333,8 +334,8 @@ class _Arm:
         return cls(commanded, float(np.mean([each.seconds for each in delays])), half)
 
     def behind(self, times: np.ndarray, cells: np.ndarray, step: float) -> Delay:
-        """Return the delay from the pose that a frame shows to the frame: the delay after the command, less the delay
-        of the actuators.
+        """Return the delay from the time at which the robot had the pose in a frame until the frame arrives. It is the
+        delay of the frame after the command, minus the delay of the actuators.
 
         Args:
             times: Times of the frames, [n].
@@ -351,7 +352,9 @@ class _Arm:
 
 
 def _held(times: np.ndarray, values: np.ndarray, moments: np.ndarray) -> np.ndarray:
-    """Return the value of the last command at some times, [n]. The robot holds a command until the next command."""
+    """Return the value that was commanded at each time in ``moments``, [n]. A command stays in effect until the next
+    command.
+    """
     return values[np.maximum(np.searchsorted(times, moments, side="right") - 1, 0)]
 
 

@@ -21,7 +21,8 @@ from sinew.policy import Policy
 
 OBSERVATIONS = 3  # the changes of the actions are averaged over this many observations
 SLOW_S = 2.0  # if one inference takes longer, only one observation is measured
-SEEDS = (1, 2, 3)  # seeds of the noise; the spread of the noise is the mean of the three pairs
+# Seeds of the noise; the spread of the noise is the mean distance of the three pairs of chunks.
+SEEDS = (1, 2, 3)
 OTHER_PROMPTS = ("move back to the start", "open the gripper", "do nothing")
 BLANK = {"grey": 128, "black": 0}  # name of a blank frame -> its level, 0 to 255
 # An episode has about a hundred chunks, which average the sampler's noise to a tenth of its spread. A smaller change

@@ -1,4 +1,6 @@
-"""Get observations of a simulated task and its success gate from the package that has the tasks (sinew-eval)."""
+"""Access to simulated tasks in the package sinew-eval: their observations, and their success gates (tests of the
+success rate).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an old plan differs from a new one for the same steps, if both start from the same noise.
+"""Compares an old plan (chunk of actions) with a new plan for the same steps, if both start from the same noise.
 
 A policy that samples its actions gives another chunk for each request, even if nothing has happened. The recorded
 chunks cannot tell this noise from a change of the scene. Therefore each recorded observation is computed again with the
@@ -16,7 +16,7 @@ from sinew.core import ActionChunk, Observation, SinewError
 from sinew.records.recorder import Record
 
 LARGE = 1.0  # a change above this many standard deviations of the policy's own actions makes a plan outdated
-COMPARED = 8  # the next 1/8 of a chunk is compared
+COMPARED = 8  # two plans are compared over the next 1/8 of a chunk
 SLIPS = 10  # a plan that is right, but early or late by up to 1/10 of a chunk, is not outdated
 
 
@@ -39,7 +39,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Age:
-    """How far plans of one age differ from the newest plans.
+    """Statistics of the difference between plans of one age and the newest plans for the same steps.
 
     Attributes:
         age: Age of the plans, in executed control steps.
@@ -60,7 +60,7 @@ class Age:
 
 @dataclass(frozen=True)
 class PlanAges:
-    """The outcome for a recording.
+    """The result of comparing old and new plans of one recording.
 
     Attributes:
         ages: One entry for each age, ascending.
@@ -174,7 +174,7 @@ def _change(episode: Episode, old: int, new: int, scale: np.ndarray) -> float | 
     draws, size = plans.shape[1:3]
     rows, slip = max(2, size // COMPARED), max(1, size // SLIPS)
     apart = episode.frames[new] - episode.frames[old]
-    # The first rows of the new plan whose step has not passed.
+    # Index of the first action of the new plan whose control step has not passed yet.
     start = new - episode.frames[new]
     if start + apart + rows > size:
         return None

@@ -29,7 +29,8 @@ ROUNDS = 5  # each engine is timed at least this many times, in turn, after a wa
 # Short chunks vary more, so they are timed in up to 25 rounds, until 2 seconds have passed.
 MOST_ROUNDS, LONG_ENOUGH_S = 25, 2.0
 SHORTEST_S = 0.05  # a chunk that takes less time is computed several times per measurement
-# An export needs this multiple of the float32 weights in memory, and quantising needs as much on the disk.
+# An export needs this multiple of the size of the float32 weights in memory. Quantising needs the same multiple on the
+# disk.
 ROOM = 2
 RUNTIME_BYTES = 250_000_000  # memory of Python and torch, as `sinew perf fit` counts it
 
@@ -357,8 +358,8 @@ def _store(bundle: Bundle, choice: EngineChoice, seconds: Mapping[str, float], n
 def fastest(
     policies: Mapping[str, Policy], clock: Callable[[], float] = time.process_time
 ) -> dict[str, float]:
-    """Return the seconds of a chunk by policy: the shortest of :data:`ROUNDS` rounds in turn, or of more rounds if
-    chunks are short.
+    """Measure the seconds that each policy needs for a chunk. The policies are timed in turn, in :data:`ROUNDS` rounds,
+    or in more rounds if chunks are short. The shortest time of a policy counts.
 
     Args:
         policies: Name -> policy.
@@ -458,7 +459,7 @@ def _check_room_for_two(bundle: Bundle, need: int, memory_gib: float | None) -> 
 
 
 def _wide(bundle: Bundle) -> int:
-    """Return the bytes of a bundle's weights in float32."""
+    """Return the number of bytes that a bundle's weights would have in float32."""
     return sum(4 * math.prod(info.shape) for info in bundle.infos.values())
 
 

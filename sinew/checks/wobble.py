@@ -31,7 +31,7 @@ SPREAD = 0.1  # amplitude, as a share of the standard deviation of each number i
 SHARE = 0.5  # the wobble uses at most this share of a limit of speed or acceleration
 # Frequencies of the wobble in Hz. They have no common period, so that only one delay explains the measured signal.
 FREQUENCIES = (0.43, 0.71, 1.13, 1.7)
-FADE_S = 0.5  # the wobble grows and fades in this time
+FADE_S = 0.5  # the amplitude of the wobble grows at the start and falls at the end for this many seconds
 # The wobble runs at this share of the control rate, so that observations are not synchronous with camera frames.
 UNLOCKED = 0.93
 POLL_S = 0.004  # wait between two observations while the next frame is awaited, in seconds
@@ -42,7 +42,7 @@ DITHER = 0.9
 
 @dataclass(frozen=True)
 class Curve:
-    """The curve of the wobble.
+    """The curve along which the robot moves during the wobble (a small test motion).
 
     Attributes:
         seconds: Its length in seconds.
@@ -137,7 +137,7 @@ class Wobble:
         self._answer = None
 
     def close(self, wait: float = 0.0) -> None:
-        """Do nothing, because there is no connection."""
+        """Do nothing, because the wobble has no connection to close."""
 
 
 class TracedRobot:
@@ -296,7 +296,7 @@ def plan(
         SettingsError: A setting does not fit.
     """
     facts = facts_of(robot)
-    # Only a simulation states a rate, because a simulation advances by one step with every command.
+    # Only a simulation states its own control rate, because a simulation advances by one step with every command.
     fixed = facts.hz
     rate = settings.get("hz") or policy.get("control_hz") or fixed
     run_settings = {

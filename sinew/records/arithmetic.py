@@ -24,8 +24,11 @@ LOWER = {"int8-rows": "int8", "fp8": "int8"}
 
 
 def kept(server: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a server's metadata that affect an answer bit for bit. Raises ValueError for an invalid
-    precision."""
+    """Return the settings in a server's metadata that affect an answer bit for bit.
+
+    Raises:
+        ValueError: The precision in the metadata is not valid.
+    """
     precision = server.get("precision", {})
     if not isinstance(precision, Mapping) or not all(isinstance(kind, str) for kind in precision.values()):
         raise ValueError(f"precision: expected a text for each component, got {precision!r:.80}")

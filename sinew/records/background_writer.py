@@ -89,7 +89,7 @@ class BackgroundWriter(ABC):
             self._quiet.warning("%s is too slow for the requests, so records are being dropped", self._goal)
 
     def describe(self, spec: PolicySpec) -> None:  # noqa: B027 - most subclasses need none
-        """Receive names and rates of the policy, before its first request."""
+        """Receive the policy's specification (names of joints, control rate) before its first request."""
 
     @property
     def full(self) -> bool:
@@ -120,10 +120,15 @@ class BackgroundWriter(ABC):
 
     @abstractmethod
     def _write(self, entry: Entry) -> None:
-        """Write one record, on the thread. Raises OSError if writing is impossible for a while."""
+        """Write one record. The writer's own thread calls this method.
+
+        Raises:
+            OSError: Writing is impossible at present, for example because the disk is full. The writer tries again
+                later.
+        """
 
     def _end(self) -> None:  # noqa: B027 - most subclasses need none
-        """Finish the written records, on the thread, after the last record."""
+        """Complete the target after the last record. The writer's own thread calls this method."""
 
     def _loop(self) -> None:
         try:
@@ -150,7 +155,7 @@ class BackgroundWriter(ABC):
             try:
                 self._write(entry)
                 self._written += 1
-            # The disk is full or was removed.
+            # The disk is full or was removed, so writing is tried again later.
             except OSError as error:
                 self._failed += 1
                 self._retry_at = time.monotonic() + RETRY_S

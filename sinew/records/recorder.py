@@ -234,13 +234,21 @@ class Recorder(BackgroundWriter):
 
 
 def read_records(directory: Path) -> Iterator[Record]:
-    """Return the records of a folder, oldest first. Raises :class:`SinewError` for a file that is not a record."""
+    """Read the records of a folder, oldest first.
+
+    Raises:
+        SinewError: The folder has no records, or a file is not a record.
+    """
     # record_files runs now and not at the first record, so that an error of the folder is raised at once.
     return (read_record(path) for path in record_files(directory))
 
 
 def record_files(directory: Path) -> list[Path]:
-    """Return the records of a folder, oldest first. Raises :class:`SinewError` if the folder has no records."""
+    """Return the paths of the records in a folder, oldest first.
+
+    Raises:
+        SinewError: The folder has no records.
+    """
     if not directory.exists():
         raise SinewError(f"{directory}: no such file or folder; pass the folder that --record wrote")
     if paths := sorted(directory.glob("*.npz")):
@@ -270,7 +278,11 @@ def open_record(path: Path) -> Iterator[Npz]:
 
 
 def read_record(path: Path) -> Record:
-    """Read a file of ``--record``. Raises :class:`SinewError` for a file that is not a record."""
+    """Read a record that ``sinew serve --record`` wrote.
+
+    Raises:
+        SinewError: The file is not a record.
+    """
     with open_record(path) as npz:
         meta = read_meta(npz)
         arrays = {name: npz.read(name) for name in npz.names if name != "meta"}
@@ -305,7 +317,11 @@ def moments_in(names: Iterable[str]) -> int:
 
 
 def _moments(arrays: dict[str, np.ndarray]) -> list[Moment]:
-    """Return the observation steps of a record, oldest first. Raises :class:`SinewError` if a step is missing."""
+    """Return the observation steps of a record, oldest first.
+
+    Raises:
+        SinewError: A step is missing, or an array of a step is not valid.
+    """
     prefixes = sorted({match[0] for name in arrays if (match := _EARLIER.match(name))}, key=len)
     if len(prefixes) >= MAX_HISTORY or any(
         f"earlier/{index}/" not in prefixes for index in range(len(prefixes))
@@ -324,7 +340,11 @@ def _moments(arrays: dict[str, np.ndarray]) -> list[Moment]:
 
 
 def read_meta(npz: Npz) -> dict[str, Any]:
-    """Return the JSON part of a record. Its fields have the types of ``_Meta``. Raises ValueError."""
+    """Return the JSON part of a record. Its fields have the types of ``_Meta``.
+
+    Raises:
+        ValueError: The part is missing, or a field has the wrong type.
+    """
     array = npz.read("meta")
     if array.dtype.kind != "U" or array.shape or array.nbytes > 4 * MAX_META:
         text = f"one text of at most {MAX_META} characters"

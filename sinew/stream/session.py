@@ -253,8 +253,8 @@ class Session:
         return self._clock()
 
     def say(self, prompt: str) -> None:
-        """Change the instruction. The next prefix uses the new instruction, even if the frame of this prefix was
-        read before the change.
+        """Replace the instruction of the stream. The next prefix uses the new instruction, even if the frame of this
+        prefix was read before the change.
         """
         self.prompt = prompt
 

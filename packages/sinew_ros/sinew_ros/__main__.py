@@ -182,7 +182,11 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
 
 
 def contract(given: argparse.Namespace) -> Contract:
-    """Read the contract that the command line names. ``--server`` replaces its servers. Raises ContractError."""
+    """Read the contract that the command line names. ``--server`` replaces its servers.
+
+    Raises:
+        ContractError: The contract is not valid. The message names the wrong field.
+    """
     robot_contract = read(given.contract)
     return replace(robot_contract, servers=tuple(given.server.split(","))) if given.server else robot_contract
 
@@ -253,7 +257,11 @@ def send_goal(given: argparse.Namespace, ros: list[str]) -> int:
 
 
 def opened(name: str, ros: list[str]) -> Any:
-    """Open a transport by its name: rclpy, dds or bag:PATH. Raises ClientError for any other name."""
+    """Open a transport (a connection to ROS topics) by its name: rclpy, dds or bag:PATH.
+
+    Raises:
+        ClientError: The name is none of these, or the transport cannot be opened.
+    """
     kind, _, path = name.partition(":")
     if kind == "bag" and path:
         return Bag(Path(path))

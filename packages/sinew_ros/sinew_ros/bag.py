@@ -35,7 +35,11 @@ Take = Callable[[Any], None]
 
 
 def types() -> Any:
-    """Load the message definitions of ROS 2 Humble. Raises ClientError if the package rosbags is not installed."""
+    """Load the message definitions of ROS 2 Humble.
+
+    Raises:
+        ClientError: The package rosbags is not installed.
+    """
     try:
         from rosbags.typesys import Stores, get_types_from_msg, get_typestore
     except ImportError as error:

@@ -45,7 +45,7 @@ class Bond:
         transport.subscribe(TOPIC, KIND, COMMAND, self._take)
 
     def begin(self) -> None:
-        """Start to send heartbeats, because the node is active."""
+        """Start to send heartbeats to the manager, because the node is active now."""
         self._own, self._sister, self._left = str(uuid.uuid4()), "", False
         self._over = threading.Event()
         threading.Thread(target=self._run, args=(self._over,), daemon=True).start()
@@ -68,7 +68,7 @@ class Bond:
         if message.active and not self._sister:
             self._sister = message.instance_id
             logger.info("bond with the lifecycle manager established")
-        # The message belongs to an earlier bond of the manager.
+        # Ignore a message that belongs to an earlier bond of the manager.
         if message.instance_id != self._sister:
             return
         self._heard, self._patience = time.monotonic(), message.heartbeat_timeout

@@ -21,7 +21,8 @@ IMAGE, COMPRESSED = "sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage"
 JOINT_STATE, ARRAY = "sensor_msgs/msg/JointState", "std_msgs/msg/Float64MultiArray"
 TRAJECTORY = "trajectory_msgs/msg/JointTrajectory"
 GROUP, SINGLE = "interbotix_xs_msgs/msg/JointGroupCommand", "interbotix_xs_msgs/msg/JointSingleCommand"
-# ROS actions of grippers -> the contract's field for their constant: maximum effort, or speed.
+# Key: type of a gripper's ROS action. Value: the contract's field for the constant of each goal (maximum effort, or
+# speed).
 GOALS = {"control_msgs/action/GripperCommand": "effort", "franka_msgs/action/Move": "speed"}
 CAMERA_TYPES = (IMAGE, COMPRESSED)
 ACTION_TYPES = (TRAJECTORY, JOINT_STATE, ARRAY, GROUP, SINGLE, *GOALS)
@@ -81,7 +82,7 @@ class Joints:
 
 @dataclass(frozen=True)
 class Output:
-    """A topic that receives columns of an action, in the policy's order.
+    """A topic that receives some of the numbers of an action, in the policy's order.
 
     The message's value is ``(policy's value - offset) / scale``.
 
@@ -199,7 +200,11 @@ class Contract:
 
 
 def read(path: Path) -> Contract:
-    """Read a contract from a YAML file. Raises :class:`ContractError`."""
+    """Read a contract from a YAML file.
+
+    Raises:
+        ContractError: The file cannot be read, or a field is wrong. The message names the field.
+    """
     try:
         content = read_yaml(path)
     except (OSError, ValueError) as error:

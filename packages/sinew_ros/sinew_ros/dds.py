@@ -234,7 +234,7 @@ class Dds:
                 continue
             for sample in reader.take(64):
                 if getattr(sample, "sample_info", None) is not None and not sample.sample_info.valid_data:
-                    # The sample only announces that a writer has disconnected.
+                    # Skip this sample: it has no data, and only announces that a writer has disconnected.
                     continue
                 try:
                     callback(sample)

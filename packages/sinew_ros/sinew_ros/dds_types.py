@@ -352,7 +352,7 @@ SERVICES = {
     ),
 }
 
-# Name of the type in ROS -> structure.
+# Key: name of the message type in ROS. Value: DDS structure.
 TYPES = {
     "std_msgs/msg/String": String,
     "std_msgs/msg/Bool": Bool,
@@ -372,7 +372,11 @@ TYPES = {
 
 
 def build(kind, fields):
-    """Create a structure of the class ``kind`` from a mapping of its fields. Raises TypeError for an unknown field."""
+    """Create a DDS structure of the class ``kind`` from a mapping of its fields.
+
+    Raises:
+        TypeError: The mapping has a field that the structure does not have.
+    """
     made = {}
     for name, value in fields.items():
         inner = kind.__annotations__.get(name)

@@ -1,4 +1,6 @@
-"""The interface through which goals and the life cycle enable a robot, or hold it."""
+"""The interface through which goals and the life cycle of a node start to drive a robot, or make it hold its
+position.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Run:
         # `over` is set when the goal has ended, and `still` when the robot holds afterwards.
         self.over, self.still = threading.Event(), threading.Event()
         self.outcome, self.message = 0, ""
-        # Number of failed requests before this goal, and the control period in seconds.
+        # Number of requests that had failed before this goal began, and the control period in seconds.
         self._failed, self._period = failed, 0.0
         self._lock = threading.Lock()
         self._steps = self._held = self._chunks = 0
@@ -107,7 +107,7 @@ class Run:
             return True
 
     def saw(self, command: Command) -> None:
-        """Count one control step of the loop."""
+        """Count one control step of the loop for this goal."""
         with self._lock:
             if self.over.is_set():
                 return

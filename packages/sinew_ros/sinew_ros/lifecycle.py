@@ -37,7 +37,7 @@ STATES = {
     14: "deactivating",
     ERROR: "errorprocessing",
 }
-# Transitions that a manager can request: number -> (label, start state, state during the transition).
+# Transitions that a manager can request. Key: number. Value: (label, start state, state during the transition).
 ASKED = {
     1: ("configure", UNCONFIGURED, 10),
     2: ("cleanup", INACTIVE, 11),
@@ -47,8 +47,8 @@ ASKED = {
     6: ("shutdown", INACTIVE, SHUTTING_DOWN),
     7: ("shutdown", ACTIVE, SHUTTING_DOWN),
 }
-# Ends of transitions: state during the transition -> (number of the success, state after success,
-# state after failure).
+# Ends of transitions. Key: state during the transition. Value: (number of the transition that reports success, state
+# after success, state after failure).
 FOLLOWS = {
     10: (10, INACTIVE, UNCONFIGURED),
     11: (20, UNCONFIGURED, INACTIVE),
@@ -252,7 +252,7 @@ class Managed:
             self._goals.shut(f"the node is {STATES[self.state]}")
 
     def _leave(self) -> None:
-        """End the control loop. Its report stays available."""
+        """End the control loop of the bridge. The report of the loop stays available."""
         self._shut()
         if self.bridge is not None and self._thread is not None:
             self.bridge.stop()

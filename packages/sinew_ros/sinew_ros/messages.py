@@ -48,7 +48,11 @@ def check_picture(message: Any) -> None:
 
 
 def picture(message: Any) -> np.ndarray:
-    """Return the frame of a sensor_msgs/Image, uint8 [height, width, 3] in RGB order. Raises :class:`Refused`."""
+    """Return the frame of a sensor_msgs/Image, uint8 [height, width, 3] in RGB order.
+
+    Raises:
+        Refused: The encoding is not supported, or the number of bytes does not fit the size.
+    """
     check_picture(message)
     size, order = ENCODINGS[message.encoding]
     height, width = int(message.height), int(message.width)
@@ -58,8 +62,10 @@ def picture(message: Any) -> np.ndarray:
 
 
 def compressed(message: Any) -> bytes:
-    """Return the JPEG or PNG file in a sensor_msgs/CompressedImage. The server decodes the file. Raises
-    :class:`Refused`.
+    """Return the JPEG or PNG file in a sensor_msgs/CompressedImage. The server decodes the file.
+
+    Raises:
+        Refused: The message does not contain a JPEG or PNG file, or the file is too large.
     """
     data = bytes_of(message.data)
     if len(data) > MAX_COMPRESSED:
@@ -201,7 +207,7 @@ def diagnostics(now: float, level: int, text: str, values: dict[str, Any]) -> di
 
 
 def _numbers(output: Output, rows: np.ndarray) -> np.ndarray:
-    """Convert values in the policy's units to the units of the message, float64."""
+    """Convert the values of actions from the policy's units to the units of the output's messages, float64."""
     return (np.asarray(rows, np.float64) - output.offset) / output.scale
 
 

@@ -1,4 +1,4 @@
-"""The newest message of a topic, with counts of all other messages."""
+"""Stores the newest message of a topic, and counts all messages."""
 
 from __future__ import annotations
 

@@ -117,7 +117,9 @@ class Rclpy:
 
 
 class RclpyGoal:
-    """A goal that rclpy's action server has accepted. The thread that spins the node executes its end."""
+    """A goal that rclpy's action server has accepted. The thread that runs the node's callbacks also sends the result
+    of the goal.
+    """
 
     def __init__(self, handle: Any, made: Any, executor: Any):
         from rclpy.task import Future
@@ -138,7 +140,7 @@ class RclpyGoal:
         """Wait for the end of the goal, and return its result."""
         status, fields = await self._end
         {SUCCEEDED: handle.succeed, CANCELED: handle.canceled, ABORTED: handle.abort}[status]()
-        # Run this after the present task, which sends the result.
+        # Set the event only after the present task, because this task still sends the result.
         self._executor.create_task(self._told.set)
         return _filled(self._made.Result(), fields)
 

@@ -52,7 +52,7 @@ class TopicRobot:
         self.paused = False  # True while the loop is paused; the bridge sets it
         self.joints = [joint for output in contract.outputs for joint in output.joints]
         self._columns = _columns(contract)
-        # Topic -> (newest values, values of the last goal that was sent).
+        # Key: topic. Value: (newest values, values of the last goal that was sent).
         self._goals: dict[str, tuple[Any, Any]] = {}
         self._last: np.ndarray | None = None  # the last command, float32 [D]
         self._held = False
@@ -64,7 +64,11 @@ class TopicRobot:
         self.states[index].put(message, time.monotonic(), self._clock())
 
     def observe(self) -> dict[str, Any]:
-        """Return the newest frames and the state, in the policy's order and units. Raises NoObservation."""
+        """Return the newest frames and the state, in the policy's order and units.
+
+        Raises:
+            NoObservation: A message has not arrived yet, or is too old.
+        """
         now = time.monotonic()
         images, taken = {}, []
         for name, source in self.cameras.items():

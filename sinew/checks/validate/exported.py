@@ -64,7 +64,7 @@ def prove_whole(
     got = run({name: inputs[name] for name in shapes})[0]
     bound = bounds_of(Policy(open_bundle(folder), "cpu", engine="onnx"))["actions"]
     error = distance(got / (spread := spread_of(policy)), policy.run(prepared).actions / spread)
-    # Written as `not <=`, because NaN must fail too.
+    # Use `not error <= bound` in place of `error > bound`, because an error of NaN must fail too.
     if not error <= bound:
         padded = (
             "" if prompt else "; if this policy cannot read a padded prompt, fix the prompt with --prompt"

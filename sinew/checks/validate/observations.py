@@ -40,7 +40,8 @@ def random_observations(policy: Policy) -> Iterator[Observation]:
     spec, seed = policy.spec, 0
     while True:
         rng = np.random.default_rng(seed)
-        # At the start of an episode, a history is shorter. Generate such observations too if the policy masks them.
+        # At the start of an episode, an observation history has fewer steps. Generate such observations too if the
+        # policy masks the missing steps.
         fewer = seed % spec.history if spec.history_padding == "mask" else 0
         *earlier, newest = [_random_moment(policy, rng) for _ in range(spec.history - fewer)]
         base = replace(policy.dummy_observation(), seed=seed)

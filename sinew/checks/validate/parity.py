@@ -15,13 +15,13 @@ from sinew.policy import Policy
 
 STAGES = ("vision", "prefix", "head", "actions")
 
-# The required bounds of float32 engines (the survey of deployment on edge GPUs, section 7): 1 - cosine of each stage,
-# and the largest difference of the chunk divided by its spread.
+# Bounds that float32 engines must meet (section 7 of the survey of deployment on edge GPUs). COSINE is for 1 - cosine
+# of each stage, and LARGEST is for the largest difference of the chunk, divided by the spread of the actions.
 COSINE, LARGEST = 1e-7, 1e-4
 
-# Lowest precision in use -> largest relative L2 error of each stage. The bounds are the errors of the golden tests
-# (docs/plan.md, docs/engines.md) with room for frames that amplify errors. A wrong weight causes a far larger error.
-# Indices must be equal, so they have no bound.
+# Key: lowest precision in use. Value: largest allowed relative L2 error of each stage. The bounds are the errors of the
+# golden tests (docs/plan.md, docs/engines.md) with room for frames that amplify errors. A wrong weight causes a far
+# larger error. Indices must be equal, so they have no bound.
 BOUNDS = {
     "fp32": {"vision": 1e-4, "prefix": 1e-4, "head": 1e-3, "actions": 1e-3},
     "fp16": {"vision": 2e-2, "prefix": 2e-2, "head": 5e-2, "actions": 5e-2},
@@ -63,7 +63,7 @@ class Difference:
         return cls(float(np.linalg.norm(a - b)) / (lengths[1] or 1.0), cosine, largest)
 
     def worst(self, other: Difference) -> Difference:
-        """Return a difference with the larger number of both, for each attribute."""
+        """Combine this difference with another one: each attribute of the result is the larger of the two values."""
         return Difference(*map(max, astuple(self), astuple(other)))
 
 
@@ -201,7 +201,9 @@ def lowest_precision(policy: Policy) -> str:
 
 
 def distance(got: np.ndarray, reference: np.ndarray) -> float:
-    """Return the relative L2 error; infinite if the shapes differ or a number is not finite."""
+    """Return the relative L2 error of ``got`` against ``reference``; infinite if the shapes differ or a number is not
+    finite.
+    """
     return Difference.of(got, reference).relative
 
 
@@ -232,7 +234,9 @@ def _stages(parity: Parity, reference: Trace, got: Trace) -> None:
 
 
 def _same_rows(got: np.ndarray, reference: np.ndarray) -> bool:
-    """Return True if the row numbers are equal, except for padding at either end from an engine with buckets."""
+    """Return True if two lists of row numbers are equal. Padding at either end does not count, because an engine with
+    fixed input sizes (buckets) adds it.
+    """
     count = len(reference)
     return len(got) >= count and any(np.array_equal(part, reference) for part in (got[:count], got[-count:]))
 

@@ -99,7 +99,7 @@ def as_required(gate: dict[str, Any]) -> dict[str, Any]:
 
 
 def weaker(parity: dict[str, Any], gate: dict[str, Any]) -> list[str]:
-    """Return a sentence for each bound that the policy passed only in a weaker form than required."""
+    """Return the sentences about required bounds that the policy has met only in a weaker form."""
     from sinew.checks.validate.parity import COSINE, LARGEST
 
     lines = []

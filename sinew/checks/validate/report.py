@@ -13,7 +13,9 @@ COLUMNS = ("stage", "relative L2, worst", "median", "bound", "1 - cosine", "larg
 
 
 def stage_rows(parity: dict[str, Any], fine: str, differs: str) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of :data:`COLUMNS` for each stage. ``fine`` marks a stage that passed, ``differs`` the others."""
+    """Yield one table row for each stage, with a cell for each of :data:`COLUMNS`. The text ``fine`` marks a stage that
+    passed, and the text ``differs`` marks the other stages.
+    """
     for stage in parity["stages"]:
         median = "-" if stage["median"] is None else f"{stage['median']:.1e}"
         further = f"{stage['one_minus_cosine']:.1e}", f"{stage['largest']:.1e}"

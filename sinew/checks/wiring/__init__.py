@@ -30,7 +30,7 @@ NOTHING = Seen("nothing", 0)
 
 
 def mismatch(processor: Processor, seen: Mapping[str, Any]) -> Finding | None:
-    """Return a finding if the policy would reject an observation; None if the policy accepts it."""
+    """Return a finding if the policy would reject the observation ``seen``; None if the policy accepts it."""
     try:
         present = {key: seen[key] for key in ("images", "state") if key in seen}
         processor.check(as_given({"prompt": "look", **present}, processor.spec))

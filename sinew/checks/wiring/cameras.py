@@ -21,10 +21,12 @@ from sinew.checks.wiring.thumbnails import FLOOR, distance, level, opponent, unp
 # An explanation, such as "two cameras are exchanged", is accepted only if the frames have moved by this share of the
 # distance from the camera's own mean frame to the other mean frame.
 TOWARDS = 0.7
-CERTAIN = 0.4  # the spread may explain at most this share of the way, even if all cells vary together
+# The spread of the training data may explain at most this share of the way, even if all cells vary together.
+CERTAIN = 0.4
 BETTER = 0.5  # an explanation may leave at most this share of the distance from the camera's own mean
 UNLIKE = 4.0  # frames farther away than this multiple of the farthest training frame do not match the training data
-SIMPLER = 0.05  # a simpler explanation is preferred if it leaves at most this share of the distance more
+# A simpler explanation is preferred if the distance that it leaves is larger by at most this share.
+SIMPLER = 0.05
 # If the mean of red minus blue in the training frames is at least this number, out of 255, the mean colour alone can
 # show that red and blue are exchanged.
 COLOUR = 20.0
@@ -93,12 +95,14 @@ class Explanation:
     others: tuple[str, ...] = ()
 
     def changes(self, own: str) -> int:
-        """Return the number of differences from the explanation "the frames show the camera's own place"."""
+        """Return the number of changes that this explanation assumes (another camera, a turn, exchanged colours); 0 if
+        the frames of ``own`` show its own place.
+        """
         return (self.camera != own) + bool(self.turn) + self.exchanged
 
 
 class CameraFit:
-    """The record of a bundle's cameras in training, for comparison with frames."""
+    """Compares camera frames with the record of the training frames in a bundle."""
 
     def __init__(self, seen: Seen):
         self.places = {n: place for n, c in seen.cameras.items() if (place := Place.of(c)) is not None}
@@ -236,7 +240,7 @@ def _between(own: Place, other: Place, shown: np.ndarray) -> tuple[float, float,
 
 
 def _told(name: str, explanation: Explanation, swapped: Mapping[str, str]) -> Finding:
-    """Return an explanation as a finding."""
+    """Convert an explanation to a finding with a text for the user."""
     kinds, seen, advice = [], [], []
     if explanation.camera != name:
         kinds.append("swapped" if swapped.get(explanation.camera) == name else "wrong camera")

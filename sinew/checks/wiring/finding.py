@@ -1,4 +1,4 @@
-"""A finding: something that looks wrong about a robot, or that cannot be decided."""
+"""Defines a finding: a statement that something about a robot looks wrong, or that this cannot be decided."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ OUTSIDE = 2.0  # a joint is outside the training data at this many half ranges f
 REFUSED = 20.0  # a server rejects a state at this many half ranges from the middle (sinew.processing.safety)
 # The assumed spread of a joint that never moved in training, relative to its mean or to 1.
 NARROW = 0.1 / DEVIATIONS
-# Factor that converts the robot's value to the training unit -> the robot's unit and the training unit.
+# Key: factor that converts the robot's value to the training unit. Value: (robot's unit, training unit).
 SCALES = {
     np.pi / 180: "degrees, where training has radians",
     180 / np.pi: "radians, where training has degrees",
@@ -35,7 +35,7 @@ SCALES = {
     1e2: "whole units, where training has hundredths (percent)",
 }
 PART = 0.15  # a value in another unit must reach this share of the largest training value times the scale
-MAX_JOINTS = 64  # exchanged joints are searched only in states with at most this many numbers
+MAX_JOINTS = 64  # in states with more numbers than this, no exchanged joints are searched
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class JointFit:
             mean, std, low, high = (
                 np.array(row, np.float64) for row in (state.mean, state.std, state.low, state.high)
             )
-            # With steps, the range of the normalisation is in other units than the robot's state.
+            # If conversion steps change the state first, the range of the normalisation has other units than the
+            # robot's state.
             if not recipe.state_steps:
                 low = np.where(finite, np.fmin(low, centre - half), low)
                 high = np.where(finite, np.fmax(high, centre + half), high)
@@ -97,12 +98,16 @@ class JointFit:
         return cls(names, mean, std, centre, half, finite, steps, bool(spec.state.names))
 
     def mismatch(self, states: np.ndarray) -> np.ndarray:
-        """Return the mean squared deviation of each number of states [n, D], [D]; 0 for numbers without statistics."""
+        """Return the mean squared deviation of each number of the states from the training data, [D]; 0 for numbers
+        without statistics. ``states`` has the shape [n, D].
+        """
         squares = ((self.steps(states) - self.mean) / self.std) ** 2
         return np.where(self.known, squares.mean(0), 0.0)
 
     def apart(self, states: np.ndarray) -> np.ndarray:
-        """Return the distance of the mean of each number, [D], from the middle of its range, in half ranges."""
+        """Return how far the mean of each number of the states is from the middle of the number's training range, [D].
+        The unit is half the width of the range, so a value above 1 is outside of the range.
+        """
         distances = np.abs(self.steps(states).mean(0) - self.centre) / self.half
         return np.where(self.known, distances, 0.0)
 
@@ -119,7 +124,9 @@ class JointFit:
         return results + self._outside(states, explained)
 
     def undecided(self) -> list[Finding]:
-        """Return the findings about a state that cannot be decided."""
+        """Return the findings about the state that the training data cannot decide, for example because two joints have
+        the same statistics.
+        """
         if not self.known.all():
             names = [name for name, known in zip(self.names, self.known, strict=True) if not known]
             text = f"the bundle has no statistics of {', '.join(names[:8])}{' ...' * (len(names) > 8)}"
@@ -154,7 +161,9 @@ class JointFit:
         return results
 
     def _gain(self, i: int, j: int) -> float:
-        """Return the average increase of squared deviations if two numbers are exchanged."""
+        """Return the average increase of the squared deviations if the numbers ``i`` and ``j`` of a state are exchanged
+        by mistake.
+        """
         apart, (a, b) = (self.mean[i] - self.mean[j]) ** 2, (self.std[i] ** 2, self.std[j] ** 2)
         return float((apart + a) / b + (apart + b) / a - 2)
 

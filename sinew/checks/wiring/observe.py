@@ -148,8 +148,11 @@ def _in_session(finding: Finding, session: str) -> Finding:
 
 
 def learnt(folder: Path, manifest: Manifest) -> Seen:
-    """Return a record of cameras and joints, computed from recordings of the right robot. Raises
-    :class:`SinewError`."""
+    """Return a record of cameras and joints, computed from recordings of a correctly wired robot.
+
+    Raises:
+        SinewError: The folder contains no record, or a record cannot be read.
+    """
     gathering, names, dim = (
         Gathering(),
         {camera.name for camera in manifest.spec.cameras},

@@ -13,10 +13,10 @@ from sinew.bundle.schema import SIDE, Seen, SeenCamera, SeenState, cells
 
 SAMPLES = 64  # a frame of any size is sampled at this many rows and columns
 FLOOR = 4.0  # noise, compression and rounding may change a cell by this much, out of 255
-UNLIKE_FLOOR = 8.0  # like FLOOR, for the comparison with all training frames
+UNLIKE_FLOOR = 8.0  # like FLOOR, but for the comparison of a frame with all training frames
 
-# Converts RGB to lightness, red less blue, and green less the mean of red and blue. For BGR frames only the sign of the
-# second number changes.
+# Converts RGB to three numbers: lightness, red minus blue, and green minus the mean of red and blue. For BGR frames
+# only the sign of the second number changes.
 OPPONENT = np.array([[1 / 3, 1 / 3, 1 / 3], [1.0, 0.0, -1.0], [-0.5, 1.0, -0.5]], np.float32)
 _LIGHTNESS = np.array([1.0, 0.0, 0.0], np.float32)
 
@@ -58,12 +58,15 @@ def imprint(frame: np.ndarray) -> int:
 
 
 def opponent(rgb: np.ndarray) -> np.ndarray:
-    """Convert RGB [..., 3] to lightness, red less blue, and green less the mean of red and blue, [..., 3]."""
+    """Convert RGB [..., 3] to opponent colours [..., 3]: lightness, red minus blue, and green minus the mean of red and
+    blue.
+    """
     return rgb @ OPPONENT.T
 
 
 def distance(frame: np.ndarray, mean: np.ndarray, spread: np.ndarray) -> float:
-    """Return the mean squared difference of a thumbnail from the training data, in units of its spread and a floor.
+    """Return the mean squared difference of a thumbnail from the training data. The squared difference of each cell is
+    divided by the cell's variance in training plus the square of UNLIKE_FLOOR.
 
     Rooms and exposures differ. Before the comparison, the mean lightness is removed, and the contrast is adapted within
     a factor of two.
@@ -81,12 +84,16 @@ def distance(frame: np.ndarray, mean: np.ndarray, spread: np.ndarray) -> float:
 
 
 def level(cells: np.ndarray) -> np.ndarray:
-    """Return opponent colours [..., 8, 8, 3] without their mean lightness."""
+    """Subtract the mean lightness of a thumbnail from opponent colours [..., 8, 8, 3], and return the result."""
     return cells - cells.mean((-3, -2), keepdims=True) * _LIGHTNESS
 
 
 def unpacked(text: str) -> np.ndarray:
-    """Decode a thumbnail's text into float32 [8, 8, 3]. Raises ValueError for any other text."""
+    """Decode a thumbnail that a bundle stores as text, to float32 [8, 8, 3].
+
+    Raises:
+        ValueError: The text is not a thumbnail.
+    """
     return np.frombuffer(cells(text), np.uint8).reshape(SIDE, SIDE, 3).astype(np.float32)
 
 
@@ -99,10 +106,11 @@ class Gathering:
 
     def __init__(self) -> None:
         self._thumbnails: dict[str, list[np.ndarray]] = {}
-        # Camera -> sums over all frames, [2, 3]: the mean of each colour, and the mean of its square.
+        # Key: camera. Value: sums over all frames, [2, 3]: the mean of each colour, and the mean of its square.
         self._sums: dict[str, np.ndarray] = {}
         self._states: list[np.ndarray] = []
-        # Camera -> checksum of the last frame, length of its run of equal frames, and length of the longest run.
+        # Key: camera. Value: checksum of the last frame, number of equal frames in a row up to this frame, and the
+        # largest such number so far.
         self._runs: dict[str, tuple[int | None, int, int]] = {}
         self.frames = 0
 
@@ -122,7 +130,14 @@ class Gathering:
         self.frames += 1
 
     def seen(self, source: str) -> Seen:
-        """Return the record. ``source`` describes the frames. Raises ValueError if no observation was added."""
+        """Return the record of the collected frames and states.
+
+        Args:
+            source: Description of the origin of the frames.
+
+        Raises:
+            ValueError: No observation was added.
+        """
         if not self.frames:
             raise ValueError("expected at least one observation; call `add` first")
         states = np.stack(self._states)

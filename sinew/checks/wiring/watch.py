@@ -16,7 +16,7 @@ from sinew.checks.wiring.thumbnails import imprint, is_frame, thumbnail
 
 ENOUGH = 10  # with fewer observations, an input that never changed is not reported
 DARK = 6.0  # a frame with a smaller mean, out of 255, is black
-LIT = 20.0  # training data with a larger mean, out of 255, were not black
+LIT = 20.0  # training frames with a larger mean, out of 255, were not black
 FLAT = 2.0  # a frame with a smaller range of pixels, out of 255, has one colour
 STALE_S = 0.5  # the setting `stale` of `sinew run` has the same default
 AHEAD_S = 0.1
@@ -130,7 +130,7 @@ class WiringWatch:
             self.took.append(took)
 
     def fault(self, text: str) -> None:
-        """Count an error of `observe`."""
+        """Count an error that the robot's method `observe` has raised."""
         self.faults[text] = self.faults.get(text, 0) + 1
 
     def state(self, dim: int) -> np.ndarray:
@@ -227,7 +227,11 @@ class WiringWatch:
         return results
 
     def clock(self, hz: float | None) -> list[Finding]:
-        """Return the suspicious findings about times and the rate of observations."""
+        """Return the suspicious findings about the times of the frames and about the rate of observations.
+
+        Args:
+            hz: Required observations per second; None if unknown.
+        """
         results = []
         times = np.array(self.times)
         if len(times) and not np.isfinite(times).all():
@@ -278,7 +282,7 @@ class WiringWatch:
 
 
 def _blind(name: str, shown: CameraStatistics, lit: float) -> Finding | None:
-    """Return a finding if a camera's frames are black or have one colour; None if they show a picture."""
+    """Return a finding if a camera's frames are black or have only one colour; None if the frames show a picture."""
     subject, mean = f"camera {name}", float(shown.mean.mean())
     usual = f"; {lit:.3g} in training" if math.isfinite(lit) else ""
     if shown.whole and shown.high <= 1:

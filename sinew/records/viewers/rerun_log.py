@@ -102,7 +102,11 @@ class RerunLog:
         return not isinstance(self.target, Path)
 
     def at(self, seconds: float, **numbers: int) -> None:
-        """Set the time of the next entries, and further timelines by name. Raises OSError without a viewer."""
+        """Set the time of the next entries, and their positions on further timelines (``numbers``) by name.
+
+        Raises:
+            OSError: The viewer does not answer.
+        """
         self._open()
         if self._simulated:
             self._stream.set_time("time", duration=seconds)
@@ -145,7 +149,7 @@ class RerunLog:
             self._count(entity, len(times))
 
     def number(self, root: Sequence[str], entity: str, value: float) -> None:
-        """Log one number."""
+        """Add one number to the entity ``entity``, at the present time."""
         self._log([*root, entity], self._rerun.Scalars(float(value)))
 
     def text(self, root: Sequence[str], entity: str, text: str, level: str = "INFO") -> None:
@@ -174,7 +178,11 @@ class RerunLog:
         )
 
     def send(self) -> None:
-        """Wait until a viewer has accepted all entries. Raises OSError if it does not. A file needs no waiting."""
+        """Wait until the viewer has accepted all entries. If the target is a file, return at once.
+
+        Raises:
+            OSError: The viewer has not accepted the entries in time.
+        """
         if not self.live or self._stream is None:
             return
         try:
@@ -201,7 +209,11 @@ class RerunLog:
             self.target.unlink(missing_ok=True)
 
     def _open(self) -> None:
-        """Start the stream, or start it again after a viewer was lost. Raises OSError."""
+        """Connect to the target, or connect again after a viewer has disconnected.
+
+        Raises:
+            OSError: No viewer answers.
+        """
         if self._stream is not None:
             return
         if not isinstance(self.target, Path):

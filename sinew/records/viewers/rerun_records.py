@@ -63,7 +63,7 @@ class Answers:
         error: str = "",
         total_ms: float | None = None,
     ) -> None:
-        """Log one request and its answer. Raises OSError without a viewer.
+        """Log one request and its answer.
 
         Args:
             when: Seconds since the epoch.
@@ -72,6 +72,9 @@ class Answers:
             actions: Actions of the answer; None if there are none.
             error: Error of the answer; "" if there is none.
             total_ms: Latency in milliseconds; None if unknown.
+
+        Raises:
+            OSError: The viewer does not answer.
         """
         log, root = self._log, self._root(session)
         log.at(when, answer=self._number)
