@@ -56,7 +56,7 @@ STATISTICS = ("state_min", "state_max", "action_min", "action_max")
 
 
 def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
-    """Read a file. The tensors are read later.
+    """Read a vla.cpp file. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The file is not a supported Evo-1, or an option does not fit the file.

@@ -117,7 +117,7 @@ ARCHITECTURES = ("smolvla", "pi0", "pi05")
 
 
 def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
-    """Read a file. The tensors are read later.
+    """Read a vla.cpp file. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The file is not supported, or the tokenizer is missing.

@@ -103,7 +103,7 @@ def head_rules(short: str, dit: str, to: str) -> list[Rule]:
 
 
 def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
-    """Read a file. The tensors are read later.
+    """Read a vla.cpp file. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The file is not supported, or its architecture does not support an option.

@@ -55,7 +55,7 @@ def renamed(bundle: Bundle, tensors: dict[str, TensorSource]) -> dict[str, Tenso
 
     Args:
         bundle: The bundle.
-        tensors: Its tensors under Sinew's names. This function changes the dict.
+        tensors: Sinew's name -> tensor of the bundle. This function changes the entries of this dict.
 
     Returns:
         vla.cpp's name -> tensor.

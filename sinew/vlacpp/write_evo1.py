@@ -28,7 +28,7 @@ _VIEW, _BLOCK = r"vit.blk.\1.", r"aex.blk.\1."
 _TOWER, _HEAD = r"vision\.layers\.(\d+)\.", r"head\.layers\.(\d+)\."
 
 
-def _table(source: TensorSource) -> TensorSource:  # [rows, C] -> [1, rows, C]
+def _table(source: TensorSource) -> TensorSource:  # input shape [rows, C], output shape [1, rows, C]
     return reshape(source, 1, *source.shape)
 
 
@@ -73,7 +73,7 @@ def renamed(bundle: Bundle, tensors: dict[str, TensorSource]) -> dict[str, Tenso
 
     Args:
         bundle: The bundle.
-        tensors: Its tensors under Sinew's names. This function changes the dict.
+        tensors: Sinew's name -> tensor of the bundle. This function changes the entries of this dict.
 
     Returns:
         vla.cpp's name -> tensor.

@@ -78,7 +78,7 @@ RULES = (
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory. The tensors are read later.
+    """Read a checkpoint directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not a supported ACT.
@@ -114,7 +114,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             image,
             silent.PROMPT,
             config,
-            all_cameras=True,  # training always had all cameras
+            all_cameras=True,  # the policy was always trained with frames of all cameras
             state_parts=checkpoint.state_parts(),
         ),
         tokenizer=silent.TOKENIZER,
@@ -150,7 +150,7 @@ def model_config(checkpoint: LeRobotCheckpoint, state_dim: int, image: ImageReci
 
 
 def tensors(sources: dict[str, TensorSource], config: ActConfig) -> dict[str, TensorSource]:
-    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names."""
+    """Return the model's tensors under Sinew's names. Tensors that the conversion does not use keep their names."""
     table = all_view_places(config).numpy()
     return apply(backbone(sources, BACKBONE, "vision."), RULES) | {
         "view_places": constant("view_places", table)

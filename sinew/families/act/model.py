@@ -27,7 +27,7 @@ from sinew.layers.resnet import ResNet, ResNetConfig
 from sinew.layers.sizes import check_sizes
 from sinew.models.base import Regression
 
-NORM_EPS = 1e-5  # default of torch, which the reference does not change
+NORM_EPS = 1e-5  # default of torch; the reference implementation uses the default too
 LONGEST_PERIOD = 10_000  # longest wavelength of the position table, in sides of the view
 PLACE_EPS = 1e-6  # avoids a division by zero in the position table
 
@@ -39,12 +39,14 @@ class ActConfig:
     Attributes:
         vision: Sizes of the ResNet.
         hidden_size: Width of the transformer.
-        intermediate_size: Inner width of the MLPs.
+        intermediate_size: Width of the hidden layer of the MLPs.
         num_heads: Attention heads.
         encoder_layers: Layers of the encoder.
         decoder_layers: Layers of the decoder.
-        rows: Rows of a view's features. If views have different sizes, the largest number of all views.
-        cols: Columns of a view's features. If views have different sizes, the largest number of all views.
+        rows: Number of rows of the feature map of a camera view. If views have different sizes, the largest number of
+            all views.
+        cols: Number of columns of the feature map of a camera view. If views have different sizes, the largest number
+            of all views.
         chunk_size: Actions in a chunk.
         max_state_dim: Size of the state.
         max_action_dim: Size of an action.
@@ -134,13 +136,13 @@ class PlacedAttention(nn.Module):
         """Attend from tokens to keys and values.
 
         Args:
-            x: [B, L, C].
+            x: Input, [B, L, C].
             places: [L, C], position embeddings of the tokens.
             kv: Keys and values, [B, K, H, D] each.
             mask: bool [B, L, K], True if the token may attend to the key.
 
         Returns:
-            [B, L, C].
+            Output, [B, L, C].
         """
         q = self.q_proj(x + places).unflatten(-1, (-1, self.head_dim))
         return self.o_proj(attend(q, *kv, mask))
@@ -206,7 +208,7 @@ class ActDecoderLayer(EncoderLayer):
             mask: bool [B, H, K], the mask of the encoder's output.
 
         Returns:
-            [B, H, C].
+            Output, [B, H, C].
         """
         if self.pre_norm:
             x = x + self.attend(self.norm1(x), places, own)
@@ -279,10 +281,10 @@ class ACT(Regression):
             return embed_own_sizes(self.features, pixels, self.config.frames)
         return self.features(pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])
 
-    def features(self, pixels: Tensor) -> Tensor:  # [B, 3, height, width] -> [B, rows * cols, C]
+    def features(self, pixels: Tensor) -> Tensor:  # shapes: [B, 3, height, width] -> [B, rows * cols, C]
         return self.connector(self.vision(pixels).flatten(2).transpose(1, 2))
 
-    def flat(self, image_tokens: Tensor) -> Tensor:  # [B, V, N, C] -> [B, features of all views, C]
+    def flat(self, image_tokens: Tensor) -> Tensor:  # shapes: [B, V, N, C] -> [B, features of all views, C]
         if self.config.frames:
             return without_padding(image_tokens, self.config.counts)
         return image_tokens.flatten(1, 2)
@@ -316,12 +318,12 @@ class ACT(Regression):
         """Run the encoder.
 
         Args:
-            x: [B, K, C].
+            x: Input, [B, K, C].
             places: [K, C], position embeddings.
             valid: bool [B, K].
 
         Returns:
-            [B, K, C].
+            Output, [B, K, C].
         """
         mask = key_mask(valid, x.shape[1])
         for layer in self.encoder:

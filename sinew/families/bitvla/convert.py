@@ -81,7 +81,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory. The tensors are read later.
+    """Read a checkpoint directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not a supported BitVLA.
@@ -94,12 +94,12 @@ def assemble(
     pack: Callable[[dict[str, TensorSource], bool], dict[str, TensorSource]],
     form: str = "bitvla",
 ) -> Conversion:
-    """Build the conversion of an opened checkpoint.
+    """Collect everything that a bundle needs from an opened checkpoint.
 
     Args:
         checkpoint: The opened checkpoint.
         pack: Function that packs the master weights, like :func:`ternary`.
-        form: Name of the layout, for the provenance.
+        form: Name of the checkpoint's layout. The bundle records it as its origin.
 
     Raises:
         ConvertError: The checkpoint is not supported.
@@ -173,9 +173,8 @@ def views_after(tokenizer: TokenizerFiles) -> int:
 
 
 def vision(checkpoint: PrismaticCheckpoint) -> tuple[ViTConfig, tuple[str, ...]]:
-    """Return the sizes of the tower up to the layer whose output is used, and the prefixes of tensors that are not
-    read.
-    """
+    """Return the sizes of the tower up to the layer whose output is used, and the prefixes of the names of tensors
+    that inference does not use."""
     config = checkpoint.config.part("vision_config").filled(VISION)
     where = config.path
     bits = config["vit_weight_bits"], config["vit_act_bits"]

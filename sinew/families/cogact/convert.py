@@ -155,7 +155,7 @@ def only_checkpoint(run: Path) -> Path:
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a run. The tensors are read later.
+    """Read a run. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The run is not a supported CogACT.

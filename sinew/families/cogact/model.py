@@ -100,7 +100,7 @@ class CognitionHead(nn.Module):
             condition: [B, 1, C], the sum of condition and time.
 
         Returns:
-            [B, H, A].
+            Output, [B, H, A].
         """
         h = torch.cat([condition.to(self.action_in.dtype), self.action_in(x)], dim=1) + self.places
         for layer in self.layers:

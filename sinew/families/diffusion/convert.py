@@ -72,7 +72,7 @@ RULES = (
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory. The tensors are read later.
+    """Read a checkpoint directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not a supported Diffusion Policy.
@@ -88,7 +88,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             image,
             silent.PROMPT,
             config,
-            all_cameras=True,  # training always had all cameras
+            all_cameras=True,  # the policy was always trained with frames of all cameras
             state_parts=checkpoint.state_parts(),
             first_row=config.history - 1,
         ),
@@ -157,7 +157,7 @@ def policy_spec(
 
 
 def tensors(sources: dict[str, TensorSource], config: DiffusionConfig) -> dict[str, TensorSource]:
-    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names."""
+    """Return the model's tensors under Sinew's names. Tensors that the conversion does not use keep their names."""
     out = dict(sources)
     for number, prefix in enumerate(encoders(sources, config)):
         out = keypoint_encoder(out, prefix, f"vision.{number}.")

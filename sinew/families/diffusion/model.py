@@ -37,12 +37,12 @@ class DiffusionConfig:
         cameras: Number of cameras.
         encoders: Number of ResNets: 1 for all cameras, or one per camera.
         history: Number of observation steps.
-        rows: Rows of a view's features.
-        cols: Columns of a view's features.
+        rows: Number of rows of the feature map of a camera view.
+        cols: Number of columns of the feature map of a camera view.
         keypoints: Number of keypoints per view.
         time_size: Width of the time embedding.
         chunk_size: Number of actions that the solver computes.
-        max_state_dim: Size of the states of all observation steps.
+        max_state_dim: Number of values in the states of all observation steps together.
         max_action_dim: Size of an action.
         environment_dim: Number of last values of each state that describe the environment.
     """
@@ -154,7 +154,7 @@ class DiffusionPolicy(Model):
             state: [B, T * S].
 
         Returns:
-            [B, condition_size].
+            Output, [B, condition_size].
         """
         moments = state.unflatten(1, (self.config.history, -1))  # [B, T, S]
         own = moments.shape[2] - self.config.environment_dim

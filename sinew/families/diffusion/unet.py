@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sinew.layers.norm import GroupNorm
 from sinew.layers.sizes import check_sizes
 
-NORM_EPS = 1e-5  # default of torch, which the reference does not change
+NORM_EPS = 1e-5  # default of torch; the reference implementation uses the default too
 # Groups of the last norm, which are independent of the other norms' groups.
 LAST_GROUPS = 8
 MAX_STAGES = 8
@@ -73,7 +73,7 @@ class UNetConfig:
 class Conv1d(nn.Conv1d):
     """A convolution over rows in the precision of its weight. A recorded program contains it as one operator."""
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, C, H] -> [B, C', H']
+    def forward(self, x: Tensor) -> Tensor:  # input shape [B, C, H], output shape [B, C', H']
         x = x.to(self.weight.dtype)
         if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
             return super().forward(x)
@@ -105,7 +105,7 @@ class ConvBlock(nn.Module):
         self.conv = Conv1d(in_channels, out_channels, kernel, padding=kernel // 2)
         self.norm = GroupNorm(groups, out_channels, eps=NORM_EPS)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, C, H] -> [B, C', H]
+    def forward(self, x: Tensor) -> Tensor:  # input shape [B, C, H], output shape [B, C', H]
         return F.mish(self.norm(self.conv(x)))
 
 
@@ -124,11 +124,11 @@ class Residual(nn.Module):
         """Run the block.
 
         Args:
-            x: [B, C, H].
+            x: Input, [B, C, H].
             film: [B, C' or 2C'], the scales before the shifts.
 
         Returns:
-            [B, C', H].
+            Output, [B, C', H].
         """
         y, film = self.conv1(x), film[..., None]
         if self.scales:
@@ -148,7 +148,7 @@ class UNetStage(nn.Module):
         self.second = Residual(out_channels, out_channels, config)
         self.resample = resample
 
-    def forward(self, x: Tensor, films: Iterator[Tensor]) -> Tensor:  # [B, C, H] -> [B, C', H]
+    def forward(self, x: Tensor, films: Iterator[Tensor]) -> Tensor:  # shapes: [B, C, H] -> [B, C', H]
         return self.second(self.first(x, next(films)), next(films))
 
 
@@ -187,7 +187,7 @@ class UNet(nn.Module):
             film: [B, sum of the configuration's ``film_sizes``].
 
         Returns:
-            [B, H, A].
+            Output, [B, H, A].
         """
         films = iter(film.split(self.config.film_sizes, dim=-1))
         x, skipped = x.transpose(1, 2), []  # [B, A, H]

@@ -92,7 +92,7 @@ TABLE, HEAD = (
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory. The tensors are read later.
+    """Read a checkpoint directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not a supported EO-1.
@@ -197,7 +197,7 @@ def prompt_recipe(config: EO1Config, tokenizer: TokenizerFiles) -> PromptRecipe:
 
 
 def tensors(sources: Mapping[str, TensorSource], config: EO1Config) -> dict[str, TensorSource]:
-    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names."""
+    """Return the model's tensors under Sinew's names. Tensors that the conversion does not use keep their names."""
     out, name = dict(sources), "model.action_time_mlp_in.weight"
     if name not in out:
         raise ConvertError(f"the tensor {name} is missing in the checkpoint. Use a complete checkpoint")

@@ -78,11 +78,11 @@ class EO1(Qwen25VL):
         size = config.language.hidden_size
         return self.time_mix(sinusoidal_embedding(t, size, config.min_period, config.max_period))
 
-    def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:  # [B, H, A] -> [B, H, C]
+    def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:  # shapes: [B, H, A] -> [B, H, C]
         time = time_embedding if time_embedding.ndim == 3 else time_embedding[:, None]
         return self.action_time_out(F.silu(self.action_mix(self.action_in(x)) + time))
 
-    def decode_actions(self, h: Tensor) -> Tensor:  # [B, H, C] -> [B, H, A]
+    def decode_actions(self, h: Tensor) -> Tensor:  # input shape [B, H, C], output shape [B, H, A]
         h = self.language.norm(h)
         for layer in self.action_out:
             h = layer(h)

@@ -58,7 +58,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory. The tensors are read later.
+    """Read a checkpoint directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not a supported Evo-1.

@@ -48,7 +48,7 @@ class Evo1Config:
     Attributes:
         vision: Sizes of InternViT.
         language: Sizes of the Qwen2 model.
-        vocab_size: Rows of the token table.
+        vocab_size: Number of rows of the token table, which has one row per token id.
         chunk_size: Actions in a chunk.
         max_state_dim: Width of the padded state.
         max_action_dim: Width of a padded action.
@@ -142,13 +142,13 @@ class HeadLayer(nn.Module):
         """Run the block.
 
         Args:
-            x: [B, H, C].
+            x: Input, [B, H, C].
             time: [B, C].
             kv: Keys and values, [B, K, H, D] each.
             mask: bool [B, H, K], True if the action may attend to the key.
 
         Returns:
-            [B, H, C].
+            Output, [B, H, C].
         """
         x = x + self.attn(self.norm1(x), kv, mask)
         return x + self.mlp(self.norm2(x) + time[:, None])
@@ -164,7 +164,7 @@ class Evo1ActionEncoder(nn.Module):
         self.fc2 = Linear(size, size)
         self.fc3 = Linear(size, size)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, H, A] -> [B, H, C]
+    def forward(self, x: Tensor) -> Tensor:  # input shape [B, H, A], output shape [B, H, C]
         hidden = F.relu(self.fc1(x)) + self.position_embedding.weight
         return self.fc3(F.relu(self.fc2(hidden)))
 
@@ -207,7 +207,7 @@ class Evo1Head(nn.Module):
         """Compute the velocity of noisy actions.
 
         Args:
-            x: [B, H, A].
+            x: Input, [B, H, A].
             time: [B, C].
             context: Result of :meth:`context`.
 
@@ -310,7 +310,7 @@ class Evo1(Model):
         Tokens that are not valid count in the positions, and attend to the valid tokens before them.
 
         Args:
-            x: [B, L, C].
+            x: Input, [B, L, C].
             valid: bool [B, L].
 
         Returns:

@@ -19,16 +19,16 @@ class Parts:
     """The parts that both layouts have.
 
     Attributes:
-        format: Name of the layout, for the provenance.
+        format: Name of the checkpoint's layout. The bundle records it as its origin.
         name: Name of the policy.
         vlm: Name of InternVL's repository.
         layers: Number of layers of its language model that are used. 0 for all layers.
         views: Number of views in the prompt.
-        category: Index in the head's weights, if the head has weights per category.
+        category: Index of the weights to use, if the head has separate weights for each category of robots.
         max_tokens: Longest prompt.
         side: Side of an image in pixels.
         resize: Step that resizes frames.
-        every_row: True if the head reads masked tokens.
+        every_row: True if the head also reads tokens that are masked, such as padding.
         sizes: Sizes of the head and its vectors, with the names of ``Evo1Config``.
         cameras: The cameras.
         state: Names of the state.

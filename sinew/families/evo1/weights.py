@@ -22,7 +22,7 @@ def rename(
     Args:
         tensors: The tensors by their names in the checkpoint.
         layers: Number of layers of the language model that are used.
-        category: Index in the head's weights, if the head has weights per category.
+        category: Index of the weights to use, if the head has separate weights for each category of robots.
         unshuffle: Patches along a side of one image token.
 
     Raises:
@@ -110,13 +110,13 @@ def _connector(lerobot: bool, unshuffle: int) -> tuple[Rule, ...]:
 
 
 def _head(category: int) -> tuple[Rule, ...]:
-    def weight(source: TensorSource) -> TensorSource:  # [categories, in, out] -> [out, in]
+    def weight(source: TensorSource) -> TensorSource:  # shapes: [categories, in, out] -> [out, in]
         return transpose(pick(source, category)) if len(source.shape) == 3 else source
 
     def bias(source: TensorSource) -> TensorSource:
         return pick(source, category) if len(source.shape) == 2 else source
 
-    def table(source: TensorSource) -> TensorSource:  # [1, rows, C] -> [rows, C]
+    def table(source: TensorSource) -> TensorSource:  # input shape [1, rows, C], output shape [rows, C]
         return reshape(source, *source.shape[-2:])
 
     block = "attn.in_proj=attn.{qkv}_proj attn.out_proj=attn.o_proj norm1 norm2 ff.0=mlp.fc1 ff.2=mlp.fc2"

@@ -46,7 +46,7 @@ PIXEL_BOUNDS = 4, 4096
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read an N1.5 or N1.6 directory. The tensors are read later.
+    """Read an N1.5 or N1.6 directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not supported.
@@ -102,7 +102,7 @@ def n16(
 def assemble(
     name: str, options: ConvertOptions, eagle_dir: Path, eagle: JsonRecord, parts: EagleParts
 ) -> Conversion:
-    """Build the conversion of a policy.
+    """Collect everything that a bundle of the policy needs.
 
     Args:
         name: Name of the policy.

@@ -107,7 +107,7 @@ class EagleParts:
 
     Attributes:
         architecture: Name of the architecture.
-        format: Name of the layout, for the provenance.
+        format: Name of the checkpoint's layout. The bundle records it as its origin.
         head: Record with the head's sizes.
         records: Records of config.json. Each of their entries must be read or be in a list of ignored names.
         layers: Number of layers of the language model that are used.
@@ -142,7 +142,7 @@ class NvidiaFiles:
     """A folder of N1.6 or N1.7 in NVIDIA's layout.
 
     Attributes:
-        format: Name of the layout, for the provenance.
+        format: Name of the checkpoint's layout. The bundle records it as its origin.
         transforms: Project whose image transforms are used if albumentations is off.
         frames: Height and width of the camera frames in pixels, if the files contain them.
         notes: Assumptions, for the user.
@@ -400,7 +400,7 @@ def token_prompt(
     Args:
         template: The text, with ``{image}`` for a view and ``{prompt}`` for the instruction.
         tokenizer: The tokenizer.
-        vocab_size: Rows of the token table.
+        vocab_size: Number of rows of the token table, which has one row per token id.
         placeholder: Id of the token that an image token replaces.
         image_tokens: Number of image tokens of a view.
         formal: True if the instruction is written in lower case without punctuation.

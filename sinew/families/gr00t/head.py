@@ -88,7 +88,7 @@ class ActionEncoder(nn.Module):
         self.fc2 = Linear(2 * size, size)
         self.fc3 = Linear(size, size)
 
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:  # [B, H, A], [B, D] -> [B, H, D]
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:  # shapes: [B, H, A], [B, D] -> [B, H, D]
         actions = self.fc1(x)
         both = torch.cat([actions, time.to(actions.dtype)[:, None].expand_as(actions)], dim=-1)
         return self.fc3(F.silu(self.fc2(both)))
@@ -127,7 +127,7 @@ class Head(nn.Module):
             valid: bool [B, L], False for padding.
 
         Returns:
-            [B, L, C].
+            Output, [B, L, C].
         """
         x = self.vl_norm(features) if self.config.norm_features else features
         mask = valid[:, None].expand(-1, x.shape[1], -1)
@@ -167,7 +167,7 @@ class Head(nn.Module):
         """Compute the velocity of noisy actions.
 
         Args:
-            x: [B, H, A].
+            x: Input, [B, H, A].
             time_embedding: Result of :meth:`embed_time`.
             context: Result of :meth:`context`.
 

@@ -39,13 +39,13 @@ class Gr00tConfig:
     Attributes:
         language: Sizes of the language model.
         head: Sizes of the action head.
-        vocab_size: Rows of the token table.
+        vocab_size: Number of rows of the token table, which has one row per token id.
         chunk_size: Actions in a chunk.
         max_state_dim: Width of the padded state.
         max_action_dim: Width of a padded action.
         image_token: Id of the placeholder token.
-        rows: Rows of image tokens of a view.
-        cols: Columns of image tokens of a view.
+        rows: Number of rows of the grid of image tokens of a camera view.
+        cols: Number of columns of the grid of image tokens of a camera view.
     """
 
     language: DecoderConfig
@@ -158,7 +158,7 @@ class Gr00t(Model):
         """Run the layers of the language model.
 
         Args:
-            x: [B, L, C].
+            x: Input, [B, L, C].
             rotate: Rotary positions.
             valid: bool [B, L], False for padding.
             taps: Tensors that are added to the outputs of the first layers.

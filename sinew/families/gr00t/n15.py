@@ -120,7 +120,7 @@ def parts(
     """Collect the parts of N1.5.
 
     Args:
-        form: Name of the layout, for the provenance.
+        form: Name of the checkpoint's layout. The bundle records it as its origin.
         head: Record with the head's sizes.
         layers: Number of layers of the language model that are used.
         tensors: The tensors by their names in the checkpoint.

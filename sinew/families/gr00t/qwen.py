@@ -38,7 +38,7 @@ DEFAULT_TASK = "Perform the task."  # LeRobot's text for an empty instruction
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read an N1.7 directory. The tensors are read later.
+    """Read an N1.7 directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not supported.
@@ -47,7 +47,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def assemble(files: NvidiaFiles) -> Conversion:
-    """Build the conversion of opened files.
+    """Collect everything that a bundle needs from the opened files of a checkpoint.
 
     Raises:
         ConvertError: The checkpoint is not supported.
@@ -120,8 +120,8 @@ def model_config(config: JsonRecord, vlm: JsonRecord, rows: int, cols: int) -> G
     Args:
         config: config.json of the checkpoint.
         vlm: config.json of the vision-language model.
-        rows: Rows of image tokens of a view.
-        cols: Columns of image tokens of a view.
+        rows: Number of rows of the grid of image tokens of a camera view.
+        cols: Number of columns of the grid of image tokens of a camera view.
     """
     text = vlm.part("text_config")
     language = qwen3(text, config["select_layer"], config["backbone_embedding_dim"])

@@ -23,7 +23,7 @@ def head_rules(embodiment: int) -> Rules:
         embodiment: Index of the embodiment to select.
     """
 
-    def weight(source: TensorSource) -> TensorSource:  # [embodiments, in, out] -> [out, in]
+    def weight(source: TensorSource) -> TensorSource:  # shapes: [embodiments, in, out] -> [out, in]
         return transpose(pick(source, embodiment))
 
     def bias(source: TensorSource) -> TensorSource:
@@ -90,7 +90,7 @@ def qwen_vision_rules(upstream: str) -> Rules:
 
     def patches(
         source: TensorSource,
-    ) -> TensorSource:  # [C, 3, frames, rows, cols] -> [C, 3 * frames, rows, cols]
+    ) -> TensorSource:  # input shape [C, 3, frames, rows, cols], output shape [C, 3 * frames, rows, cols]
         size, colours, frames, *sides = source.shape
         return reshape(source, size, colours * frames, *sides)
 

@@ -114,7 +114,7 @@ class Clip(NamedTuple):
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory. The tensors are read later.
+    """Read a checkpoint directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not a supported multi-task DiT.
@@ -150,7 +150,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             image,
             prompt,
             config,
-            all_cameras=True,  # training always had all cameras
+            all_cameras=True,  # the policy was always trained with frames of all cameras
             first_row=config.history - 1,
         ),
         tokenizer=tokenizer.text,
@@ -274,7 +274,7 @@ def end_token(clip: Clip) -> int:
 def tensors(
     sources: Mapping[str, TensorSource], config: MultiTaskDiTConfig, separate: bool
 ) -> dict[str, TensorSource]:
-    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names.
+    """Return the model's tensors under Sinew's names. Tensors that the conversion does not use keep their names.
 
     Args:
         sources: The tensors of the checkpoint.

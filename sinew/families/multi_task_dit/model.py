@@ -46,7 +46,7 @@ class MultiTaskDiTConfig:
         history: Number of observation steps.
         time_size: Width of the time embedding.
         chunk_size: Number of actions that the solver computes.
-        max_state_dim: Size of the states of all observation steps.
+        max_state_dim: Number of values in the states of all observation steps together.
         max_action_dim: Size of an action.
         rope_theta: Base of the rotary positions. 0 if there are no rotary positions.
         places: True if there are learned position embeddings.
@@ -164,7 +164,7 @@ class MultiTaskDiT(Model):
         vision = self.config.vision
         return vision.grid(vision.image_size, vision.image_size)
 
-    def embed_images(self, pixels: Tensor) -> Tensor:  # [B, T * V, 3, h, w] -> [B, T * V, 1, C]
+    def embed_images(self, pixels: Tensor) -> Tensor:  # shapes: [B, T * V, 3, h, w] -> [B, T * V, 1, C]
         if len(self.vision) == 1:
             return self.vision[0](pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])[:, :, None]
         moments = pixels.unflatten(1, (-1, self.config.cameras))  # [B, T, V, 3, h, w]
@@ -183,7 +183,7 @@ class MultiTaskDiT(Model):
             state: [B, T * S].
 
         Returns:
-            [B, condition_size].
+            Output, [B, condition_size].
         """
         steps = state.unflatten(1, (self.config.history, -1))  # [B, T, S]
         views = (

@@ -70,14 +70,14 @@ class ClipVision(nn.Module):
         self.norm = LayerNorm(size, eps=NORM_EPS)
         self.layers = nn.ModuleList(QuickLayer(block) for _ in range(config.num_layers))  # type: ignore[assignment]
 
-    def embed(self, pixels: Tensor) -> Tensor:  # [B, 3, h, w] -> [B, 1 + rows * cols, C]
+    def embed(self, pixels: Tensor) -> Tensor:  # shapes: [B, 3, h, w] -> [B, 1 + rows * cols, C]
         patch = self.patch_embedding.kernel_size[0]
         rows, cols = pixels.shape[2] // patch, pixels.shape[3] // patch
         whole = pixels[:, :, : rows * patch, : cols * patch].to(self.patch_embedding.weight.dtype)
         patches = self.position_embedding.weight + embed_patches(self.patch_embedding, whole).flatten(1, 2)
         return self.norm(torch.cat([self.first.expand(patches.shape[0], 1, -1), patches], dim=1))
 
-    def forward(self, pixels: Tensor) -> Tensor:  # [B, 3, h, w] -> [B, C]
+    def forward(self, pixels: Tensor) -> Tensor:  # input shape [B, 3, h, w], output shape [B, C]
         x = self.embed(pixels)
         for layer in self.layers:
             x = layer(x)

@@ -128,7 +128,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint. The tensors are read later.
+    """Read a checkpoint. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not a supported OmniVLA-edge.
@@ -302,7 +302,7 @@ def clip_of(
 def our_tensors(
     sources: dict[str, TensorSource], config: EdgeConfig, dead: tuple[str, ...]
 ) -> dict[str, TensorSource]:
-    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names."""
+    """Return the model's tensors under Sinew's names. Tensors that the conversion does not use keep their names."""
     unread = {name: source for name, source in sources.items() if name.startswith(dead)}
     own = {n: s for n, s in sources.items() if n not in unread and not n.endswith("num_batches_tracked")}
     out: dict[str, TensorSource] = {}
@@ -469,7 +469,7 @@ def processing(
 
 
 def notes(config: EdgeConfig, options: ConvertOptions) -> tuple[str, ...]:
-    """Return notes about facts that are in no file."""
+    """Return notes for the user about facts that no file of the checkpoint contains."""
     lines = [
         *robot.notes(config.goals, "pose" in config.kinds, options),
         f"{HEADS} attention heads and {robot.HZ:g} Hz, the constants of OmniVLA's runner",

@@ -71,8 +71,8 @@ class EdgeConfig:
         head: Sizes of the transformer blocks.
         reduced: Widths of the layers after the transformer.
         chunk_size: Steps of a path.
-        max_state_dim: Size of the states of all observation steps. If there are several goals, the last value of each
-            state is the goal's number.
+        max_state_dim: Number of values in the states of all observation steps together. If there are several goals, the
+            last value of each state is the goal's number.
         large_side: Side of the newest frame in pixels, for goals with text. 0 without text.
         film: Sizes of the FiLM network. None without text.
         language: Sizes of the text encoder. None without text.
@@ -167,7 +167,7 @@ class HalvingConv(nn.Module):
         self.conv = Conv(in_channels, out_channels, kernel, 2)
         self.norm = ChannelScale(out_channels)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, C, h, w] -> [B, C', ceil(h / 2), ceil(w / 2)]
+    def forward(self, x: Tensor) -> Tensor:  # shapes: [B, C, h, w] -> [B, C', ceil(h / 2), ceil(w / 2)]
         return self.norm(F.relu(self.conv(x)))
 
 
@@ -221,7 +221,7 @@ class WordFilm(nn.Module):
             text: [B, text_size].
 
         Returns:
-            [B, out_size].
+            Output, [B, out_size].
         """
         places: Tensor = self.places  # type: ignore[assignment]
         changes = self.film(text).unflatten(1, (self.config.blocks, 2, self.config.channels))

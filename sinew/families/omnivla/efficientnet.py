@@ -80,7 +80,7 @@ class Block(nn.Module):
         self.excite = Conv(max(1, in_channels // SQUEEZE), inner, 1)
         self.project = Conv(inner, out_channels, 1)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, C, h, w] -> [B, C', h / stride, w / stride]
+    def forward(self, x: Tensor) -> Tensor:  # shapes: [B, C, h, w] -> [B, C', h / stride, w / stride]
         y = x if self.expand is None else F.silu(self.expand(x))
         y = F.silu(self.depthwise(y))
         gate = self.excite(F.silu(self.squeeze(y.mean(dim=(2, 3), keepdim=True))))

@@ -58,7 +58,7 @@ class GoalHead(RegressionHead):
         super().__init__(input_size, hidden_size, output_size)
         self.proj_in = Linear(input_size + 1, hidden_size)
 
-    def answer(self, x: Tensor, goal: Tensor) -> Tensor:  # [B, H, input], [B, 1] -> [B, H, output]
+    def answer(self, x: Tensor, goal: Tensor) -> Tensor:  # shapes: [B, H, input], [B, 1] -> [B, H, output]
         x = self.norm_in(x)
         x = F.relu(self.proj_in(torch.cat([x, goal.to(x.dtype)[:, None].expand(-1, x.shape[1], -1)], dim=-1)))
         for block in self.blocks:

@@ -66,7 +66,7 @@ def path_steps(options: ConvertOptions) -> tuple[VectorStep, ...]:
 
 
 def notes(goals: Sequence[int], posed: bool, options: ConvertOptions) -> tuple[str, ...]:
-    """Return notes about facts that are in no file."""
+    """Return notes for the user about facts that no file of the checkpoint contains."""
     is_set = "waypoint_spacing" in options.settings
     reason = (
         "as set by the user"

@@ -99,7 +99,7 @@ class BridgeBlock(nn.Module):
             task: [B, N, C], states of the views.
 
         Returns:
-            [B, H, C].
+            Output, [B, H, C].
         """
 
         def heads(projected: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class BridgeHead(nn.Module):
             task: [blocks, B, N, C].
 
         Returns:
-            [B, steps, output].
+            Output, [B, steps, output].
         """
         x = F.relu(self.proj_in(self.norm_in.bias)).expand(queries.shape[1], steps, -1)
         for block, q, t in zip(self.blocks, queries, task, strict=True):

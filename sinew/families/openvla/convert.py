@@ -116,7 +116,7 @@ class HeadPart(NamedTuple):
         architecture: Name of the architecture.
         config: Configuration of the model.
         rules: Rules for the tensors of the head.
-        dead: Prefixes of the tensors that are not read.
+        dead: Prefixes of the names of tensors that inference does not use.
         prompt: Steps of the prompt.
     """
 
@@ -128,7 +128,7 @@ class HeadPart(NamedTuple):
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory. The tensors are read later.
+    """Read a checkpoint directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not supported.
@@ -137,7 +137,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
-    """Build the conversion of an opened checkpoint.
+    """Collect everything that a bundle needs from an opened checkpoint.
 
     Raises:
         ConvertError: The checkpoint is not supported.

@@ -33,7 +33,7 @@ from sinew.models.base import Model, Regression
 from sinew.models.speaker import DecoderSpeaker, ReadPrompt
 from sinew.steps.action_tokens.bins import BinTokens, bin_centres
 
-HEAD_EPS = 1e-5  # default of torch, which the reference does not change
+HEAD_EPS = 1e-5  # default of torch; the reference implementation uses the default too
 Piece = tuple[Tensor, Tensor]  # embeddings [B, n, C], and their mask, bool [B, n]
 
 
@@ -45,7 +45,7 @@ class PrismaticConfig:
         vision: Sizes of the vision towers. Each tower reads three channels of a view.
         projector: Hidden widths of the projector after the towers.
         language: Sizes of the language model.
-        vocab_size: Rows of the token table.
+        vocab_size: Number of rows of the token table, which has one row per token id.
         chunk_size: Actions in a chunk.
         max_action_dim: Size of an action.
         max_state_dim: Size of the state. 0 if the policy reads no state.
@@ -129,7 +129,7 @@ class Towers(nn.Module):
         )
         self.projector = MLP(width, *config.projector, config.language.hidden_size)
 
-    def features(self, pixels: Tensor) -> Tensor:  # [N, 3 * towers, height, width] -> [N, patches, C]
+    def features(self, pixels: Tensor) -> Tensor:  # shapes: [N, 3 * towers, height, width] -> [N, patches, C]
         parts = zip(self.towers, pixels.split(3, dim=1), strict=True)
         return torch.cat([tower(part) for tower, part in parts], dim=-1)
 
@@ -247,7 +247,7 @@ class RegressionHead(nn.Module):
         self.norm_out = LayerNorm(hidden_size, eps=HEAD_EPS)
         self.proj_out = Linear(hidden_size, output_size)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, H, input] -> [B, H, output]
+    def forward(self, x: Tensor) -> Tensor:  # input shape [B, H, input], output shape [B, H, output]
         x = F.relu(self.proj_in(self.norm_in(x)))
         for block in self.blocks:
             x = block(x)

@@ -68,7 +68,7 @@ class PrismaticCheckpoint:
     """A directory with ``config.json``, weight shards, and optional .pt files with the head and the state projector.
 
     Attributes:
-        format: Name of the layout, for the provenance.
+        format: Name of the checkpoint's layout. The bundle records it as its origin.
         spare_blocks: Number of blocks at the end of each tower whose outputs are not used.
     """
 
@@ -228,7 +228,8 @@ def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list
     are not needed. Widths and depths are in no configuration, so they are read from the tensors.
 
     Returns:
-        The sizes of the towers, the rules that rename their tensors, and the prefixes of tensors that are not read.
+        The sizes of the towers, the rules that rename their tensors, and the prefixes of the names of tensors that
+        inference does not use.
     """
     names, tensors = checkpoint.config["timm_model_ids"], checkpoint.tensors
     side = checkpoint.config["image_sizes"][0]

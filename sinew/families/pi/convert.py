@@ -179,7 +179,7 @@ SETTINGS = {
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory. The tensors are read later.
+    """Read a checkpoint directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not a supported pi0 or pi0.5.
@@ -329,7 +329,7 @@ def model_config(architecture: str, record: dict[str, Any], arch: dict[str, Any]
     Args:
         architecture: "pi0" or "pi05".
         record: LeRobot's config.json, or a record with the same keys.
-        arch: Content of the --arch file.
+        arch: Content of the file that the user passes with --arch.
         where: Name of the configuration for error messages.
     """
     with named(f"{where} or --arch"):

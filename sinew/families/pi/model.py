@@ -148,7 +148,7 @@ class PI0(ExpertModel):
     ) -> Tensor:
         return self.sinusoids(t)
 
-    def sinusoids(self, t: Tensor) -> Tensor:  # [...] -> [..., C]
+    def sinusoids(self, t: Tensor) -> Tensor:  # input shape [...], output shape [..., C]
         width = self.config.expert.hidden_size
         return sinusoidal_embedding(t, width, self.config.min_period, self.config.max_period)
 
@@ -304,7 +304,7 @@ class PI05(PI0):
     def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:
         return self.action_in_proj(x)
 
-    def condition(self, t: Tensor) -> Tensor:  # [...] -> [..., C]
+    def condition(self, t: Tensor) -> Tensor:  # input shape [...], output shape [..., C]
         return F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(self.sinusoids(t)))))
 
     def embed_time(self, t: Tensor) -> Tensor:
@@ -314,7 +314,7 @@ class PI05(PI0):
             t: [B], or [B, H] for one time per action.
 
         Returns:
-            [B, 2 * layers + 1, 3C], or [B, 2 * layers + 1, H, 3C].
+            Output, [B, 2 * layers + 1, 3C], or [B, 2 * layers + 1, H, 3C].
         """
         condition = self.condition(t)
         norms = [norm for layer in self.expert.layers for norm in (layer.input_norm, layer.post_norm)]

@@ -85,7 +85,7 @@ def across_frames(layer: ViTLayer, x: Tensor, ages: Tensor, newest: bool) -> Ten
 
     Args:
         layer: The layer.
-        x: [B, T, P, C].
+        x: Input, [B, T, P, C].
         ages: [T, C].
         newest: True returns only the newest frame, if later layers read no other frame.
 
@@ -96,7 +96,7 @@ def across_frames(layer: ViTLayer, x: Tensor, ages: Tensor, newest: bool) -> Ten
     attn = layer.attn
     q, k, v = attn.project(layer.norm1(x + ages[:, None]))  # [B, T, P, C] each
 
-    def by_patch(part: Tensor) -> Tensor:  # [B, T, P, C] -> [B * P, heads, T, D]
+    def by_patch(part: Tensor) -> Tensor:  # input shape [B, T, P, C], output shape [B * P, heads, T, D]
         return part.unflatten(-1, (-1, attn.head_dim)).permute(0, 2, 3, 1, 4).flatten(0, 1)
 
     sees = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()

@@ -77,7 +77,7 @@ SCHEMA = Schema(
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory. The tensors are read later.
+    """Read a checkpoint directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not a supported pi0-FAST.

@@ -32,7 +32,7 @@ class PI0FastConfig:
     Attributes:
         vision: Sizes of the SigLIP tower.
         language: Sizes of the Gemma language model.
-        vocab_size: Rows of the token table.
+        vocab_size: Number of rows of the token table, which has one row per token id.
         chunk_size: Actions in a chunk.
         max_state_dim: Width of the padded state.
         max_action_dim: Size of an action.
@@ -105,7 +105,7 @@ class PI0Fast(DecoderSpeaker):
     def action_tokens(self) -> FastTokens:
         return self.config.action_tokens
 
-    def embed_images(self, pixels: Tensor) -> Tensor:  # [B, V, 3, height, width] -> [B, V, N, C]
+    def embed_images(self, pixels: Tensor) -> Tensor:  # shapes: [B, V, 3, height, width] -> [B, V, N, C]
         return self.connector(self.vision(pixels.flatten(0, 1))).unflatten(0, pixels.shape[:2])
 
     def scaled(self, rows: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ def open_checkpoint(path: Path, options: ConvertOptions | None = None) -> LeRobo
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory. The tensors are read later.
+    """Read a checkpoint directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not a supported SmolVLA.

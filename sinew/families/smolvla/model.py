@@ -200,7 +200,7 @@ class SmolVLA(ExpertModel):
     def head_reads_state(self) -> bool:
         return self.config.state_in_head
 
-    def embed_time(self, t: Tensor) -> Tensor:  # [B] -> [B, C], [B, H] -> [B, H, C]
+    def embed_time(self, t: Tensor) -> Tensor:  # input shape [B], output shape [B, C], [B, H] -> [B, H, C]
         config = self.config
         return sinusoidal_embedding(t, config.expert.hidden_size, config.min_period, config.max_period)
 

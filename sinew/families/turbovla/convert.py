@@ -201,7 +201,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint. The tensors are read later.
+    """Read a checkpoint. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not a supported TurboVLA.
@@ -359,7 +359,7 @@ def encoder(
         name: Name of the encoder in the checkpoint.
         key: "vision" or "text".
         encoders: Facts about the published encoders, by name.
-        arch: Content of the --arch file.
+        arch: Content of the file that the user passes with --arch.
 
     Raises:
         ConvertError: The encoder is unknown.
@@ -578,7 +578,7 @@ def numbers(part: JsonRecord, name: str, count: int) -> tuple[float, ...]:
 
 
 def tensors(sources: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
-    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names."""
+    """Return the model's tensors under Sinew's names. Tensors that the conversion does not use keep their names."""
     out = dict(sources)
     first, registers = f"{TOWER}embeddings.cls_token", f"{TOWER}embeddings.register_tokens"
     if first in out and registers in out:

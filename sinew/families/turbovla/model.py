@@ -170,12 +170,12 @@ class CrossAttention(nn.Module):
         """Attend from x [B, H, C] to the result of :meth:`key_value`.
 
         Args:
-            x: [B, H, C].
+            x: Input, [B, H, C].
             kv: Keys and values, [B, K, H, D] each.
             mask: bool [B, H, K], True if the query may attend to the key.
 
         Returns:
-            [B, H, C].
+            Output, [B, H, C].
         """
         return self.o_proj(attend(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), *kv, mask))
 
@@ -206,12 +206,12 @@ class MemoryLayer(nn.Module):
         """Run the layer.
 
         Args:
-            x: [B, H, C].
+            x: Input, [B, H, C].
             kv: Keys and values of the encoder's output, [B, K, H, D] each.
             mask: bool [B, H, K], True if the query may attend to the key.
 
         Returns:
-            [B, H, C].
+            Output, [B, H, C].
         """
         x = x + self.attn(self.norm1(x))
         x = x + self.cross(self.norm2(x), kv, mask)
@@ -233,7 +233,7 @@ class StateEncoder(nn.Module):
     def fold_sites(self) -> list[FoldSite]:
         return [FoldSite(self, "input_norm", (self.fc1,))]
 
-    def forward(self, state: Tensor) -> Tensor:  # [B, S] -> [B, state_tokens, C]
+    def forward(self, state: Tensor) -> Tensor:  # input shape [B, S], output shape [B, state_tokens, C]
         x = self.fc2(F.gelu(self.fc1(self.input_norm(state))))
         return self.output_norm(x.unflatten(-1, self.places.shape) + self.places)
 
@@ -247,7 +247,7 @@ class ActionProjection(nn.Module):
         self.fc2 = Linear(hidden_size, hidden_size)
         self.fc3 = Linear(hidden_size, out_size)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, H, C] -> [B, H, A]
+    def forward(self, x: Tensor) -> Tensor:  # input shape [B, H, C], output shape [B, H, A]
         return self.fc3(F.relu(self.fc2(F.relu(self.fc1(x))))).tanh()
 
 
@@ -285,7 +285,7 @@ class TurboVLA(Regression):
     def grid(self) -> tuple[int, int]:
         return self.config.vision.side, self.config.vision.side
 
-    def embed_images(self, pixels: Tensor) -> Tensor:  # [B, V, 3, height, width] -> [B, V, N, C]
+    def embed_images(self, pixels: Tensor) -> Tensor:  # shapes: [B, V, 3, height, width] -> [B, V, N, C]
         x = self.connector(self.vision(pixels.flatten(0, 1))).unflatten(0, pixels.shape[:2])
         return x + self.view_places[:, None]
 

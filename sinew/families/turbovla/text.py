@@ -25,7 +25,8 @@ class BertConfig(BlockConfig):
 
     Attributes:
         positions: Rows of the position table.
-        vocab_size: Rows of the token table. The id ``vocab_size`` marks a token after the padding of the instruction.
+        vocab_size: Number of rows of the token table, which has one row per token id. The id ``vocab_size`` marks a
+            token after the padding of the instruction.
         norm_eps: Epsilon of the norms.
         delimiters: Ids of the tokens that end a sub-sentence.
         pad_token: Id of the padding token.
@@ -77,7 +78,7 @@ class PostNormLayer(nn.Module):
         self.norm2 = LayerNorm(config.hidden_size, eps=norm_eps)
         self.activation = activation
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # [B, L, C], bool [B, L, L] -> [B, L, C]
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # shapes: [B, L, C], bool [B, L, L] -> [B, L, C]
         q, k, v = (part.unflatten(-1, (-1, self.attn.head_dim)) for part in self.attn.project(x))
         x = self.norm1(x + self.attn.o_proj(attend(q, k, v, mask)))
         return self.norm2(x + self.fc2(self.activation(self.fc1(x))))

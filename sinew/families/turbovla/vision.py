@@ -18,7 +18,7 @@ from sinew.layers.norm import LayerNorm
 from sinew.layers.rope import Rotation
 from sinew.layers.vit import ViTConfig, ViTLayer
 
-NORM_EPS = 1e-5  # default of torch, which the reference does not change
+NORM_EPS = 1e-5  # default of torch; the reference implementation uses the default too
 
 
 def patch_rotation(
@@ -93,5 +93,5 @@ class PatchProjection(nn.Module):
     def fold_sites(self) -> list[FoldSite]:
         return [FoldSite(self, "input_norm", (self.fc1,))]
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., in_size] -> [..., out_size]
+    def forward(self, x: Tensor) -> Tensor:  # input shape [..., in_size], output shape [..., out_size]
         return self.output_norm(self.skip(x) + self.fc2(F.gelu(self.fc1(self.input_norm(x)))))

@@ -105,7 +105,7 @@ SCHEMA = Schema(
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory. The tensors are read later.
+    """Read a checkpoint directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not a supported VLA-JEPA.
@@ -114,7 +114,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def assemble(checkpoint: LeRobotCheckpoint) -> Conversion:
-    """Build the conversion of an opened checkpoint.
+    """Collect everything that a bundle needs from an opened checkpoint.
 
     Raises:
         ConvertError: The checkpoint is not supported.

@@ -92,7 +92,7 @@ RULES = (
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory. The tensors are read later.
+    """Read a checkpoint directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not a supported VQ-BeT.
@@ -120,7 +120,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             image,
             silent.PROMPT,
             config,
-            all_cameras=True,  # training always had all cameras
+            all_cameras=True,  # the policy was always trained with frames of all cameras
         ),
         tokenizer=silent.TOKENIZER,
         tensors=tensors(checkpoint.tensors, config),
@@ -176,7 +176,7 @@ def model_config(checkpoint: LeRobotCheckpoint, image: ImageRecipe) -> VQBeTConf
 
 
 def tensors(source: Mapping[str, TensorSource], config: VQBeTConfig) -> dict[str, TensorSource]:
-    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names."""
+    """Return the model's tensors under Sinew's names. Tensors that the conversion does not use keep their names."""
     out = keypoint_encoder(source, "vqbet.rgb_encoder.", "vision.")
     table = "vqbet.policy.transformer.wpe.weight"
     if table in out:

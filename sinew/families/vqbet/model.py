@@ -28,7 +28,7 @@ from sinew.layers.vit import BlockConfig, MaskedLayer
 from sinew.models.base import Model
 from sinew.models.solvers import Solver
 
-NORM_EPS = 1e-5  # default of torch, which the reference does not change
+NORM_EPS = 1e-5  # default of torch; the reference implementation uses the default too
 TOKENS = 3  # tokens of an observation step: frame, state, action
 LAYERS = 2  # code books; the second corrects the error of the first
 SOLVER = Solver("single", noise="exponential")
@@ -55,7 +55,7 @@ class VQBeTConfig:
         temperature: Temperature of the distribution of codes.
         action_rows: Actions in a chunk.
         action_dim: Size of an action.
-        max_state_dim: Size of the states of all observation steps.
+        max_state_dim: Number of values in the states of all observation steps together.
         sequential: True if the second code depends on the first code.
     """
 
@@ -127,7 +127,7 @@ class CodeDecoder(nn.Module):
         self.fc2 = Linear(config.decoder_size, config.decoder_size)
         self.fc3 = Linear(config.decoder_size, config.action_rows * config.action_dim)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, code_size] -> [B, action_rows * action_dim]
+    def forward(self, x: Tensor) -> Tensor:  # shapes: [B, code_size] -> [B, action_rows * action_dim]
         return self.fc3(F.relu(self.fc2(F.relu(self.fc1(x)))))
 
 
@@ -178,7 +178,7 @@ class VQBeT(Model):
     def chooses_tokens(self) -> bool:
         return True
 
-    def embed_images(self, pixels: Tensor) -> Tensor:  # [B, T, 3, h, w] -> [B, T, 1, 2 * keypoints]
+    def embed_images(self, pixels: Tensor) -> Tensor:  # shapes: [B, T, 3, h, w] -> [B, T, 1, 2 * keypoints]
         return self.vision(pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])[:, :, None]
 
     def embed(self, image_tokens: Tensor, state: Tensor) -> Tensor:
@@ -189,14 +189,14 @@ class VQBeT(Model):
             state: [B, T * S].
 
         Returns:
-            [B, 3 * T, token_size].
+            Output, [B, 3 * T, token_size].
         """
         images = self.image_proj(image_tokens[:, :, 0])
         states = self.state_proj(state.unflatten(1, (self.config.history, -1)))
         actions = self.action_token.expand(images.shape[0], images.shape[1], -1)
         return torch.stack([images, states.to(images.dtype), actions.to(images.dtype)], dim=2).flatten(1, 2)
 
-    def encode(self, x: Tensor) -> Tensor:  # [B, 3 * T, token_size] -> [B, 3 * T, feature_size]
+    def encode(self, x: Tensor) -> Tensor:  # shapes: [B, 3 * T, token_size] -> [B, 3 * T, feature_size]
         x = self.token_proj(x) + self.places.weight
         valid = torch.ones_like(x[..., 0], dtype=torch.bool)
         mask = block_mask(valid, valid)  # causal mask

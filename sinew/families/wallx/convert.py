@@ -89,7 +89,7 @@ LAYER = r"model\.model\.layers\.(\d+)\."
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory. The tensors are read later.
+    """Read a checkpoint directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not a supported Wall-X.
@@ -323,7 +323,7 @@ def view_names(checkpoint: LeRobotCheckpoint) -> list[str]:
 
 
 def tensors(checkpoint: LeRobotCheckpoint, config: WallXConfig) -> dict[str, TensorSource]:
-    """Return the model's tensors under Sinew's names. Tensors that are not read keep their names."""
+    """Return the model's tensors under Sinew's names. Tensors that the conversion does not use keep their names."""
     out, name = dict(checkpoint.tensors), "model.action_preprocessor.w2.weight"
     if name not in out:
         raise ConvertError(f"the tensor {name} is missing in the checkpoint. Use a complete checkpoint")

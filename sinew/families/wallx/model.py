@@ -124,7 +124,7 @@ class WallX(Qwen25VL):
     def embed_time(self, t: Tensor) -> Tensor:
         return self.time_mix(level_sinusoids(t, self.config.language.hidden_size))
 
-    def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:  # [B, H, A] -> [B, H, C]
+    def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:  # shapes: [B, H, A] -> [B, H, C]
         time = time_embedding if time_embedding.ndim == 3 else time_embedding[:, None]
         actions = self.action_in(masked(x, self.action_mask))
         return self.action_time_out(F.silu(self.action_mix(actions) + time))

@@ -202,7 +202,7 @@ UNUSED_TENSORS = ("model.vlm.language_model.final_logits_bias", *TABLES)
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    """Read a checkpoint directory. The tensors are read later.
+    """Read a checkpoint directory. The weights are read later, when the bundle is written.
 
     Raises:
         ConvertError: The checkpoint is not a supported X-VLA.

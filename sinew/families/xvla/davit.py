@@ -19,7 +19,7 @@ from sinew.layers.resnet import Conv
 from sinew.layers.sizes import MAX_LAYERS, MAX_WIDTH, check_sizes
 from sinew.layers.vit import ViTAttention, ViTConfig, ViTMLP
 
-NORM_EPS = 1e-5  # default of torch, which the reference does not change
+NORM_EPS = 1e-5  # default of torch; the reference implementation uses the default too
 MLP_RATIO = 4
 
 
@@ -202,7 +202,7 @@ class DaViTStage(nn.Module):
             for _ in range(config.depths[stage])
         )
 
-    def begin(self, x: Tensor) -> Tensor:  # [B, C, rows, cols] -> [B, C', fewer rows, fewer cols]
+    def begin(self, x: Tensor) -> Tensor:  # shapes: [B, C, rows, cols] -> [B, C', fewer rows, fewer cols]
         if self.norm_first:
             return self.conv(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
         return self.norm(self.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)

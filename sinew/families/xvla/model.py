@@ -32,7 +32,7 @@ from sinew.layers.vit import BlockConfig, ViTAttention, ViTConfig, ViTLayer, ViT
 from sinew.models.base import Model
 from sinew.models.solvers import Solver
 
-NORM_EPS = 1e-5  # default of torch, which the reference does not change
+NORM_EPS = 1e-5  # default of torch; the reference implementation uses the default too
 LONGEST_PERIOD = 100  # longest period of the time embedding, divided by 2 pi
 
 
@@ -44,9 +44,9 @@ class XVLAConfig:
         vision: Sizes of the vision tower.
         language: Sizes of the text encoder.
         head: Sizes of the transformer that denoises the actions.
-        vocab_size: Rows of the token table.
-        rows: Rows of a view's features.
-        cols: Columns of a view's features.
+        vocab_size: Number of rows of the token table, which has one row per token id.
+        rows: Number of rows of the feature map of a camera view.
+        cols: Number of columns of the feature map of a camera view.
         views: Number of views in training. Zeros replace missing views.
         text_places: Most tokens of the text encoder.
         places: Most tokens of the head, without learned tokens.
@@ -128,7 +128,7 @@ class Connector(nn.Module):
         self.proj = Linear(width, size, bias=False)
         self.norm = LayerNorm(size, eps=NORM_EPS)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, N, C] -> [B, 1 + N, C']
+    def forward(self, x: Tensor) -> Tensor:  # input shape [B, N, C], output shape [B, 1 + N, C']
         x = x + self.places  # type: ignore[operator]
         return self.norm(self.proj(torch.cat([x.mean(dim=1, keepdim=True), x], dim=1)))
 
@@ -217,7 +217,7 @@ class XVLA(Model):
 
     def embed_images(
         self, pixels: Tensor
-    ) -> Tensor:  # [B, V, 3, height, width] -> [B, V, 1 + rows * cols, C]
+    ) -> Tensor:  # input shape [B, V, 3, height, width], output shape [B, V, 1 + rows * cols, C]
         return self.connector(self.vision(pixels.flatten(0, 1))).unflatten(0, pixels.shape[:2])
 
     def views_of(self, image_tokens: Tensor, camera_mask: Tensor) -> Tensor:

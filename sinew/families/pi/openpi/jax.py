@@ -48,19 +48,19 @@ def same(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def flipped(x: np.ndarray) -> np.ndarray:  # [in, out] -> [out, in]
+def flipped(x: np.ndarray) -> np.ndarray:  # input shape [in, out], output shape [out, in]
     return x.T
 
 
-def heads_out(x: np.ndarray) -> np.ndarray:  # [C, N, H] -> [N * H, C]
+def heads_out(x: np.ndarray) -> np.ndarray:  # input shape [C, N, H], output shape [N * H, C]
     return x.reshape(x.shape[0], -1).T
 
 
-def heads_in(x: np.ndarray) -> np.ndarray:  # [N, H, C] -> [C, N * H]
+def heads_in(x: np.ndarray) -> np.ndarray:  # input shape [N, H, C], output shape [C, N * H]
     return x.reshape(-1, x.shape[-1]).T
 
 
-def heads_first(x: np.ndarray) -> np.ndarray:  # [N, C, H] -> [N * H, C]
+def heads_first(x: np.ndarray) -> np.ndarray:  # input shape [N, C, H], output shape [N * H, C]
     return x.transpose(0, 2, 1).reshape(-1, x.shape[1])
 
 
@@ -321,7 +321,7 @@ def _vision(depth: int) -> Iterator[Entry]:
         yield f"{layer}.self_attn.out_proj.bias", f"{block}.{attention}.out.bias", (i,), same
 
 
-def _patches(x: np.ndarray) -> np.ndarray:  # [height, width, 3, C] -> [C, 3, height, width]
+def _patches(x: np.ndarray) -> np.ndarray:  # shapes: [height, width, 3, C] -> [C, 3, height, width]
     return x.transpose(3, 2, 0, 1)
 
 
