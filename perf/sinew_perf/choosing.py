@@ -31,8 +31,8 @@ class Mode:
 
     Attributes:
         name: The user's name for the mode.
-        wins: Successful episodes.
-        episodes: Played episodes.
+        wins: Number of successful episodes.
+        episodes: Number of played episodes.
         cost: Cost of an attempt without its failure, such as energy or a server's rent, in the unit of all costs.
         available: Share of attempts in which the mode can be used, for example because the network works. The others
             count as failures.
@@ -71,9 +71,10 @@ class ModeCost:
     Attributes:
         mode: The mode.
         expected: Expected cost of an attempt.
-        low: Lower end of its 95 % interval.
-        high: Upper end of its 95 % interval.
-        cheapest: Share of the draws in which this mode has the least expected cost.
+        low: Lower end of the 95 % interval of this cost.
+        high: Upper end of the 95 % interval of this cost.
+        cheapest: Share of the random draws (of the modes' success rates) in which this mode has the least expected
+            cost.
     """
 
     mode: Mode
@@ -85,14 +86,15 @@ class ModeCost:
 
 @dataclass(frozen=True)
 class Selection:
-    """The choice.
+    """The result of a comparison of modes.
 
     Attributes:
         modes: All modes, the least expected cost first.
         failure: Cost of a failure.
-        ranges: (least cost of a failure, name) for each mode that is the best one for some cost of a failure.
-        episodes: Episodes of each mode that would probably decide between the first two modes. 0 if the present ones
-            decide, None if they cost the same.
+        ranges: For each mode that is the best one for some cost of a failure: (the smallest such cost, name of the
+            mode).
+        episodes: Number of episodes of each mode that would probably decide between the first two modes. 0 if the
+            present ones decide, None if they cost the same.
     """
 
     modes: list[ModeCost]
@@ -106,7 +108,7 @@ class Selection:
 
     @property
     def sure(self) -> bool:
-        """True if the episodes decide."""
+        """True if the played episodes are enough to decide between the modes."""
         return self.chosen.cheapest >= SURE
 
 
@@ -189,7 +191,8 @@ def select(modes: Sequence[Mode], failure: float, seed: int = 0) -> Selection:
 
 
 def ranges(modes: Sequence[Mode]) -> list[tuple[float, str]]:
-    """Return from which cost of a failure on each mode is the best one, by the measured success.
+    """For each mode that can be the best one, return the smallest cost of a failure for which it is the best one, by
+    the measured success.
 
     The expected costs are straight lines over the cost of a failure. The result is their lower envelope.
     """

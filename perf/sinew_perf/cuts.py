@@ -20,7 +20,7 @@ STAGE_NAMES = {"vision": "vision", "prefix": "language", "head": "action"}
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One division of the stages.
+    """One way to divide the stages of a policy between the robot and a server.
 
     Attributes:
         places: "robot" or "server" for each stage of ``STAGES``.
@@ -51,7 +51,7 @@ class Cut:
 
     @property
     def network(self) -> str:
-        """Return the titles of the network links as a text. "" if there are none."""
+        """Return a text with the titles of the network links on the route. "" if there are none."""
         return " + ".join(link.title for link in self.route)
 
     @property
@@ -130,7 +130,7 @@ def all_cuts(
         traffic: Memory traffic on the robot's machine. A server fuses its operators.
 
     Returns:
-        The cuts. Those that fit the memory come first, and the fastest come before the others.
+        The cuts. The cuts that fit the memory come first, and among these the fastest.
     """
     parts, between = program.components(), crossing(program)
     nearby = program.components(traffic)
@@ -170,7 +170,8 @@ def _messages(
 
     Args:
         places: Machine of each stage.
-        between: Bytes that later stages read from earlier stages.
+        between: Number of bytes that a later stage reads from an earlier stage. The key is (earlier stage, later
+            stage).
         size: Bytes of an observation and of a chunk.
 
     Returns:

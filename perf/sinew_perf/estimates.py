@@ -105,14 +105,20 @@ def loaded_memory(policy: Policy) -> tuple[int, str]:
 
 
 def cost(bundle: Bundle) -> dict[str, Any]:
-    """Return parameters, stored bytes and FLOPs of each stage. Raises :class:`SinewError` for exported graphs."""
+    """Return parameters, stored bytes and FLOPs of each stage.
+
+    Raises:
+        SinewError: The bundle contains exported graphs.
+    """
     from sinew_perf.cost import cost_record
 
     return cost_record(bundle)
 
 
 def plan(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
-    """Return the effect and the saving of each rewrite for a bundle's model."""
+    """Return the effect and the saving of each rewrite (a change of the program that keeps the result) for a bundle's
+    model.
+    """
     from sinew_perf.rewrites import plan_record
 
     return plan_record(bundle, dtype)

@@ -21,11 +21,11 @@ from sinew_perf.scenarios import Payload
 
 @dataclass(slots=True)
 class _Request:
-    """A request on its way.
+    """A request of the simulation on its way through network links and the machine.
 
     Attributes:
         taken: Time of its frame, in seconds.
-        left: Remaining parts of its way: (line, seconds on the line, seconds of delay after it).
+        left: Remaining parts of its way. Each part is (line, seconds on the line, seconds of delay after the line).
     """
 
     taken: float
@@ -33,8 +33,8 @@ class _Request:
 
 
 class _Line:
-    """Serves one request at a time, in the order of arrival. Of the requests that wait for the same direction,
-    only the newest one stays.
+    """A network link, or the machine. It serves one request at a time, in the order of arrival. Of the requests that
+    wait for the same direction, only the newest one stays.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class _Line:
 
 
 class _World:
-    """Requests on their way through lines.
+    """The simulated requests on their way through lines (network links and the machine).
 
     Attributes:
         under_way: Number of requests on their way.
@@ -104,8 +104,8 @@ class Played:
         age_p50_s: Median time from a frame to the execution of its action, in seconds.
         age_p95_s: 95th percentile of this time.
         age_max_s: Largest value of this time.
-        underruns: Control steps without an action, after the first chunk.
-        steps: All control steps after the first chunk.
+        underruns: Number of control steps without an action, after the first chunk.
+        steps: Number of all control steps after the first chunk.
     """
 
     chunk_hz: float
@@ -248,7 +248,7 @@ def dual_system(
 
 
 def _at(values: Sequence[float], share: float) -> float:
-    """Return the smallest of the sorted values that the given share of them does not exceed."""
+    """Return a percentile of sorted values: the smallest value that the given share of the values does not exceed."""
     if not values:
         return 0.0
     return values[min(len(values) - 1, max(0, -(-int(share * 1000) * len(values) // 1000) - 1))]

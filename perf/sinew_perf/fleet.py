@@ -30,7 +30,7 @@ KIND = "one"  # all robots request the same kind of batch
 
 
 def batched(component: Component, size: int) -> Component:
-    """Return a stage of a policy that computes ``size`` observations at once."""
+    """Return the same stage of a policy for a batch: it computes ``size`` observations at once."""
     operators = tuple(
         replace(
             each,
@@ -200,11 +200,11 @@ def most_robots(
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """Why not even one robot is answered in time.
+    """The reason why not even one robot is answered in time.
 
     Attributes:
         text: The reason.
-        hertz: Nearest rate that works for a single robot.
+        hertz: Nearest request rate that works for a single robot, per second.
         deadline_s: Nearest deadline that works for a single robot, in seconds.
     """
 

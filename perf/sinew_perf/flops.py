@@ -30,7 +30,8 @@ def _convolution(args: Any, out: Tensor) -> int:
     """Count the FLOPs of a convolution.
 
     With weights [O, I / groups, *kernel], each number of the result [B, O, *] is a sum of products. In a transposed
-    convolution with weights [I, O / groups, *kernel], each number of the input [B, I, *] contributes to many sums.
+    convolution with weights [I, O / groups, *kernel], each number of the input [B, I, *] contributes to many sums of
+    the result.
     """
     x, weight, transposed = args[0], args[1], args[6]
     return 2 * (x if transposed else out).numel() * prod(weight.shape[1:])

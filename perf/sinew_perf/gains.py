@@ -55,7 +55,7 @@ class Gain:
         before_ms: Predicted milliseconds before the change.
         after_ms: Predicted milliseconds after the change.
         fidelity: Effect on the actions.
-        instead: Name of the change to which this one is an alternative. "" for none.
+        instead: Name of the other change in whose place this one can be made. "" for none.
         missing_bytes: Bytes by which the program exceeds the machine's memory. 0 if it fits.
     """
 
@@ -76,9 +76,9 @@ class Order:
         start_ms: Milliseconds of the reference.
         taken: Changes, each based on the previous ones. Each has the largest gain of the remaining changes, and its
             alternatives follow it.
-        under: Changes that help under a condition, each based on all of ``taken``. The name states which time their
-            milliseconds mean.
-        without: Changes that do not help here -> reason.
+        under: Changes that help only under a condition, such as several robots. Each is predicted with all changes of
+            ``taken`` already made. The name states which time their milliseconds mean.
+        without: The reason for each change that does not help here, by the name of the change.
     """
 
     start_ms: float
@@ -89,11 +89,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """A program, and how it is counted.
+    """A traced program, and the rules by which its time is predicted.
 
     Attributes:
         engine: Program to trace: "eager", or "plan" with its rewrites.
-        traffic: Memory traffic that counts.
+        traffic: The kind of memory traffic that counts, such as "fused" or "unfused".
         dtypes: Number formats of the components.
         request: Sizes of a request.
     """
@@ -293,7 +293,9 @@ def _bits(on_cpu: bool, machine: Hardware, without: dict[str, str]) -> list[_Opt
 def _under(
     program: PublishedProgram, traffic: Traffic, machine: Hardware, without: dict[str, str]
 ) -> list[Gain]:
-    """Return the changes that help under a condition: repeated observations, a stream, several robots."""
+    """Return the changes that help only under a condition. The conditions are repeated observations, a stream, and
+    several robots.
+    """
     if machine.kind != "cpu":
         without["a stream"] = (
             f"engine {ON_GPU} does not support it: both of its loops would share one stream of the GPU"
@@ -332,7 +334,9 @@ def _away(
     route: Sequence[Network],
     without: dict[str, str],
 ) -> list[Gain]:
-    """Return the fastest division of the stages over both machines, if it is faster than this machine alone."""
+    """Find the fastest way to divide the stages of the policy over both machines. Return it if it is faster than this
+    machine alone.
+    """
     cuts = all_cuts(program, machine, [server], [route], payload(source, program, "raw"), traffic)
     here = next(cut for cut in cuts if cut.server is None)
     best = cuts[0]

@@ -70,7 +70,9 @@ class Hardware:
 
     @property
     def balance(self) -> float:
-        """Return the operations per byte at which computing takes as long as moving, in half precision."""
+        """Return the number of operations per byte of memory traffic at which computing takes as long as the traffic,
+        in half precision.
+        """
         return self.peak_flops("bf16") / self.bandwidth
 
 
@@ -95,8 +97,8 @@ class Network:
     source: str = field(default="")
 
     def up_s(self, nbytes: float) -> float:
-        """Return the seconds to send bytes from the robot, without the base latency. 5 % are added for the
-        protocol, as in VLA-Perf.
+        """Return the seconds that are needed to send ``nbytes`` from the robot, without the base latency. 5 % are added
+        for the protocol, as in VLA-Perf.
         """
         return nbytes * OVERHEAD * 8 / self.upload
 

@@ -77,12 +77,12 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Largest amount of live memory during a stage, without weights.
+    """The largest amount of memory that is in use during a stage, without weights.
 
     Attributes:
         stage: The stage.
-        nbytes: Bytes of all live blocks.
-        cache: Bytes of the prefix's keys and values among them.
+        nbytes: Size of all memory blocks that are in use at this time, in bytes.
+        cache: The part of these bytes that is the prefix's keys and values.
     """
 
     stage: str
@@ -168,8 +168,8 @@ class Fit:
         report: Memory of the policy.
         memory: Memory of the machine, in bytes.
         system: Memory that the system uses, in bytes.
-        largest: Axis of :data:`AXES` -> largest value that fits while the other axes keep their requested values. 0
-            if no value fits.
+        largest: For each quantity in :data:`AXES`, the largest value that fits while the other quantities keep their
+            requested values. 0 if no value fits.
     """
 
     report: MemoryReport
@@ -242,7 +242,9 @@ def missing(program: PublishedProgram, machine: Hardware, stages: Collection[str
 
 
 def too_large(nbytes: int) -> str:
-    """Return the text of a table for a machine whose memory is too small. ``sinew perf fit`` prints the details."""
+    """Return the text that a table shows for a machine whose memory is too small. ``sinew perf fit`` prints the
+    details.
+    """
     return f"has {nbytes / 2**20:,.0f} MiB too little memory"
 
 
@@ -322,11 +324,10 @@ def fits(
 
 
 def largest_fitting(excess: Callable[[int], int], limit: int, start: int = 1) -> int:
-    """Find the largest n from 1 to ``limit`` with excess(n) <= 0, for an excess that grows with n.
-
-    An evaluation is a trace, so few are made. Memory is piecewise quadratic in n. The root of the parabola through
-    the three points closest to the boundary is a guess, and its neighbour proves it. Occasional halving limits the
-    number of evaluations.
+    """Find the largest n from 1 to ``limit`` with excess(n) <= 0. The excess must grow with n. Each evaluation of it
+    traces the policy, which is slow, so the search uses few evaluations. Memory is piecewise quadratic in n. The root
+    of the parabola through the three points closest to the boundary is a guess, and its neighbour proves it. Occasional
+    halving limits the number of evaluations.
 
     Args:
         excess: Bytes that are missing for n.
@@ -356,8 +357,8 @@ def largest_fitting(excess: Callable[[int], int], limit: int, start: int = 1) ->
 
 
 def _root(evaluations: Mapping[int, int], low: int, high: int) -> int:
-    """Return the root of the parabola through the three points closest to [low, high], or of the line through two
-    points.
+    """Estimate where the excess is 0: at the root of the parabola through the three known points closest to [low,
+    high], or of the line if only two points are known.
     """
     nearest = sorted(evaluations, key=lambda n: min(abs(n - low), abs(n - high)))[:3]
     coefficients = np.polyfit(nearest, [evaluations[n] for n in nearest], len(nearest) - 1)
@@ -469,7 +470,8 @@ def _format(program: PublishedProgram, name: str, stored: str, readers: Mapping)
 
 
 def peaks(recorded: ProgramTrace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
-    """Find the largest sum of live blocks in each stage, from the recorded allocations and releases.
+    """Find the largest amount of memory that is in use at one time in each stage, from the recorded allocations and
+    releases.
 
     Args:
         recorded: The trace.

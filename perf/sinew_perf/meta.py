@@ -22,7 +22,7 @@ _layouts: dict[Hashable, tuple[Layout, ...] | None] = {}
 
 
 class _UnknownError(Exception):
-    """The shape and dtype of an operand do not determine the result."""
+    """Raised if the shape and dtype of an operand do not determine the shape of the result."""
 
 
 def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -52,8 +52,10 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _signature(values: Sequence[Any]) -> tuple[Hashable, ...]:
-    """Return the properties of operands that determine the shapes of a result. Raises ``_UnknownError`` if other
-    properties matter.
+    """Return the properties of operands that determine the shapes of a result.
+
+    Raises:
+        _UnknownError: Other properties matter too.
     """
     found: list[Hashable] = []
     for value in values:
@@ -82,8 +84,8 @@ def tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _layout(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> tuple[Layout, ...] | None:
-    """Return the layouts of a call's results if all of them are new tensors that own their memory. Otherwise,
-    return None.
+    """Return the layouts (shape, strides and dtype) of a call's results if all of them are new tensors that own their
+    memory. Otherwise, return None.
     """
     made = out if type(out) is tuple else (out,)
     if func._schema.is_mutable or not made or torch.is_grad_enabled():  # noqa: SLF001

@@ -23,7 +23,7 @@ class _Precision:
     Attributes:
         title: Name in tables.
         name: Format of vision and language, as in ``data/shares.toml``.
-        narrow: The same, with the formats of activations and cache.
+        narrow: Format of vision and language, together with the formats of their activations and cache.
         head: Format of the action head. It stays a float, because the head adds up the errors of its steps.
     """
 
@@ -33,7 +33,9 @@ class _Precision:
     head: str
 
     def runs_on(self, machine: Hardware) -> bool:
-        """Return True if the machine has a rate for the formats. A GPU widens 4-bit weights to bf16."""
+        """Return True if the machine's data contain a computing rate for these formats. A GPU widens 4-bit weights to
+        bf16.
+        """
         rate = "bf16" if self.name == "int4" else self.name
         return self.head in machine.peak and rate in machine.peak
 
@@ -80,12 +82,12 @@ TASKS = {
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Requirement of a control rate on inference.
+    """The time that a control rate leaves for an inference.
 
     Attributes:
         rate: Required chunks per second.
         ms: Available milliseconds per chunk.
-        why: Explanation.
+        why: How this follows from the control rate, as a text.
     """
 
     rate: float
@@ -133,8 +135,9 @@ class MachineResult:
         title: Name of the machine for people.
         precision: Name of the precision.
         steps: Largest number of solver steps, up to the requested one, with which the rate is reached.
-        hz: Chunks per second with these steps.
-        others_hz: Chunks per second at the share of the roofline that other engines reached.
+        hz: Chunks per second with this number of solver steps.
+        others_hz: Chunks per second if the software reaches the same share of the roofline as engines of other
+            projects.
         share: Share of the roofline that ``hz`` assumes.
     """
 

@@ -78,5 +78,5 @@ class Component:
 
     @property
     def launches(self) -> int:
-        """Return the number of matrix products for one observation."""
+        """Return the number of matrix products that the component computes for one observation."""
         return self.repeats * sum(each.count * each.kernels for each in self.operators if each.flops)

@@ -69,7 +69,7 @@ def exchange(components: Sequence[Component], devices: int, link: float, turn_s:
         components: The components.
         devices: Number of devices.
         link: Bytes/s from one device to the next.
-        turn_s: Additional seconds of each turn of the ring.
+        turn_s: Additional seconds of each turn, in which every device sends once to the next device.
     """
     nbytes = turns = 0.0
     for component in components:
@@ -93,7 +93,7 @@ def timings(
         machine: One device.
         devices: Number of devices.
         link: Bytes/s from one device to the next.
-        turn_s: Additional seconds of each turn of the ring.
+        turn_s: Additional seconds of each turn, in which every device sends once to the next device.
     """
     return [
         *(timing(cut(each, devices), machine) for each in components),

@@ -24,11 +24,11 @@ STAGES = ("vision", "language", "action")
 
 @dataclass(frozen=True)
 class Placements:
-    """The compared placements.
+    """The placements of a policy (on the robot, on a server, or divided) that were compared.
 
     Attributes:
         rows: Rows of a table, with milliseconds and rates.
-        bars: Bars of a figure: (name, part -> milliseconds).
+        bars: Bars of a figure. Each bar is (name, milliseconds of each part by name).
         size: Bytes of a request and of its answer.
         cache: Bytes that the head reads from earlier stages, mostly the prefix's keys and values.
         every: Control steps between two requests.
@@ -111,7 +111,12 @@ def placements(
         )
 
     def refused(where: str, *placed: tuple[str, int]) -> bool:
-        """Add a row with the reason if the memory of a machine is too small. Returns True in this case."""
+        """Check the memory of machines. If it is too small, add a row with the reason to the table, and return True.
+
+        Args:
+            where: Name of the row.
+            *placed: For each machine, its name and the number of missing bytes.
+        """
         short = [f"the {name} {too_large(nbytes)}" for name, nbytes in placed if nbytes]
         if short:
             nbytes = max(nbytes for _, nbytes in placed)

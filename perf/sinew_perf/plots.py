@@ -187,7 +187,7 @@ def placements(rows: Sequence[tuple[str, Mapping[str, float]]], path: Path, titl
 
 
 def _components(rows: Sequence[StageTiming]) -> list[str]:
-    """Return the names of the components, with the usual ones first."""
+    """Return the names of the components: first the usual ones (vision, prefix, head), then all others."""
     names = {row.name for row in rows}
     return [name for name in COMPONENTS if name in names] + sorted(names - set(COMPONENTS))
 

@@ -138,8 +138,8 @@ def as_traced(call: TracedCall) -> Precision:
 
 
 def as_number_format(name: str) -> tuple[str, int]:
-    """Convert a dtype such as int64 or float64 to a format in which machines are described. Returns the format and
-    the factor of elements that gives the same bytes.
+    """Convert a dtype such as int64 or float64 to a format in which machines are described. Return the format, and the
+    factor for the number of elements with which the number of bytes stays the same.
     """
     if name in FLOATS or name in SMALL_BITS:
         return name, 1
@@ -152,7 +152,7 @@ def bits(name: str) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return fp32, bf16, fp16, or torch's own name of any other type."""
+    """Return "fp32", "bf16" or "fp16" for these types, and torch's own name for any other type."""
     name = str(dtype).removeprefix("torch.")
     return TORCH_NAMES.get(name, name)
 

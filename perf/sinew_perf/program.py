@@ -57,7 +57,7 @@ class PublishedProgram:
         shapes: Shapes of a request by default.
         precision: Stage -> precision. None to use the formats of the model's weights.
         engine: "eager", or "plan" for the model with its rewrites.
-        prepared: Plan of an engine that already runs one. None to build a plan.
+        prepared: The plan of an engine that already has one. None to build a plan.
         like: Program with the same calls and other formats, whose trace is used. None for none.
         family: Name of the architecture. "" for a model in memory.
     """
@@ -104,8 +104,10 @@ class PublishedProgram:
         )
 
     def at(self, request: TracedRequest) -> PublishedProgram:
-        """Return the same program for other sizes of a request. Raises :class:`SinewError` for a size that the
-        policy cannot change.
+        """Return the same program for other sizes of a request.
+
+        Raises:
+            SinewError: The policy cannot change one of the sizes.
         """
         now = {"cameras": self.shapes.views, "chunk": self.chunk, "steps": self.shapes.steps}
         for name, own in now.items():
@@ -130,12 +132,16 @@ class PublishedProgram:
         return replace(self, model=model, shapes=shapes, like=None)
 
     def stack(self, name: str) -> int:
-        """Return the number of layers of a stack, such as "vision". 0 if the model does not name its layers so."""
+        """Return the number of layers in a part of the model, such as "vision". 0 if the model has no layers under this
+        name.
+        """
         layers = getattr(getattr(self.model.config, name, None), "num_layers", 0)
         return int(layers) if f"{name}.layers.0." in "\n".join(self.model.state_dict()) else 0
 
     def without_layers(self, name: str, count: int) -> PublishedProgram:
-        """Return the same program with ``count`` layers less in a stack (`sinew skip`)."""
+        """Return the same program without ``count`` of the layers in a part of the model, such as "vision" (`sinew
+        skip`).
+        """
         config: Any = self.model.config
         part = getattr(config, name)
         shorter = replace(part, num_layers=part.num_layers - count)
@@ -188,8 +194,8 @@ class PublishedProgram:
 
     @cached_property
     def read_by(self) -> dict[str, str]:
-        """Return name of a weight -> first stage that reads it. The result does not depend on the shapes, so the
-        smallest ones are traced.
+        """For each weight, return the first stage that reads it, by the name of the weight. The result does not depend
+        on the shapes, so the smallest ones are traced.
         """
         views = self.fixed.get("cameras", 1)
         smallest = trace(self.model, replace(self.shapes, views=views, tokens=1))
@@ -303,7 +309,11 @@ def is_sizes_alone(source: str | Path) -> bool:
 
 
 def of_bundle(path: Path) -> PublishedProgram:
-    """Return a bundle's program. Only the header is read. Raises :class:`SinewError` if there is no such bundle."""
+    """Return a bundle's program. Only the header is read.
+
+    Raises:
+        SinewError: There is no such bundle.
+    """
     try:
         bundle = open_bundle(path)
     except BundleError as error:
@@ -315,7 +325,11 @@ def of_bundle(path: Path) -> PublishedProgram:
 
 
 def of_opened(bundle: Bundle) -> PublishedProgram:
-    """Return the program of an opened bundle. Raises :class:`SinewError` for exported graphs, which have no weights."""
+    """Return the program of an opened bundle.
+
+    Raises:
+        SinewError: The bundle contains exported graphs, which have no weights.
+    """
     if not bundle.infos:
         raise SinewError(f"{bundle.path}: expected a bundle with weights, got the head of exported graphs")
     model = load_model(bundle, torch.device("meta"), "native").eval().requires_grad_(False)
@@ -344,7 +358,9 @@ def _of_preset(
     dtypes: str | tuple[tuple[str, str], ...],
     engine: Engine,
 ) -> PublishedProgram:
-    """Load a preset. Formats whose products run in the same floats share one trace, because only their names differ."""
+    """Load a preset. Formats share one trace if torch computes their products in the same type, because then only the
+    names of the formats differ.
+    """
     precision = by_stage(dtypes if isinstance(dtypes, str) else dict(dtypes))
     floats = tuple((part, dtype_name(precision[stage].stream)) for part, stage in STAGE_OF.items())
     traced = _in_floats(name, request, floats, engine)

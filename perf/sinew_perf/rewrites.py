@@ -74,11 +74,11 @@ def savings(model: Model, names: Iterable[str], shapes: Shapes) -> tuple[Cost, d
 
 
 def plan_record(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
-    """Return the plan, ready for JSON. It is computed from shapes, and no weight is read.
+    """Return the plan, ready for JSON. The plan is computed from shapes only, and no weight is read.
 
-    Savings are per observation with all cameras and the prompt above. Each saving compares the plan with and without
-    the rewrite, based on all previous ones. ``mapped`` is the number of bytes of weights that stay mapped from the
-    bundle.
+    Savings are per observation with all cameras and the prompt ``PROMPT``. Each saving compares the plan with and
+    without the rewrite, based on all previous ones. ``mapped`` is the number of bytes of weights that stay mapped from
+    the bundle.
 
     Args:
         bundle: The bundle.

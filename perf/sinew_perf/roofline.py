@@ -133,7 +133,7 @@ def components_record(
         machine: The machine.
         rows: Times of the components.
         launches: Number of matrix products.
-        sync_us: Microseconds between two products.
+        sync_us: Microseconds from the end of one product to the start of the next.
     """
     computed = sum(row.seconds for row in rows)
     total = computed + launches * sync_us / 1e6

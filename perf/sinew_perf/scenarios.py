@@ -56,7 +56,8 @@ def synchronous_s(compute_s: float, size: Payload, route: Sequence[Network]) -> 
 
 
 def asynchronous_hz(compute_s: float, size: Payload, route: Sequence[Network]) -> float:
-    """Return the chunks per second if the next observation is sent before the last answer has arrived.
+    """Return the number of chunks per second if the robot sends the next observation before the last answer has
+    arrived.
 
     The slowest of computing and of each link limits the rate. A link carries one direction at a time. Base latencies
     do not limit the rate.

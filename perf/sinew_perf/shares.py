@@ -70,7 +70,7 @@ class MeasuredShare:
 
     @property
     def request(self) -> tuple[Any, ...]:
-        """Return all fields that must be equal to compare measurements of two engines."""
+        """Return all fields of a measurement that must be equal if the measurements of two engines are compared."""
         sizes = (self.cameras, self.prompt_tokens, self.chunk, self.steps)
         return self.model, self.machine, self.precision, self.head, *sizes
 
@@ -99,7 +99,7 @@ class UsedShare:
     Attributes:
         share: Share above 0, at most 1.
         rows: Measurements behind the share: one, or two that it interpolates. Empty if there is none.
-        why: How the share follows from the measurements, as a text.
+        why: A text that explains how the share follows from the measurements.
     """
 
     share: float
@@ -173,8 +173,8 @@ def _pool(precision: str, machine: Hardware) -> Sequence[MeasuredShare]:
     """Return the measurements that apply to a machine.
 
     They are from the same kind of machine and, if possible, with the same kind of peaks (measured or from a data
-    sheet) and the same precision. Shorter measurements with another precision are added. Of equal measurements with
-    several engines, the fastest counts.
+    sheet) and the same precision. Shorter measurements with another precision are added. If several engines measured
+    the same request, the fastest measurement counts.
     """
     machines = hardware()
     rows = [row for row in measured() if machines[row.machine].kind == machine.kind]

@@ -27,8 +27,8 @@ class LoopRates:
     Attributes:
         prefix_s: Time of a prefix alone, in seconds.
         head_s: Time of a head run alone, in seconds.
-        prefix_sides: Seconds of computing and of moving data, for a prefix.
-        head_sides: Seconds of computing and of moving data, for a head run.
+        prefix_sides: For one prefix, the seconds of computing and the seconds of moving data.
+        head_sides: For one head run, the seconds of computing and the seconds of moving data.
         camera_hz: Frames per second.
         sensing_s: Time from light to the frame in memory, in seconds.
         actuation_s: Time from a command to its effect, in seconds.

@@ -51,7 +51,7 @@ class LatencySpread:
     deviation_ms: float = 0.0
 
     def points(self) -> list[float]:
-        """Return latencies of equal probability, in milliseconds, which represent the distribution."""
+        """Return several latencies of equal probability, in milliseconds. Together, they represent the distribution."""
         if not self.deviation_ms:
             return [self.mean_ms]
         normal = NormalDist(self.mean_ms, self.deviation_ms)
@@ -185,8 +185,8 @@ def best(ways: Iterable[Way], latency: LatencySpread) -> tuple[Way, Rate] | None
 
 
 def reasons(ways: Sequence[Way], success: float, deviation_ms: float) -> list[str]:
-    """Return one sentence for each way: up to which latency it has the required success. The way with the largest
-    latency comes first.
+    """For each way of driving, return one sentence that states up to which latency it has the required success. The way
+    with the largest latency comes first.
     """
     budgets = sorted(((way.budget_ms(success, deviation_ms), way) for way in ways), key=lambda each: -each[0])
     lines = []
@@ -212,7 +212,11 @@ def _parts(rate: Rate) -> tuple[float, float, float]:
 
 
 def checked_number(value: Any, name: str, least: float, most: float) -> float:
-    """Return a number of a report. Raises ValueError if it is not a number in this range."""
+    """Return a number of a report.
+
+    Raises:
+        ValueError: The value is not a number in this range.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         raise ValueError(f"{name}: expected {least:g} to {most:g}, got {shown(value)}")
     return float(value)

@@ -188,7 +188,7 @@ class ProgramTrace:
         return sum(call.flops for call in self.of(stage))
 
     def readers(self) -> dict[str, list[TracedCall]]:
-        """Return name of a parameter -> calls that read it."""
+        """For each parameter, return the calls that read it, by the name of the parameter."""
         found: dict[str, list[TracedCall]] = {}
         for call in self.calls:
             for operand in call.operands:
@@ -198,7 +198,9 @@ class ProgramTrace:
 
 
 class TracedAttention(TorchFunctionMode):
-    """Uses one kernel for attention on the meta device too, where torch would divide it into products."""
+    """A mode in which attention runs as one kernel on the meta device too. Torch itself would divide it into products
+    there.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -290,7 +292,9 @@ class TraceRecorder(TorchDispatchMode):
         self.calls.append(call)
 
     def _label(self, operator: str, inputs: list[TracedOperand], outputs: list[TracedOperand]) -> None:
-        """Propagate the kinds of copies, and find attention's scores, which can only be recognised by their softmax."""
+        """Set the kinds of the result's memory blocks: a copy has the kind of its original. Attention's scores are
+        found by their softmax, because nothing else distinguishes them.
+        """
         if operator in SOFTMAXES and _mark_scores(inputs[0]):
             outputs[0].block.kind = "scores"
         elif operator in COPIES:

@@ -10,7 +10,9 @@ QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 
 
 class Statistics:
-    """Exact statistics of columns. Vectors are stored, and images are counted by value and channel."""
+    """Exact statistics of the columns of a data set. All vectors are stored. For images, only the number of pixels with
+    each value is stored, by channel.
+    """
 
     def __init__(self) -> None:
         self._vectors: dict[str, list[np.ndarray]] = {}

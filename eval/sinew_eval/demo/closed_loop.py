@@ -172,7 +172,9 @@ def _drive(
 
 
 def _sweep(address: str, episodes: int, console: Console, played: str) -> dict[str, Any]:
-    """Play the points of the figure of success over latency, and print their results. Returns the report."""
+    """Play the episodes for each point of the figure that shows success over latency, and print their results. Return
+    the report.
+    """
     task = Task(played)
     with ExitStack() as stack:
         players: list[Player] = []

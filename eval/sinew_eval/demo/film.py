@@ -139,7 +139,7 @@ def compose(scene: np.ndarray, shot: Shot) -> Image.Image:
 
 
 def _bounds(actions: np.ndarray) -> tuple[float, float]:
-    """Return the range of the plotted actions: -1 to 1, or more if an action is larger."""
+    """Return the range of the plotted actions. This is -1 to 1, or more if an action is outside this range."""
     return min(-1.0, float(actions.min())), max(1.0, float(actions.max()))
 
 

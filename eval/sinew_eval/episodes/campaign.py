@@ -154,7 +154,7 @@ def read_log(log: Path) -> dict[tuple[str, int], Episode]:
 
 
 def batch_played(task: Task, variant: Variant, out: Path) -> int | None:
-    """Find the batch size with which a log already contains episodes of a variant.
+    """Find the batch size with which the episodes of a variant in a log were played.
 
     Args:
         task: The task.

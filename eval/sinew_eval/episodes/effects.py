@@ -13,7 +13,7 @@ OBSERVATION_INTERVAL = 8  # the observation is measured once in this many contro
 
 
 def effects_of(task: Task, variant: Variant, seed: int) -> Effects:
-    """Measure the effects of a policy's inputs on the first observations of an episode.
+    """Measure how much each input of a policy changes its actions, on the first observations of an episode.
 
     Args:
         task: The task.

@@ -55,7 +55,11 @@ def episodes_of(data: bytes) -> Iterator[tuple[tuple[str, int], Episode]]:
 
 
 def read_log_file(path: Path) -> bytes:
-    """Read a log, which must be a regular file. Raises :class:`SinewError` if the file cannot be read."""
+    """Read a log, which must be a regular file.
+
+    Raises:
+        SinewError: The file cannot be read.
+    """
     try:
         return read_bytes(path, MAX_LOG)
     except OSError as error:
@@ -105,7 +109,7 @@ def sole(out: Path, hint: str = "run `sinew eval --join {}` to help it") -> Iter
 
     Args:
         out: The folder.
-        hint: Next step for the error message. ``{}`` is replaced by the folder.
+        hint: What the user can do next, for the error message. ``{}`` is replaced by the folder.
 
     Raises:
         SinewError: Another run has locked the folder.

@@ -49,8 +49,8 @@ def task_of(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allowed])
 
 
 def check_variants(task: Task, variants: Sequence[Variant]) -> float:
-    """Check that the bundles of ``variants`` accept the observations of the task. A server checks its requests
-    itself.
+    """Check that the bundles of ``variants`` accept the observations of the task. Variants on a server are not checked
+    here, because a server checks its requests itself.
 
     Args:
         task: The task.
@@ -79,7 +79,8 @@ class MisfitError(SinewError):
 
     Attributes:
         spec: Specification of the policy.
-        shown: Names of the environment's cameras, number of values in its state, number of values in its action.
+        shown: What the environment has: the names of its cameras, the number of values in its state, and the number of
+            values in its action.
     """
 
     def __init__(self, text: str, spec: PolicySpec, shown: tuple[tuple[str, ...], int, int]):

@@ -34,7 +34,7 @@ Answer = Callable[[Mapping[int, Any]], Mapping[int, Any]]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """Place where one of the episodes is played.
+    """One of the places at which an episode is played: an environment with its adapter.
 
     Attributes:
         env: An environment, or a part of a vectorised environment.
@@ -67,8 +67,8 @@ class Shared(Protocol):
 
 
 class _Ended(BaseException):
-    """Ends the thread of an episode after another episode has failed. It is no Exception, so that environments do not
-    catch it.
+    """Raised in the thread of an episode to end it, after another episode has failed. It is not a subclass of
+    Exception, so that environments do not catch it.
     """
 
 

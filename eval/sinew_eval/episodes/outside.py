@@ -223,7 +223,8 @@ def _adapter_key(adapter: str) -> str:
 def _table(
     typed: TypedNames, variants: Sequence[Variant], facts: Sequence[PolicyFacts]
 ) -> dict[str, Mapping[str, Any]]:
-    """Build the table of typed values, by option and by the text that is compared with a record.
+    """Build the table of the values that were typed on this machine. The keys are the option, and then the text that is
+    compared with a record.
 
     A file is hashed only if the record contains a hash. A bundle whose full path equals the recorded path is not
     hashed, because that run was typed on this machine.
@@ -261,7 +262,9 @@ def own_hashes(typed: TypedNames) -> set[str]:
 
 
 def _hashed(files: Sequence[str], pending: set[str]) -> dict[str, str]:
-    """Map each pending SHA-256 to a file with this hash. If several files have the hash, the last one counts."""
+    """Find a file for each SHA-256 in ``pending``. Return hash -> file. If several files have the hash, the last one
+    counts.
+    """
     return {f"sha256:{hash_}": file for file in files if pending and (hash_ := file_hash(file)) in pending}
 
 

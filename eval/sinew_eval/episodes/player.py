@@ -33,8 +33,8 @@ TURNS = 4
 def key(task: Task, variant: Variant) -> str:
     """Return a text that identifies everything that determines an episode, except its seed.
 
-    Episodes with the same key and seed need not be played again. A bundle counts by its content and not by its file
-    name.
+    Episodes with the same key and seed need not be played again. A bundle is identified by its content and not by its
+    file name.
 
     Args:
         task: The task.
@@ -184,7 +184,7 @@ class EpisodePlayer:
 
 
 class one_thread:  # noqa: N801 - used as a context
-    """Context in which torch uses one compute thread, as in worker processes.
+    """Context manager in which torch uses one compute thread, as in worker processes.
 
     The number of threads decides how sums are split, and therefore their last bits.
     """

@@ -60,7 +60,7 @@ class EvalPolicy(Protocol):
 
 
 class EpisodePolicy:
-    """Adapts any :class:`sinew_client.Policy` to the runner.
+    """Adapts any :class:`sinew_client.Policy` to the interface that the runner of episodes uses.
 
     The latency is the round trip of a server's answer, or else the policy's own time from preprocessing to robot
     units.
@@ -157,7 +157,7 @@ def checked_chunk(answer: Any, policy: Any) -> ActionChunk:
 
 
 def _caught(call: Callable[[Any], Any], what: Any) -> Any:
-    """Call a function. Returns its result, or the SinewError that it raised."""
+    """Call the function ``call`` with the argument ``what``. Return its result, or the SinewError that it raised."""
     try:
         return call(what)
     except SinewError as error:
@@ -259,7 +259,8 @@ def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
 
 
 def _computing(variant: Variant) -> dict[str, Any]:
-    """Return the engine options of a variant's bundle, for :func:`sinew.load` and for the choice of an engine.
+    """Return the options that a variant sets for the engine of its bundle. :func:`sinew.load` and the choice of an
+    engine use them.
 
     A CPU uses one thread, as in worker processes, because the number of threads affects the last bits of sums.
     """
@@ -269,7 +270,11 @@ def _computing(variant: Variant) -> dict[str, Any]:
 
 
 def chosen(variant: Variant) -> EngineChoice:
-    """Choose the engine for a variant's bundle. Raises :class:`SinewError` if no engine runs the bundle."""
+    """Choose the engine for a variant's bundle.
+
+    Raises:
+        SinewError: No engine runs the bundle.
+    """
     from sinew.bundle.rename import parse_renames, rename_cameras
     from sinew.policy import open_bundle
 

@@ -116,7 +116,7 @@ class LoggedPlayer(EpisodePlayer):
 
 
 class _Heard:
-    """Wraps a policy and reports every answer to a player."""
+    """Wraps a policy, and passes every answer of the policy to a player, which logs it."""
 
     def __init__(self, policy: EvalPolicy, player: LoggedPlayer):
         self._policy, self._player = policy, player

@@ -191,7 +191,7 @@ class ExpertLeader:
     """Leader that executes the actions of the environment's expert. Implements ``Leader`` of
     ``sinew_client.control``.
 
-    Successful episodes are usually shorter than ``after``, so the expert corrects the failing ones.
+    If ``after`` is longer than a usual successful episode, the expert corrects only the episodes that would fail.
 
     Args:
         robot: The robot.

@@ -63,27 +63,27 @@ class Episode:
         seed: Seed of the reset.
         task: Name of the task.
         success: True if it succeeded.
-        steps: Control steps until the end.
-        chunks: Chunks that were received.
-        executed: Control steps with an action.
-        held: Steps after the first chunk without an action.
-        misses: Chunks that came after the remaining actions had run out.
-        delays: Control steps from request to chunk.
+        steps: Number of control steps until the end.
+        chunks: Number of chunks that were received.
+        executed: Number of control steps with an action.
+        held: Number of control steps after the first chunk that had no action.
+        misses: Number of chunks that came after the remaining actions had run out.
+        delays: For each chunk, the number of control steps from its request to its arrival.
         latency_ms: Time of each inference, on the clock.
         chunk_size: Actions in a chunk.
-        late_ticks: Ticks that began late.
+        late_ticks: Number of control steps that began late.
         wall_s: Duration in seconds.
-        seam: Largest change of a command from the last action of a chunk to the first of the next, in units of the
-            action.
-        jerk: Root mean square of the commands' third difference, in units of the action.
+        seam: Largest change of a command between the last action of a chunk and the first action of the next chunk, in
+            units of the action.
+        jerk: Root mean square of the third difference of the commands (a measure of jerk), in units of the action.
         reactions_ms: For streams: reaction times, by loop.
         faults: Answers that could not be executed, by kind.
-        reasons: Reason of a hold -> control steps.
+        reasons: Number of control steps in which the robot held, by reason.
         digest: Digest of all commands, bit for bit (:func:`digest_of`); "" for a stream.
         peak_bytes: Largest memory of the policy's process until the end of the episode, with the simulator if it is
             the same process; 0 if a server does not state it.
-        clipped: Commands that a limit changed.
-        ages: Control steps since the frame -> executed actions.
+        clipped: Number of commands that a limit changed.
+        ages: Number of executed actions, by their age (control steps since the frame).
         trial: For a trial on a robot (:mod:`sinew_eval.trials`): its number and attempt, such as "007-2".
         prompt: For a trial: the instruction.
         judge: For a trial: the origin of its outcome ("key", "file", "robot", "time").
@@ -294,7 +294,8 @@ def peak_of(policy: EvalPolicy) -> int:
 
 
 def digest_of(actions: Sequence[Any]) -> str:
-    """Return a digest of all actions of an episode. It is equal only if every number of every action is equal.
+    """Return a digest (a short hash) of all actions of an episode. It is equal only if every number of every action is
+    equal.
 
     Args:
         actions: Actions that the environment executed.
@@ -307,8 +308,8 @@ def digest_of(actions: Sequence[Any]) -> str:
 
 
 def ages_of(loop: Loop) -> dict[str, int]:
-    """Count the executed actions by their age: control steps since the frame (as text, for JSON) -> number of
-    actions.
+    """Count the executed actions by their age. The key is the number of control steps since the frame (as text, for
+    JSON), and the value is the number of actions.
     """
     return {str(age): count for age, count in sorted(loop.controller.ages.items())}
 
@@ -407,14 +408,14 @@ class StepByStep(Pace):
 
 
 class Tally:
-    """Listener of a controller that counts events of an episode.
+    """Counts events of an episode. It is a listener of the episode's controller.
 
     Attributes:
         last_request: Control step of the newest request.
         held: Control steps after the first answer without an action to execute.
         misses: Chunks that arrived after the remaining actions had run out.
         delays: Control steps from request to answer, for each answer.
-        seams: Control steps that began another chunk.
+        seams: The control steps in which another chunk began.
     """
 
     def __init__(self) -> None:
@@ -447,10 +448,11 @@ def smoothness(actions: Sequence[Any], seams: Sequence[int]) -> tuple[float, flo
 
     Args:
         actions: The actions.
-        seams: Indices of the actions that began another chunk.
+        seams: Indices of the actions with which another chunk began.
 
     Returns:
-        The largest change at a seam, and the root mean square of the third difference, both in units of the action.
+        The largest change of the action where another chunk begins (a seam), and the root mean square of the actions'
+        third difference, both in units of the action.
     """
     rows = [np.atleast_1d(np.asarray(action, np.float64)) for action in actions]
     jumps = [float(np.abs(rows[k] - rows[k - 1]).max()) for k in seams if 0 < k < len(rows)]

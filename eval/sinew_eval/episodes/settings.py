@@ -33,11 +33,10 @@ _LATENCY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Simulated delay from request to chunk.
-
-    Formats: a number, ``uniform:LOW-HIGH`` or ``normal:MEAN,DEVIATION``. Numbers are control steps, or milliseconds
-    with a final ``ms``. Uniform control steps are whole numbers and include both ends. A robot sends commands at
-    control ticks, so a delay takes effect at the next tick: 60 ms are two steps at 20 Hz.
+    """Simulated delay from a request to its chunk. The text form is a number, ``uniform:LOW-HIGH`` or
+    ``normal:MEAN,DEVIATION``. Numbers are control steps, or milliseconds with a final ``ms``. Uniform control steps are
+    whole numbers and include both ends. A robot sends commands at control ticks, so a delay takes effect at the next
+    tick: 60 ms are two steps at 20 Hz.
 
     Attributes:
         text: The text that the user typed, which reports show.
@@ -105,7 +104,7 @@ _COSTS = re.compile(
 
 @dataclass(frozen=True)
 class StreamCosts:
-    """Simulated times of a stream's two loops.
+    """Simulated computing times of a stream's two loops: the prefix (context of the frames) and the action head.
 
     Attributes:
         prefix: Seconds of simulated time for one prefix.
@@ -119,7 +118,11 @@ class StreamCosts:
 
     @classmethod
     def parse(cls, text: str) -> StreamCosts:
-        """Read ``PREFIX:HEAD[:GUIDANCE]`` in milliseconds. Raises :class:`SinewError` for another format."""
+        """Read the text ``PREFIX:HEAD[:GUIDANCE]``, with both times in milliseconds.
+
+        Raises:
+            SinewError: The text has another format.
+        """
         match = _COSTS.fullmatch(text)
         if match is None:
             raise SinewError(
@@ -322,7 +325,7 @@ def parse_replan(text: str) -> int | str:
 
 
 def rows_between(replan: int | str, chunk_size: int) -> int:
-    """Return the number of actions that are executed between two requests if every answer is in time.
+    """Return the number of actions that are executed between two requests if every answer arrives in time.
 
     Args:
         replan: Replan rule, as :func:`parse_replan` returns it.
@@ -338,7 +341,9 @@ _WITH_A_COMMA = {"latency": "normal:", "replan": "disagreement:"}
 
 
 def _listed(key: str, text: str) -> list[str]:
-    """Split a list of values at its commas. A final unit, as in ``0,50,100ms``, applies to all plain numbers."""
+    """Split the list of values of one setting at its commas. A final unit, as in ``0,50,100ms``, applies to all plain
+    numbers.
+    """
     parts = [part for part in text.split(",") if part]
     if key == "latency" and parts and parts[-1].endswith("ms"):
         parts = [part + "ms" if re.fullmatch(_NUMBER, part) else part for part in parts]
@@ -481,8 +486,10 @@ def _checked(where: str, values: Any, expected_fields: Mapping[str, tuple[str, A
 
 
 def checked_protocol(values: Any) -> dict[str, Any]:
-    """Check the protocol of a gate, which must have all fields. Raises :class:`SinewError` if a field is missing or
-    wrong.
+    """Check the protocol of a gate, which must have all fields.
+
+    Raises:
+        SinewError: A field is missing or wrong.
     """
     checked = _checked("protocol", values, PROTOCOL_FIELDS)
     if missing := [name for name in PROTOCOL_FIELDS if name not in checked]:

@@ -112,8 +112,10 @@ def _timeless(observation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def way(latency: Latency) -> float:
-    """Return a constant latency in seconds. Raises :class:`SinewError` for a latency that is not a plain number of
-    milliseconds.
+    """Return a constant latency in seconds.
+
+    Raises:
+        SinewError: The latency is not a plain number of milliseconds.
     """
     if latency.text != "0" and not (latency.text.endswith("ms") and latency.text[0].isdigit()):
         raise SinewError(f"latency: with --stream, expected milliseconds such as 50ms, got {latency.text!r}")
@@ -192,7 +194,7 @@ class SimulatedLink:
         self._clock = until
 
     def _begin(self) -> None:
-        """Start each idle loop that has work."""
+        """Start each of the stream's two loops if it is idle and has something to compute."""
         if self._slow is None and (prefix := self._session.compute()) is not None:
             self._slow = (self._clock + self._costs.prefix, prefix)
         if self._fast is None and (window := self._session.run()) is not None:

@@ -75,7 +75,7 @@ def usual_workers(alone: bool = False) -> int:
     """Return the default number of worker processes: one per core.
 
     Args:
-        alone: True for exactly one process, which nothing may disturb, for example in real time.
+        alone: True if exactly one process may play, because other processes would disturb it, for example in real time.
     """
     return 1 if alone else machine.cores().physical
 

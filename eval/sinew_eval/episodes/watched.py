@@ -68,7 +68,7 @@ class WatchedMoment:
 
 
 class WatchedEpisode(WatchedSteps):
-    """Environment that stores the control steps of its episode for a film.
+    """Wrapper around an environment that stores the control steps of its episode for a film.
 
     Args:
         env: The environment.

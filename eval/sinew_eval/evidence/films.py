@@ -100,7 +100,7 @@ def shoot(
 def film_of(
     variant: int, episode: Episode, moments: Sequence[WatchedMoment], period_s: float, same: bool = True
 ) -> Film:
-    """Make the film of an episode from its stored steps.
+    """Make the film of an episode from the control steps that were stored while it was played.
 
     Args:
         variant: Index of the variant.
@@ -123,8 +123,8 @@ def _picture(moment: WatchedMoment, status: str, success: bool | None = None) ->
 
 
 def _square(frame: Any, side: int) -> np.ndarray:
-    """Convert a frame (uint8, or floats in [0, 1]) to uint8 [side, side, 3], with bars at the sides that have no
-    pixels.
+    """Convert a frame (uint8, or floats in [0, 1]) to uint8 [side, side, 3], with plain bars where a frame that is not
+    square has no pixels.
     """
     pixels = np.asarray(frame)
     if pixels.dtype.kind == "f":

@@ -144,7 +144,11 @@ def boards(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _task(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the task of a report. Raises :class:`SinewError` if a field is wrong."""
+    """Return the task of a report.
+
+    Raises:
+        SinewError: A field is wrong.
+    """
     task = _object("task", record.get("task"))
     return {
         "env": _text("task.env", task.get("env")),

@@ -47,7 +47,9 @@ def write_plots(report: dict[str, Any], out: Path) -> list[Path]:
 
 
 def plot_replan(report: dict[str, Any], others: Sequence[str], path: Path) -> None:
-    """Draw the success above and the amortised control rate below, over the replan interval."""
+    """Draw two panels over the replan interval: above the success, and below the control rate that inference alone
+    would allow.
+    """
     figure, (axis, rates) = figures.new(2, height=5.2, sharex=True, height_ratios=(3, 2))
     _success_axis(axis, report)
     lines = _lines(report, others)

@@ -179,7 +179,11 @@ def _recorded(path: Path, record: dict[str, Any]) -> Recorded:
 
 
 def variant_entries(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the entries of the variants in a report. Raises :class:`SinewError` if one has no label."""
+    """Return the entries of the variants in a report.
+
+    Raises:
+        SinewError: A variant has no label.
+    """
     entries = record.get("variants")
     if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_VARIANTS:
         raise SinewError(f"variants: expected a list of 1 to {MAX_VARIANTS}, got {shown(entries)}")
@@ -239,7 +243,11 @@ def _facts(entry: Mapping[str, Any]) -> PolicyFacts:
 
 
 def policy_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kind and the id of a variant's policy in a report. Raises :class:`SinewError` if they are missing."""
+    """Return the kind and the id of a variant's policy in a report.
+
+    Raises:
+        SinewError: The kind or the id is missing.
+    """
     about = entry.get("policy")
     if not isinstance(about, dict) or about.get("kind") not in KINDS or not isinstance(about.get("id"), str):
         raise SinewError(
@@ -263,7 +271,8 @@ def compare(
         results: Episodes of the repetition, for each variant.
 
     Returns:
-        conditions: name -> (then, now), for conditions that differ. variants: for each, the episodes with equal
+        conditions: name -> (recorded value, present value), for conditions that differ. variants: for each, the
+            episodes with equal
         commands, those with the same outcome after the same steps, those with the same outcome, and the trials whose
         outcome changed. passed: True if no outcome changed.
     """
@@ -353,7 +362,7 @@ def rows(comparison: Mapping[str, Any]) -> list[list[str]]:
 
 
 def sentences(comparison: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each difference, or a sentence that states equality."""
+    """Return one sentence for each difference. If there is no difference, return one sentence that states this."""
     lines = [
         f"differs: {name}: {was} there, {now} here" for name, (was, now) in comparison["conditions"].items()
     ]

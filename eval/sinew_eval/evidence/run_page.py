@@ -130,7 +130,7 @@ def trials_of(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _said(trial: Mapping[str, Any]) -> str:
-    """Return the judge and the note of a trial on a robot. "" for a simulated episode."""
+    """Return a text with the judge and the judge's note for a trial on a robot. "" for a simulated episode."""
     note = f": {trial['note']}" if trial.get("note") else ""
     return f" ({trial['judge']}{note})" if "judge" in trial else ""
 

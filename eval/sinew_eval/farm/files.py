@@ -50,7 +50,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class SeedBatch:
-    """A group: seeds of one variant that are played together.
+    """A group of episodes: seeds of one variant that are played together.
 
     Attributes:
         name: Name of the group's files, which is equal in every run that plays the group.
@@ -199,14 +199,16 @@ class FarmPlan:
 
         Raises:
             UntypedNameError: The plan uses a name that is neither built in nor typed.
-            SinewError: A key has not the form that a run writes.
+            SinewError: A key does not have the form that a run writes.
         """
         task, variants = allowed(source, self.task, self.variants, self.facts(), typed)
         return task, tuple(variants)
 
     def facts(self) -> list[PolicyFacts]:
-        """Read the facts about each variant's policy from the keys in the plan. Raises :class:`SinewError` if a
-        key is invalid.
+        """Read the facts about each variant's policy from the keys in the plan.
+
+        Raises:
+            SinewError: A key is invalid.
         """
         return [_facts(variant, text) for variant, text in zip(self.variants, self.keys, strict=True)]
 
@@ -424,6 +426,11 @@ def _state(path: Path) -> tuple[int, int] | None:
 
 
 def read_file(path: Path) -> bytes:
-    """Read a file of a run. Raises :class:`SinewError` if the file is too large, and OSError if it cannot be read."""
+    """Read a file of a run.
+
+    Raises:
+        SinewError: The file is too large.
+        OSError: The file cannot be read.
+    """
     with SinewError.at(path, ValueError):
         return read_bytes(path, MAX_BYTES)

@@ -215,8 +215,10 @@ class QueueServer:
 
 
 def _drawn_key(path: Path) -> str:
-    """Return the key that this run has drawn, from a file that only this user can read. Raises :class:`SinewError` if
-    the file cannot be used.
+    """Return the key that this run has drawn, from a file that only this user can read.
+
+    Raises:
+        SinewError: The file cannot be used.
     """
     try:
         if path.is_file() and (key := read_text(path, MAX_KEY).strip()):

@@ -285,7 +285,8 @@ class WorkerPool:
 
 
 class Deaths:
-    """Counts the deaths of worker processes for each group of episodes, and the deaths before a first group ("").
+    """Counts how many worker processes died, for each group of episodes that they were playing. Deaths before the first
+    group of a process are counted under the name "".
 
     Args:
         folder: Folder of the queue.
@@ -398,7 +399,7 @@ def _end_with_parent() -> None:
 
 
 def main(play: Callable[[], int]) -> int:
-    """Play as the worker of a parent process. The worker ends when its standard input is closed.
+    """Play episodes as the worker of a parent process. The worker ends when its standard input is closed.
 
     Args:
         play: Plays the episodes, and returns their number.

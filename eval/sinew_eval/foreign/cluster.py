@@ -52,7 +52,11 @@ BLOCK = 16 << 20  # bytes of a bundle in one message
 
 
 def check(hosts: str) -> None:
-    """Raise :class:`SinewError` if a text is not the address of a cluster."""
+    """Check that a text is the address of a Ray cluster.
+
+    Raises:
+        SinewError: The text is not such an address.
+    """
     host, _, port = hosts.removeprefix(CLIENT).rpartition(":")
     reachable = hosts.startswith(CLIENT) and host and port.isdecimal() and 0 < int(port) < 1 << 16
     if hosts != HERE and not reachable:
@@ -259,7 +263,9 @@ Life = Generator[Any, Any, None]
 
 
 class RemoteWorkerSlot:
-    """A Ray actor, its pending request, and the groups of episodes whose leases this process has for the actor."""
+    """A Ray actor with its pending request, and the groups of episodes that it plays. This process has the leases of
+    these groups.
+    """
 
     def __init__(self, actor: Any):
         self.actor, self.node, self.name = actor, "", ""
@@ -325,7 +331,12 @@ class Hosts:
         return seat
 
     def _step(self, seat: RemoteWorkerSlot, ref: Any) -> None:
-        """Pass an answer of a Ray actor to its sequence of requests, and send the next request."""
+        """Pass the answer of a Ray actor to the generator of its requests (:meth:`_live`), and send the next request.
+
+        Args:
+            seat: The actor.
+            ref: Ray's reference to the answer.
+        """
         try:
             answer = None if ref is None else self._ray.get(ref)
             seat.ref = next(seat.life) if ref is None else seat.life.send(answer)

@@ -194,8 +194,11 @@ def _to_map(value: Any) -> Any:
 
 
 def _array(value: Any) -> Any:
-    """Convert a map that contains an array to this array. Other values stay unchanged. Raises ValueError or TypeError
-    for an invalid map.
+    """Convert a map that contains an array to this array. Other values stay unchanged.
+
+    Raises:
+        ValueError: The map is not valid.
+        TypeError: An entry of the map has a wrong type.
     """
     if not isinstance(value, dict) or value.get("__ndarray__") is not True:
         return value
@@ -208,7 +211,11 @@ def _array(value: Any) -> Any:
 
 
 def said(address: str) -> dict[str, Any]:
-    """Return a model server's description of itself. Raises :class:`SinewError` if the server does not answer."""
+    """Return a model server's description of itself.
+
+    Raises:
+        SinewError: The server does not answer.
+    """
     policy = ModelServer(address)
     try:
         return policy.hello

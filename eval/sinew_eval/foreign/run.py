@@ -107,8 +107,10 @@ def set_up(simulator: str) -> Path:
 
 
 def _step(simulator: str, command: list[str]) -> None:
-    """Run a command of the installation, which may download hundreds of megabytes, and print the command. Raises
-    :class:`SinewError` if it fails.
+    """Print a command of the installation, and run it. It may download hundreds of megabytes.
+
+    Raises:
+        SinewError: The command failed.
     """
     progress.say(f"{simulator}: {' '.join(command)}")
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
@@ -150,7 +152,11 @@ def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
 
 
 def interpreter(simulator: str) -> Path:
-    """Return the Python executable of a simulator. Raises :class:`SinewError` with the next step if there is none."""
+    """Return the Python executable of a simulator.
+
+    Raises:
+        SinewError: The simulator has no interpreter. The message states the next step.
+    """
     recipe = suites.SIMULATORS[simulator]
     place = folder() / simulator
     stamp = _stamp(place)
@@ -281,8 +287,8 @@ class Foreign:
 
 
 def _flags(variant: Variant) -> tuple[str, ...]:
-    """Return the options of `sinew serve` for a variant: those that define how its policy runs. The other options
-    belong to the robot.
+    """Return the options of `sinew serve` for a variant. These are the options that define how its policy runs. The
+    other options belong to the robot.
     """
     options = ["--device", variant.device]
     for name in ("engine", "dtype"):

@@ -156,8 +156,8 @@ def _mean(step: Step, x: Any, output: Any) -> Any:
 
 
 class DenoisingChain:
-    """Records a solution, as a guidance that changes nothing: the value before each step and the mean of the value
-    after it, [B, H, A] each.
+    """Records the solver steps of a chunk: the value before each step, and the mean of the value after it, [B, H, A]
+    each. It is used as a guidance that changes nothing.
 
     Attributes:
         begins: Value before each step.
@@ -262,7 +262,7 @@ class TokenChooser:
 
 @contextmanager
 def choosing(model: Any, chooser: TokenChooser) -> Iterator[None]:
-    """Context in which ``chooser`` chooses the model's tokens."""
+    """Context manager in which ``chooser`` chooses the model's tokens."""
     model.choose = chooser
     try:
         yield

@@ -43,7 +43,7 @@ class RolloutSample:
         log_probs: Log-probability of each sampled number, float32 [K, H, A], 0 in steps without sampling; for tokens,
             [n]. The initial noise is not part of it, because no weight changes it. A sum may leave out later actions
             that were never executed, as in pi_RL.
-        version: How often weights had been replaced.
+        version: How often the weights had been replaced before this chunk was sampled.
         prepared: The model inputs.
     """
 
@@ -200,8 +200,8 @@ class RolloutPolicy(Policy):
         write_bundle(Path(path), lambda: self._stored, tensors)
 
     def prepare(self, observation: Observation | Mapping[str, Any]) -> Prepared:
-        """Prepare an observation, with a seed. Raises ObservationError for a request that cannot be combined with
-        sampling.
+        """Prepare an observation. If it has no seed, choose one. An ObservationError is raised for a request that
+        cannot be combined with sampling.
 
         Args:
             observation: As in :meth:`infer`.
@@ -284,8 +284,8 @@ class RolloutPolicy(Policy):
     def _said(
         self, rows: Sequence[Prepared], context: Any, noise: np.ndarray, watch: Watch
     ) -> tuple[Any, Any, Any]:
-        """Return the chunks of sampled token sequences (NaN if a sequence encodes no chunk), the sequences, and their
-        log-probabilities.
+        """Sample token sequences. Return the chunks that they encode (NaN if a sequence encodes no chunk), the
+        sequences, and their log-probabilities.
         """
         engine, tokens = self.engine, self.engine.model.action_tokens
         assert self.exploration is not None

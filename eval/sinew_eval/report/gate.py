@@ -183,7 +183,8 @@ class Gate:
     def held(
         self, task: Task, typed_fields: Mapping[str, Any], flags: Mapping[str, Any]
     ) -> tuple[Task, dict[str, Any]]:
-        """Return the task of this gate, and the fields of a variant that is compared with it.
+        """Combine this gate with what the user typed. Return the gate's task, and the fields of the variant that is
+        compared with the gate.
 
         The task is always the gate's. Fields of the variant may differ, because they may be the subject of the test.
 
@@ -314,7 +315,11 @@ def _rule(values: Any) -> GateRule:
 
 
 def record(report: dict[str, Any]) -> Gate:
-    """Build a gate from the first variant of a report. Raises :class:`SinewError` for a run in real time."""
+    """Build a gate from the first variant of a report.
+
+    Raises:
+        SinewError: The run was in real time.
+    """
     entry = report["variants"][0]
     task, variant = report["task"], entry["variant"]
     if task["realtime"]:

@@ -123,7 +123,9 @@ def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label:
 
 
 def edge(variant: Variant) -> dict[str, Any]:
-    """Return the file name and the SHA-256 of the edge adapter, for a report. Empty without an edge adapter."""
+    """Return the file name and the SHA-256 of the edge adapter, for a report. The dict is empty without an edge
+    adapter.
+    """
     if not variant.edge_adapter:
         return {}
     return {

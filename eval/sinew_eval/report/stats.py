@@ -47,7 +47,7 @@ def mcnemar(first: Mapping[int, bool], second: Mapping[int, bool]) -> McNemar:
 
 
 def binomial_p(b: int, c: int) -> float:
-    """Return the two-sided exact p-value of b against c successes of a fair coin."""
+    """Return the two-sided exact p-value of ``b`` heads and ``c`` tails if the coin is fair."""
     n = b + c
     tail = sum(math.comb(n, k) for k in range(min(b, c) + 1))
     return min(1.0, 2 * tail / 2**n)
@@ -103,7 +103,8 @@ def mcnemar_power(pairs: int, only_first: float, only_second: float) -> float:
 
 
 def anytime_p(disputed: Sequence[bool]) -> float:
-    """Return a p-value of equal success that stays valid if the test stops at any time, for any reason.
+    """Return a p-value for the hypothesis of equal success. It stays valid if the test stops at any time, for any
+    reason.
 
     Under equal success, the discordant pairs are tosses of a fair coin. E = 2^n B(b + 1, c + 1) is a uniform mixture
     over all other coins. It is a martingale that begins at 1, so the chance that it ever reaches 1 / a is at most a

@@ -127,7 +127,11 @@ def open_target(place: str, **options: Any) -> Expert:
 
 
 def open_expert(env_id: str) -> Expert:
-    """Return the expert of an environment. Raises :class:`SinewError` if there is none."""
+    """Return the expert of an environment.
+
+    Raises:
+        SinewError: The environment has no expert.
+    """
     for start, (spec, begin) in EXPERTS.items():
         if env_id.startswith(start):
             return Expert(spec, begin)

@@ -34,7 +34,11 @@ _METAL, _FINGERS = "0.55 0.56 0.60 1", "0.16 0.16 0.19 1"
 
 @lru_cache(maxsize=1)
 def backend() -> str:
-    """Return "egl" or "osmesa", whichever works here. Raises :class:`SinewError` with the reason of each failure."""
+    """Find the OpenGL backend that works on this machine: "egl" or "osmesa".
+
+    Raises:
+        SinewError: Neither works. The message states the reason for each.
+    """
     reasons = []
     for name in BACKENDS:
         try:

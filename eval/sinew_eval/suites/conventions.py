@@ -54,8 +54,8 @@ def roll_pitch_yaw(rotation: np.ndarray) -> np.ndarray:
 
 
 def axis_angle_of_rpy(angles: np.ndarray) -> np.ndarray:
-    """Convert [roll, pitch, yaw] to an axis times an angle [3], in radians. Policies of BridgeData return the former,
-    SimplerEnv needs the latter.
+    """Convert [roll, pitch, yaw] to an axis times an angle [3], in radians. Policies that were trained on BridgeData
+    return the angles, and SimplerEnv needs the axis times the angle.
     """
     (cr, cp, cy), (sr, sp, sy) = np.cos(np.asarray(angles) / 2), np.sin(np.asarray(angles) / 2)
     return axis_angle(

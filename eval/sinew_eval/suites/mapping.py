@@ -25,7 +25,7 @@ class Mapping:
         control_hz: Control steps per second. None if the environment states the rate.
         max_steps: Maximum number of control steps. None if the environment states it.
         known_as: Key of a frame -> other names of the same camera in published policies.
-        unseen: Cameras of policies that have no frame in this environment. The policies run without them.
+        unseen: Names of policies' cameras for which this environment has no frame. The policies run without them.
         turned: True to turn frames by 180 degrees, because they are upside down.
         action: A function of ``conventions.ACTIONS``. Or a map from a unit of the policy's actions, or an
             architecture, to such a function. The first match counts, and "" matches all other policies. A policy

@@ -120,7 +120,11 @@ class Simulator(gymnasium.Env):
         return {} if done else self._seen(), 0.0, done, False, self._info
 
     def hold_action(self, last: np.ndarray | None) -> np.ndarray:
-        """Return the action that holds the benchmark's robot. Raises :class:`SinewError` if the benchmark has none."""
+        """Return the action that holds the benchmark's robot.
+
+        Raises:
+            SinewError: The benchmark has no such action.
+        """
         try:
             action = self.benchmark.get_hold_action(None if last is None else {"actions": last})
         except NotImplementedError:

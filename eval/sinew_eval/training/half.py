@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class _HalfProduct(torch.autograd.Function):
-    """x [..., K] times weight [N, K] transposed, with inputs and results rounded to bfloat16."""
+    """The product of x [..., K] and the transposed weight [N, K], with inputs and results rounded to bfloat16."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

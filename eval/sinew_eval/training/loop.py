@@ -41,21 +41,22 @@ class Recipe:
     Attributes:
         cpu_seconds: Budget in CPU-seconds of all processes together.
         steps: Budget in steps. 0 to use ``cpu_seconds``. Runs that are compared use steps.
-        rows: Observations per process and step.
-        second_rows: Observations that also get a second, counterfactual instruction.
-        draws: Noise samples for each observation.
+        rows: Number of observations per process and training step.
+        second_rows: Number of these observations that also get a second, counterfactual instruction (one that the
+            expert did not follow).
+        draws: Number of noise samples for each observation.
         learning_rate: Largest learning rate.
         warm_up_steps: Steps until the learning rate reaches its maximum.
-        decay_from: Share of the budget after which the learning rate falls.
+        decay_from: Share of the training budget (0 to 1) after which the learning rate falls.
         weight_decay: Weight decay of matrices.
         ema: Decay of the exponential moving average of the weights.
         clip: Largest norm of the gradient.
         auxiliary_weight: Weight of the auxiliary losses.
         seed: Seed of the weights, batches and noise.
         ranks: Number of processes.
-        evaluations: Number of closed-loop evaluations during training. 0 if the simulator runs in another
-            interpreter.
-        episodes: Episodes for each process and evaluation.
+        evaluations: Number of closed-loop evaluations (episodes in the simulator) during training. 0 if the simulator
+            runs in another interpreter.
+        episodes: Number of episodes for each process and evaluation.
     """
 
     cpu_seconds: float

@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass
 class ShardWriter:
-    """Writes frames. ``close`` writes the index.
+    """Writes the frames of demonstrations to a folder. ``close`` writes the index.
 
     Attributes:
         folder: Folder of the shard.

@@ -78,7 +78,9 @@ class VerdictInput:
                 )
 
     def begin(self, loop: Loop) -> None:
-        """Attach a prepared trial to the judge's inputs. The trial waits for its start, or begins at once."""
+        """Attach a prepared trial to the inputs of the judge (keys, file, robot and clock). The trial waits for its
+        start, or begins at once.
+        """
         self.loop, self.tally = loop, TrialTally()
         if not self.waits:
             # Discard lines that were written too late for the previous trial.
@@ -138,7 +140,9 @@ class VerdictInput:
             self.take("quit", "loop")
 
     def lost(self, why: str) -> None:
-        """Discard a failure that no person has seen if the policy did not cause it."""
+        """Discard the failure of a trial if no person has seen it and the policy did not cause it. ``why`` states the
+        reason.
+        """
         if self.verdict == FAILURE and self.by in ("robot", "time") and not self.waits:
             self.verdict, self.by, self.note = DISCARD, "loop", why
 

@@ -173,7 +173,7 @@ class TrialSession:
         ]
 
     def pairs(self) -> list[tuple[bool, ...]]:
-        """Return the outcomes of each scene that every policy has completed, scene by scene."""
+        """Return the outcomes of the trials, scene by scene, for the scenes that every policy has completed."""
         wins = [{each.seed: each.success for each in episodes} for episodes in self.results()]
         met = sorted(set.intersection(*(set(each) for each in wins)))
         return [tuple(each[seed] for each in wins) for seed in met]
@@ -264,7 +264,11 @@ def _is_order(value: Any) -> bool:
 
 
 def _begun(log: Path, line: bytes) -> str:
-    """Read the name of a trial from a line of the log. Raises :class:`SinewError` if the line is invalid."""
+    """Read the name of a trial from a line of the log.
+
+    Raises:
+        SinewError: The line is invalid.
+    """
     try:
         name = parse_json(line).get("begun")
     except ValueError as error:
@@ -275,7 +279,7 @@ def _begun(log: Path, line: bytes) -> str:
 
 
 def _unlike(path: Path, planned: Sequence[Any], requested: Sequence[str]) -> tuple[str, Any, Any]:
-    """Find the first difference between the planned and the requested policies.
+    """Find the first difference between the planned policies and the policies that the user requests.
 
     Args:
         path: File of the plan, for messages.

@@ -24,7 +24,8 @@ SIDE, RUNS = 2048, 5  # side of the matrix product that defines the peak, and nu
 
 
 def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> dict[str, Any]:
-    """Return for each stage the milliseconds at the measured peaks, and the prediction with its error band.
+    """Return for each stage two times: the milliseconds if the machine works at its measured peaks, and the calibrated
+    prediction with its error band.
 
     Args:
         policy: The open policy.
@@ -110,7 +111,7 @@ def sgemm_gflops(threads: int) -> dict[str, float]:
             ``threads`` is the number of cores.
 
     Returns:
-        Library -> best of five products.
+        For each library, the largest rate of five products.
     """
     import numpy as np
     import torch

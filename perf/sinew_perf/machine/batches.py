@@ -22,7 +22,7 @@ def predicted(source: str, threads: int, engine: str, max_batch: int) -> tuple[d
         max_batch: Largest batch.
 
     Returns:
-        Size of a batch -> seconds, and the calibration's error band.
+        The seconds of an inference by the size of its batch, and the error band of the calibration.
 
     Raises:
         SinewError: There is no calibration.

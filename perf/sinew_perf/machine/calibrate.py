@@ -150,7 +150,7 @@ def engine_samples(
 
 
 def with_work(times: Sequence[StageTime], program: PublishedProgram) -> list[Sample]:
-    """Combine measured times with the operators that ran in them."""
+    """Combine the measured time of each stage with the operators that ran in the stage."""
     works = {
         request: {
             component.name: work(component) for component in program.at(request.request).components("unfused")
@@ -161,8 +161,8 @@ def with_work(times: Sequence[StageTime], program: PublishedProgram) -> list[Sam
 
 
 def default_requests(program: PublishedProgram) -> list[MeasuredSizes]:
-    """Return the policy's own request and others around it, from which the fit can separate rows, products and
-    overheads.
+    """Return the sizes of the policy's own request and of other requests near it. From their times, the fit can
+    separate the factors of the prediction.
     """
     views, chunk, longest = program.shapes.views, program.chunk, program.shapes.tokens
     few = program.fixed.get("cameras", 1)
@@ -221,7 +221,7 @@ def disturbed(fitted: Calibration) -> str:
 
 
 def errors_by_stage(fitted: Calibration) -> dict[str, float]:
-    """Return the largest error of the fit for each stage."""
+    """Return the largest error of the fitted prediction for each stage."""
     largest = dict.fromkeys(STAGES, 0.0)
     for sample, error in zip(fitted.samples, fitted.errors, strict=True):
         largest[sample.time.stage] = max(largest[sample.time.stage], abs(error))

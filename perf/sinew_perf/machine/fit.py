@@ -52,7 +52,7 @@ MAX_FILE = 1 << 22  # largest file of a calibration, in bytes
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Equal operators of one component.
+    """Equal operators of one component of a policy.
 
     Attributes:
         kind: One of ``KINDS``, or "" for operators that only move bytes.
@@ -105,7 +105,7 @@ class Calibration:
 
     Attributes:
         speeds: The speeds that were measured before the fit.
-        factors: Name of a factor (``FACTORS``) -> by how much the fitted speed differs from the measured one.
+        factors: For each name in ``FACTORS``, the factor by which the fitted speed differs from the measured speed.
         samples: The measured stages that were fitted.
         errors: Error of each sample in the fit over all samples, predicted / measured - 1.
         band: The largest error of a sample that was left out of the fit.
@@ -154,14 +154,22 @@ def seconds_of(rows: Iterable[Work], speeds: Speeds, factors: Mapping[str, float
 
 def roofline_seconds(component: Component, speeds: Speeds) -> float:
     """Return the time of a stage with all its repeats at the measured peaks, without factors and overhead. It is a
-    lower bound.
+    lower bound of the real time.
     """
     ideal = dict.fromkeys(FACTORS, 1.0) | dict.fromkeys(MULTIPLIERS, 0.0)
     return component.repeats * seconds_of(work(component), speeds, ideal)
 
 
 def _features(rows: Iterable[Work], speeds: Speeds, factors: Mapping[str, float]) -> np.ndarray:
-    """Return the seconds at the peaks, on the slower side of each operator, summed per factor: [len(FACTORS)]."""
+    """Return the seconds that each factor scales, [len(FACTORS)]. For each operator, only the slower of its two times
+    counts, the time of computing or the time of memory traffic, at the measured peaks. These times are summed over all
+    operators.
+
+    Args:
+        rows: The operators.
+        speeds: Measured speeds of the machine.
+        factors: The present factors, which determine the slower time of each operator.
+    """
     sums = dict.fromkeys(FACTORS, 0.0)
     for row in rows:
         moved = row.nbytes / speeds.bandwidth
@@ -218,7 +226,7 @@ def fit(samples: Sequence[Sample], speeds: Speeds, engine: str = "eager") -> Cal
 
 
 def error(sample: Sample, speeds: Speeds, factors: Mapping[str, float]) -> float:
-    """Return predicted / measured - 1 of a sample."""
+    """Return the relative error of the prediction for a sample: predicted time / measured time - 1."""
     return seconds_of(sample.work, speeds, factors) / sample.time.seconds - 1
 
 
@@ -245,8 +253,8 @@ def fit_factors(samples: Sequence[Sample], speeds: Speeds) -> dict[str, float]:
 
 
 def _non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return argmin |a x - b| over x >= 0: solve least squares for every subset of unknowns, and return the best
-    feasible solution.
+    """Find x >= 0 with the smallest |a x - b|. Solve least squares for every subset of the unknowns, and return the
+    best solution without negative numbers.
     """
     size = a.shape[1]
     best, best_loss = np.zeros(size), float(b @ b)
@@ -314,8 +322,10 @@ def load(
 def calibrated(
     source: str, threads: int, engine: str = "eager", directory: Path | None = None
 ) -> Calibration:
-    """Return the stored calibration of this machine. Raises :class:`SinewError` with the command that creates it
-    if there is none.
+    """Return the stored calibration of this machine.
+
+    Raises:
+        SinewError: There is no calibration. The message states the command that creates it.
     """
     calibration = load(machine.cpu_model(), threads, directory, engine)
     if calibration is None:

@@ -77,7 +77,7 @@ class StageTime:
     Attributes:
         model: Name of the policy.
         stage: "vision", "prefix" or "head". The head is one solver step.
-        request: Sizes of the observation.
+        request: Sizes of the measured observation.
         seconds: Median time of ``runs`` runs, in seconds.
         spread: (slowest - fastest) / median.
         runs: Number of runs.
@@ -162,7 +162,7 @@ def measure_stages(
 
 
 def _same(stage: str, one: MeasuredSizes, other: MeasuredSizes) -> bool:
-    """Return True if two requests give a stage the same work."""
+    """Return True if two requests need the same computation in a stage, so that one measurement is enough."""
     if stage == "vision":
         return one.views == other.views
     if stage == "prefix":
@@ -173,7 +173,7 @@ def _same(stage: str, one: MeasuredSizes, other: MeasuredSizes) -> bool:
 def _stages(
     model: Model, request: MeasuredSizes, size: tuple[int, int], device: torch.device
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield each stage as a function, in their order. A stage must run before the next one is requested."""
+    """Yield a function for each stage, in the order of the stages. Run each function before requesting the next one."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> torch.Tensor:

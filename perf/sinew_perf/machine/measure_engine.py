@@ -91,7 +91,9 @@ def observe(policy: Any, request: MeasuredSizes) -> Observation:
 
 
 def seconds_by_stage(timings: Sequence[Timing]) -> dict[str, list[float]]:
-    """Return stage -> seconds of each run. The head is one solver step, the median of the steps of a run."""
+    """Return the seconds of each run, by stage. For the head, this is the time of one solver step: the median over the
+    steps of the run.
+    """
     if not all(timing.step_ms and timing.vision_ms and timing.prefix_ms for timing in timings):
         raise SinewError(
             "this engine runs all stages as one program and cannot time each stage; choose another engine"

@@ -29,7 +29,8 @@ LONGEST_ANSWER = 2.0  # after this many seconds without an answer, a request has
 
 
 class _Body:
-    """A substitute robot for Sinew's loop: it returns LeRobot's observation, and stores the command for LeRobot.
+    """A substitute for the robot in Sinew's loop. It passes LeRobot's observation to the loop, and stores the loop's
+    command for LeRobot.
 
     Attributes:
         seen: The observation of the present control step.
@@ -55,8 +56,8 @@ class _Body:
 class Ahead:
     """Runs Sinew's control loop inside LeRobot's loop.
 
-    If a control step has no action, the last action is repeated. Delta actions are then 0. The log has the reason. The
-    first step waits for the first action.
+    If a control step has no action, the last action is repeated. Delta actions are then 0. The log states the reason.
+    The first control step waits until the first action has arrived.
 
     Args:
         backend: The open policy.

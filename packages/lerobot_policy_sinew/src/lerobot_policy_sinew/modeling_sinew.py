@@ -237,7 +237,11 @@ class SinewPolicy(PreTrainedPolicy):
         return chunks if rtc.answered(chunks[0].cpu().numpy(), seen.state[0], episode) else nothing
 
     def _seen(self, batch: dict[str, Any]) -> Moment:
-        """Extract the frames, uint8 [B, height, width, 3], and the states [B, D] of a batch. Raises ValueError."""
+        """Extract the frames, uint8 [B, height, width, 3], and the states [B, D] of a batch.
+
+        Raises:
+            ValueError: The frames or the states have another shape or range.
+        """
         if OBS_STATE not in batch:
             raise ValueError(f"{OBS_STATE}: expected a tensor [B, D], got nothing")
         states = batch[OBS_STATE].detach().cpu().numpy()
@@ -342,7 +346,9 @@ class SinewPolicy(PreTrainedPolicy):
     def _next(self, ahead: Ahead, batch: dict[str, Any], noise: torch.Tensor | None) -> torch.Tensor:
         """Return the action of Sinew's loop, float32 [1, action_dim].
 
-        Raises ValueError for a batch of several robots.
+
+        Raises:
+            ValueError: The batch contains several robots.
         """
         if noise is not None:
             raise ValueError("noise: cannot be combined with policy.handover; pass --policy.seed instead")

@@ -59,7 +59,7 @@ def refuse_unguided(spec: PolicySpec, about: Mapping[str, Any], kind: str, refus
 
 
 def left_over(given: np.ndarray, chunk: np.ndarray | None) -> slice:
-    """Find the remaining actions of LeRobot's queue in the last chunk.
+    """Find in the last chunk the actions that still wait in LeRobot's queue.
 
     LeRobot cuts the remaining actions to its execution horizon, or fills them with zeros up to this horizon. The zeros
     are not actions, so they are not part of the result.

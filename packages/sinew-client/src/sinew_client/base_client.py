@@ -195,7 +195,11 @@ class BaseClient:
         return 0 not in (self._answered, self.deployment) and self._answered != self.deployment
 
     def _context(self, reply: Any) -> tuple:
-        """Return the context of a reply as bytes, and its timing. Raises ClientError if the policy returns actions."""
+        """Return the context of a reply as bytes, and its timing.
+
+        Raises:
+            ClientError: The policy returns actions and not a context.
+        """
         self._heard(reply.deployment)
         self._warn(reply.warnings)
         if not reply.context:
@@ -223,7 +227,8 @@ class BaseClient:
         return self._asking([payload], request_id, timeout)
 
     def _asking(self, parts: Sequence, request_id: int, timeout: float | None) -> Asking:
-        """Yield the attempts of a request: to the present address, then to the next addresses, then all again.
+        """Yield the attempts of a request: first one attempt for the present address, then one for each of the next
+        addresses, then the same again.
 
         Args:
             parts: The encoded request in parts.

@@ -376,9 +376,17 @@ class Client(BaseClient):
         return link.frames.placed(parts) if link.frames.state == shared.SHARED else parts
 
     def _told(self, answer: bytes | None, request_id: int) -> str:
-        """Decode the server's answer to an offer of shared memory: the state of the frames.
+        """Decode the server's answer to an offer of shared memory.
 
-        Raises OSError at a timeout.
+        Args:
+            answer: The encoded answer; None if it did not arrive in time.
+            request_id: Id of the request with the offer.
+
+        Returns:
+            The server's statement about the shared memory: that it is used, or the reason why it is not used.
+
+        Raises:
+            OSError: The answer did not arrive in time.
         """
         if answer is None:
             raise socket.timeout("no answer in time")
@@ -386,7 +394,9 @@ class Client(BaseClient):
 
     @property
     def frames(self) -> str:
-        """How large frames are sent on the present connection: "shared memory", or "in the message" with the reason."""
+        """The way in which large frames are sent on the present connection: "shared memory", or "in the message" with
+        the reason.
+        """
         channel = None if self._link is None else self._link.frames
         return shared.SENT if channel is None else channel.state
 

@@ -46,7 +46,8 @@ class History:
 
     @classmethod
     def of(cls, policy: Mapping[str, Any]) -> History:
-        """Create the history for a policy, from its description. By default it has one observation step.
+        """Create the history for a policy, from its description. If the description does not state a number, the
+        history has one observation step.
 
         Raises:
             ClientError: The description is not valid.

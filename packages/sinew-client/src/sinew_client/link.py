@@ -295,12 +295,20 @@ class Link:
         return len(self._unsent)
 
     def put(self, parts: Sequence[zmtp.Frame]) -> None:
-        """Queue a message, and send as much as the peer accepts now. :meth:`flush` sends the rest. Raises OSError."""
+        """Queue a message, and send as much as the peer accepts now. :meth:`flush` sends the rest.
+
+        Raises:
+            OSError: The connection broke.
+        """
         self._unsent.append(memoryview(b"".join((zmtp.head(sum(map(len, parts))), *parts))))
         self.flush()
 
     def flush(self) -> None:
-        """Send as many queued bytes as the peer accepts now. Raises OSError."""
+        """Send as many queued bytes as the peer accepts now.
+
+        Raises:
+            OSError: The connection broke.
+        """
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent[0])
@@ -312,7 +320,12 @@ class Link:
                 self._unsent[0] = self._unsent[0][sent:]
 
     def get(self) -> bytes | None:
-        """Return the next message that has arrived; None if there is none. Raises OSError and ConnectionLost."""
+        """Return the next message that has arrived; None if there is none.
+
+        Raises:
+            OSError: The connection broke.
+            ConnectionLost: The other end is not a ZeroMQ server, or its message is not valid.
+        """
         while (message := self._next()) is None:
             self._unsent.extend(map(memoryview, self._framing.replies))
             self._framing.replies.clear()

@@ -78,7 +78,11 @@ def split_address(address: str) -> tuple:
 
 
 def need_pillow() -> None:
-    """Check that Pillow is installed, which compresses frames to JPEG. Raises :class:`ClientError` if it is not."""
+    """Check that Pillow is installed, which compresses frames to JPEG.
+
+    Raises:
+        ClientError: Pillow is not installed.
+    """
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
@@ -521,7 +525,11 @@ def described(metadata: dict) -> dict:
 
 
 def decode_metadata(reply) -> dict:
-    """Decode the JSON object with a server's description. Raises :class:`ClientError` if it is not valid."""
+    """Decode the JSON object with a server's description.
+
+    Raises:
+        ClientError: The object is not valid.
+    """
     try:
         description = parse_json(reply.metadata)
     except UntrustedError as error:

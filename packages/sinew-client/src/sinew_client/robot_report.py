@@ -146,7 +146,7 @@ def _printable(text: str) -> str:
 
 
 def _most(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the 11 largest counts, and the sum of all other counts under the name "others"."""
+    """Return the 11 largest counts by name. The entry "others" has the sum of all other counts."""
     counted: dict[str, int] = {}
     for text, count in sorted(counts.items(), key=lambda each: -each[1]):
         name = _printable(text) if len(counted) < MAX_COUNTS - 1 else "others"

@@ -47,7 +47,7 @@ class SharedFrames:
     """The client's side of the shared memory.
 
     Args:
-        size: Space for frames, bytes.
+        size: Size of the space for frames, bytes.
 
     Attributes:
         state: :data:`SHARED` after the server has accepted the memory, else :data:`SENT` with the reason.

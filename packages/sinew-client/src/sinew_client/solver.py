@@ -150,7 +150,7 @@ class NoiseLevels:
         precision.
 
         Returns:
-            The shares, float32 [count], falling.
+            The shares, float32 [count], from the largest to the smallest.
         """
         if self.betas == "linear":
             betas = np.linspace(self.first_beta, self.last_beta, self.count, dtype=np.float32)
@@ -175,7 +175,11 @@ class NoiseLevels:
         return fewer, -(-self.count // (stride - 1))
 
     def visited(self, count: int) -> range:
-        """Return the levels of a solution in ``count`` steps, falling. Raises ValueError if the count is impossible."""
+        """Return the noise levels of a solution in ``count`` steps, from the highest to the lowest.
+
+        Raises:
+            ValueError: A solution in this number of steps is impossible.
+        """
         if count not in (near := self.possible(count)):
             raise ValueError(f"solver_steps: expected {' or '.join(map(str, near))}, got {count}")
         if self.spacing == "leading":
@@ -280,7 +284,11 @@ class Solver:
         return count if self.levels is not None and self.levels.fresh else 1
 
     def steps(self, count: int) -> list[Step]:
-        """Return the steps of a solution in ``count`` steps. Raises ValueError if this number is impossible."""
+        """Return the steps of a solution in ``count`` steps.
+
+        Raises:
+            ValueError: A solution in this number of steps is impossible.
+        """
         if count < 1 or self.fixed_steps not in (None, count):
             raise ValueError(f"solver_steps: expected {self.fixed_steps or '1 or more'}, got {count}")
         if self.most_steps is not None and count > self.most_steps:

@@ -250,7 +250,7 @@ class StreamLink:
         return decoded
 
     def _arrived(self) -> list[bytes]:
-        """Return the encoded messages that have arrived. If the connection is lost, start to reconnect."""
+        """Return the encoded messages that have arrived. If the connection is lost, begin to connect again."""
         payloads: list[bytes] = []
         with self._changed:
             link = self._link

@@ -36,7 +36,11 @@ class TlsSocket(ssl.SSLSocket):
     lock: Any
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """Receive decrypted bytes into ``buffer``. Return the number of bytes. Raises OSError."""
+        """Receive decrypted bytes into ``buffer``. Return the number of bytes.
+
+        Raises:
+            OSError: The connection broke.
+        """
         try:
             with self.lock:
                 return super().recv_into(buffer, nbytes, flags)
@@ -44,7 +48,11 @@ class TlsSocket(ssl.SSLSocket):
             raise BlockingIOError from None
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """Encrypt and send at most ``MAX_PIECE`` bytes. Return the number of sent bytes. Raises OSError."""
+        """Encrypt and send at most ``MAX_PIECE`` bytes. Return the number of sent bytes.
+
+        Raises:
+            OSError: The connection broke.
+        """
         try:
             with self.lock:
                 return super().send(memoryview(data)[:MAX_PIECE], flags)

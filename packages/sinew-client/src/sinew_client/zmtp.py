@@ -102,7 +102,7 @@ class Framing:
 
     @property
     def between(self) -> bool:
-        """True after the handshake, if no part of a next message has arrived."""
+        """True if the handshake is complete and no part of the next message has arrived."""
         return self.ready and not self._count and not self.left and self._start == self._end
 
     @property
@@ -136,7 +136,11 @@ class Framing:
             self._end += count
 
     def next(self) -> Message | None:
-        """Return the next complete message; None if no message is complete. Raises :class:`ZmtpError`."""
+        """Return the next complete message; None if no message is complete.
+
+        Raises:
+            ZmtpError: The peer does not use ZMTP 3, or its message is too large.
+        """
         while not self.left:
             if self._filled:  # a frame that arrived in several pieces is now complete
                 message = self._end_frame(self._body)
@@ -175,7 +179,7 @@ class Framing:
     def _begin_frame(self) -> bool:
         """Parse the header of a frame, and store the available bytes of its body.
 
-        Return False without a whole header.
+        Return False if the header has not arrived completely.
         """
         have = self._input[self._start : self._end]
         if len(have) < 2:
@@ -263,7 +267,9 @@ def message(frames: Sequence[Frame]) -> bytes:
 
 
 def error(reason: str) -> bytes:
-    """Encode the command that rejects a handshake. ``reason`` is a text for the user, at most 255 ASCII characters."""
+    """Encode the command ERROR, which rejects a handshake. ``reason`` is a text for the user, at most 255 ASCII
+    characters.
+    """
     text = reason.encode("ascii", "replace")[:255]
     return _command(b"ERROR", bytes((len(text),)) + text)
 

@@ -32,7 +32,8 @@ SET_BACK_S = 10.0
 
 @dataclass(frozen=True)
 class AssistRule:
-    """The conditions under which the far policy gets a request. One met condition is enough. None turns it off.
+    """The conditions under which the far policy gets a request. One met condition is enough. A condition whose value is
+    None is never met.
 
     Attributes:
         every: The far policy's last answer is at least this many seconds old.
@@ -85,7 +86,7 @@ def parse_assist(text: str) -> AssistRule:
 
 @dataclass(frozen=True)
 class _Followed:
-    """A chunk that the robot follows: its targets, float32 [H, D], and the time of its frame in seconds."""
+    """A chunk that the robot follows: H targets, float32 [H, D], and the time of its camera frame, in seconds."""
 
     targets: np.ndarray
     time: float
@@ -251,7 +252,7 @@ class Assist:
             near: The connection to the near policy.
             observation: The observation of the first answer.
             limit: Time limit of the request, seconds.
-            targets: Targets of the first answer, float32 [H, D].
+            targets: Actions of the first answer as targets for the robot, float32 [H, D].
             draw: Seed of the noise, and number of this comparison from 1.
 
         Returns:
@@ -270,7 +271,13 @@ class Assist:
         return distance
 
     def _why(self, targets: np.ndarray, spread: float | None, now: float) -> str:
-        """Return the condition of the rule that is met, such as "every"; "" if no condition is met."""
+        """Return the name of the condition of the rule that is met, such as "every"; "" if no condition is met.
+
+        Args:
+            targets: The near policy's newest actions as targets, float32 [H, D].
+            spread: Difference between two answers of the near policy; None if it was not measured.
+            now: Present time, in seconds.
+        """
         rule = self.rule
         if rule.every is not None and now - self._answered >= rule.every:
             return "every"

@@ -221,7 +221,7 @@ class KinematicsOptions:
         action: Layout of the policy's action (:func:`parse_parts`). "" derives it from the names of the numbers.
         state: Layout of the policy's state. "" derives the layout from the names of the numbers.
         unit: Unit of the robot's joints, "rad" or "deg".
-        offsets: Frame of delta actions: "base" or "tip".
+        offsets: Coordinate frame of delta actions: "base" or "tip".
         rotation: "exact" reaches the requested rotation. "near" approaches it as far as the position allows, for arms
             with fewer than six joints. "keep" holds the rotation that the tip has at the first command. "free" allows
             any rotation. "" chooses by the arm and the action. With six joints or more: "exact" if the action has a
@@ -324,7 +324,9 @@ class KinematicsOptions:
 
 
 def _positive(value: Any, count: int) -> bool:
-    """Return True if ``value`` is a finite number above 0, or, with ``count`` above 0, a list of ``count`` of them."""
+    """Return True if ``value`` is a finite number above 0. If ``count`` is above 0, a list of ``count`` such numbers is
+    accepted too.
+    """
     each = value if count else [value]
     return (
         isinstance(each, (list, tuple))
@@ -523,7 +525,7 @@ class EndEffector(KnownArm):
         return self._written(self.action, whole, tip.place, tip.turn)
 
     def between(self, start: np.ndarray, goal: np.ndarray, share: float) -> np.ndarray:
-        """Interpolate between two poses. The tip turns about one fixed axis.
+        """Interpolate between two poses. Between them, the tip turns about one fixed axis.
 
         Args:
             start: The first pose, [D] in the layout of the action.
@@ -598,7 +600,11 @@ class EndEffector(KnownArm):
         return numbers
 
     def _encoded(self, state: Any) -> np.ndarray:
-        """Convert the robot's state to the policy's state, float32. Raises NoObservation if the state is not finite."""
+        """Convert the robot's state to the policy's state, float32.
+
+        Raises:
+            NoObservation: The state is not finite.
+        """
         seen = self._checked(state)
         if not np.all(np.isfinite(seen)):
             raise NoObservation("the state is not finite")

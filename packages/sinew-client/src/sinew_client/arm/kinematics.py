@@ -229,7 +229,9 @@ class Chain:
 
 
 def _cross(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Compute the cross products of [..., 3]. The results equal np.cross, without its slow checks of the arguments."""
+    """Compute the cross products of vectors [..., 3]. The results equal those of np.cross, which first checks its
+    arguments slowly.
+    """
     after, before = [1, 2, 0], [2, 0, 1]
     return a[..., after] * b[..., before] - a[..., before] * b[..., after]
 
@@ -243,7 +245,7 @@ def _error(place: np.ndarray, turn: np.ndarray, tip: Tip) -> np.ndarray:
 class _Joint:
     """A joint of a URDF or MJCF file, or a fixed connection (kind "fixed").
 
-    Its frame is given in the parent's frame.
+    Its coordinate frame is given relative to the frame of its parent.
     """
 
     name: str
@@ -440,7 +442,20 @@ def _chain(parts: list[_Joint], base: str, tip: str) -> Chain:
 
 
 def _named(name: str, frames: list[str], only: Any, what: str) -> str:
-    """Return the requested name of a frame, or, without a request, the only candidate. Raises KinematicsError."""
+    """Choose the name of a frame.
+
+    Args:
+        name: The requested name; "" takes the only candidate.
+        frames: The names of all frames, for the error message.
+        only: The candidates. Without a requested name, there must be exactly one.
+        what: Role of the frame, such as "tip", for the error message.
+
+    Returns:
+        The name.
+
+    Raises:
+        KinematicsError: There is no such frame, or no name was requested and there is not exactly one candidate.
+    """
     if not name and len(only) == 1:
         return str(only[0])
     if name not in frames or not name:

@@ -178,7 +178,12 @@ class Takeover(LoopListener):
             controller.hand_back(self.loop.next_step)
 
     def _left(self, row: np.ndarray | None, followed: tuple[float, np.ndarray] | None) -> bool:
-        """Return True if the leader was silent for too long, or has moved too far since its last executed command."""
+        """Return True if the leader was silent for too long, or has moved too far since its last executed command.
+
+        Args:
+            row: The leader's present command, float32 [D]; None if it sends none.
+            followed: Seconds since the last command of the leader that was sent to the robot, and this command.
+        """
         # A shadowed leader reports the robot's own commands, so it is always at the robot's position.
         if followed is None or isinstance(self.leader, ShadowListener):
             return False
@@ -227,7 +232,12 @@ class Takeover(LoopListener):
             self._do("align", here)
 
     def _do(self, what: str, *values: Any) -> None:
-        """Call an optional method of the leader, such as "align". If the method raises an error, the robot holds."""
+        """Call an optional method of the leader. If the method raises an error, the robot holds.
+
+        Args:
+            what: Name of the method, such as "align".
+            *values: Arguments of the method.
+        """
         if not callable(method := getattr(self.leader, what, None)):
             return
         try:

@@ -14,7 +14,8 @@ KEPT = 5  # for each number of a command, the report lists at most this many abr
 
 
 class AbruptMoves:
-    """Finds the most abrupt changes of the commands during a run. The memory does not grow with the run's length.
+    """Finds the most abrupt changes of the commands during a run. The memory that this needs does not grow with the
+    run's length.
 
     Args:
         hz: Control steps per second.

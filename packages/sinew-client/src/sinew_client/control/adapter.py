@@ -73,7 +73,11 @@ class Adapter:
 
     @classmethod
     def parse(cls, data: bytes) -> Adapter:
-        """Read an adapter from the bytes of its file. Raises :class:`AdapterError` if they are not an adapter."""
+        """Read an adapter from the bytes of its file.
+
+        Raises:
+            AdapterError: The bytes are not an adapter.
+        """
         return cls(*parse(data))
 
     def check(self, policy: Mapping[str, Any], hz: float) -> None:

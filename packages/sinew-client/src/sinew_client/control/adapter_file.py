@@ -76,7 +76,11 @@ class Form:
 
     @classmethod
     def parse(cls, values: Any) -> Form:
-        """Parse the JSON object of a header. Raises :class:`AdapterError` if a field is missing, unknown or wrong."""
+        """Parse the JSON object of a header.
+
+        Raises:
+            AdapterError: A field is missing, unknown or wrong.
+        """
         if not isinstance(values, dict) or values.get("schema") != SCHEMA:
             raise AdapterError(f"{KEY}: expected an object with schema {SCHEMA}, got {shown(values)}")
         names = {each.name for each in fields(cls)} | {"schema"}

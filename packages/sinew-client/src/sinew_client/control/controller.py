@@ -179,7 +179,8 @@ class BaseController:
         raise NotImplementedError
 
     def failed(self, step: int, reason: str, kind: str = "") -> None:
-        """Record a failed request: no server, no network, too late, or rejected.
+        """Record a request that failed: the server or the network was missing, the answer came too late, or the server
+        rejected the request.
 
         Args:
             step: The control step.
@@ -193,7 +194,7 @@ class BaseController:
             self.faults.add(kind, reason)
 
     def broken(self, step: int, reason: str) -> None:
-        """Record an answer that must not be executed, with the reason."""
+        """Record that an answer must not be executed. ``reason`` states why."""
         self._tell("bad_chunk", {"step": step, "reason": reason})
         self.faults.add("bad_chunk", reason)
 
@@ -236,12 +237,16 @@ class BaseController:
         raise NotImplementedError
 
     def _wanted(self, step: int, state: np.ndarray | None) -> np.ndarray | None:
-        """Return the policy's command for a step in which a human drives, before the limits; None without a command."""
+        """Return the policy's command for a step in which a human drives, before the limits change it; None if there is
+        no command.
+        """
         self.trajectory.take(step)
         return None
 
     def _commanded(self, command: Command, state: np.ndarray | None) -> None:
-        """Process the command that is sent to the robot, after the limits were applied."""
+        """Process the command that is sent to the robot, after the limits were applied. ``state`` is the robot's state
+        in this step, float [S].
+        """
 
     def _drop(self) -> None:
         """Drop all planned actions and the request in progress."""
@@ -508,7 +513,17 @@ class BaseController:
         requested: np.ndarray | None = None,
         inside: Callable[[np.ndarray], bool] = lambda _: True,
     ) -> Command:
-        """Check a command against the limits. Return the allowed command, or a hold with its reason."""
+        """Check a command against the limits. Return the allowed command, or a hold with its reason.
+
+        Args:
+            step: The control step.
+            row: The command, float32 [D].
+            age: Control steps since the observation of the action.
+            chunk: Number of the chunk.
+            index: Index of the action in the chunk.
+            requested: The command before it was clipped to the workspace; None if it was not clipped.
+            inside: Function that returns True if a command stays in the workspace.
+        """
         seam, self._chunk = self._chunk not in (-1, chunk), chunk
         if self.guard is None:
             return Command(step, row, "", (), age, chunk, index, seam)

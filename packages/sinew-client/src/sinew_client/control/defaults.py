@@ -166,7 +166,9 @@ def unlike_chunking(handover: str, policy: Mapping[str, Any] | None) -> str:
 
 
 def _unlike_checkpoint(replan: str, policy: Mapping[str, Any] | None) -> str:
-    """Return a note if the rule ``replan`` differs from the checkpoint's ``n_action_steps``; "" if they are equal."""
+    """Return a note for the user if the rule ``replan`` differs from the checkpoint's ``n_action_steps`` (executed
+    actions per chunk); "" if they are equal.
+    """
     rows, size = int((policy or {}).get("n_action_steps") or 0), int((policy or {}).get("chunk_size") or 0)
     try:
         same = not 0 < rows <= size or parse_rule(replan).horizon(size) == rows

@@ -22,7 +22,7 @@ class PlacedChunk:
 
     Attributes:
         rows: Targets of the chunk, float32 [H, D].
-        origin: Control step of the first action.
+        origin: Control step to which the first action belongs.
         frame: Control step in which the chunk's newest frame was exposed.
         number: Number of the chunk in this run, from 0.
     """
@@ -33,7 +33,7 @@ class PlacedChunk:
     number: int
 
     def nodes(self) -> list[Node]:
-        """Return one node per action, with its control step."""
+        """Return one node (an action with its control step) for each action."""
         return [Node(self.origin + k, row, self.frame, self.number, k) for k, row in enumerate(self.rows)]
 
 
@@ -108,7 +108,9 @@ class Handover:
 
     @property
     def timed(self) -> bool:
-        """True if actions are assigned to control steps by the time of their observation. False: by their arrival."""
+        """True if actions are assigned to control steps by the time of their observation. False if they are assigned by
+        the time of their arrival.
+        """
         return self.method not in ("freeze", "naive")
 
     @property

@@ -64,7 +64,7 @@ def stop(u: np.ndarray, a: np.ndarray, push: np.ndarray, jerk: np.ndarray) -> np
 def stopped(
     at: np.ndarray, u: np.ndarray, a: np.ndarray, bounds: StepBounds
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Simulate the fastest stop for K candidates.
+    """Simulate the fastest stop after each of K candidate steps.
 
     Args:
         at: Positions after the candidate steps, [K, D].

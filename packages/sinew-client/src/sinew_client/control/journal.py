@@ -120,8 +120,8 @@ class Repeated:
         torn: True if the file's last line is incomplete, for example because the process was killed or the disk was
             full.
         abrupt: The most abrupt commands (:class:`~sinew_client.control.abrupt.AbruptMoves`).
-        rounded: Number of commands that differ by less than :data:`TOLERANCE`, with the same decision. They occur if
-            another machine wrote the log.
+        rounded: Number of commands that differ by less than :data:`TOLERANCE`, with the same decision to send or to
+            hold. They occur if another machine wrote the log.
     """
 
     commands: int
@@ -226,7 +226,9 @@ def watched(path: Path) -> MotionFit | None:
 
 
 def read_events(path: Path) -> Iterator[Any]:
-    """Yield (line number, event) for each line of a log. An incomplete last line gives an event :data:`TORN`."""
+    """Yield (line number, event) for each line of a decision log. For an incomplete last line, yield the event
+    :data:`TORN`.
+    """
     number = 0
     try:
         # Allow infinite numbers, because invalid chunks are logged too, with all their numbers.
@@ -311,7 +313,7 @@ def _vector(name: str, value: Any) -> None:
 
 
 def _rows(name: str, value: Any) -> None:
-    """Check a chunk. Any shape with up to 4 dimensions is allowed, because invalid chunks are logged too."""
+    """Check a logged chunk. Any shape with up to 4 dimensions is allowed, because invalid chunks are logged too."""
     if not isinstance(value, list) or not _are_numbers(value, 4):
         raise ValueError(f"{name}: expected actions (lists of numbers), got {shown(value)}")
     if len(value) > MAX_DIM:

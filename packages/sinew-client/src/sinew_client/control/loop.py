@@ -318,7 +318,15 @@ class Loop:
             self.controller.stands(self.observer.position())
 
     def _poll(self, step: int, now: float) -> None:
-        """Pass the answers that have arrived to the controller. Raises Refused if the first request was rejected."""
+        """Pass the answers that have arrived to the controller.
+
+        Args:
+            step: The control step.
+            now: Present time, seconds of the loop's clock.
+
+        Raises:
+            Refused: The policy rejected the first request.
+        """
         while (outcome := self.source.poll(now)) is not None:
             if outcome.reason:
                 self.controller.failed(step, outcome.reason, outcome.kind)
@@ -398,7 +406,9 @@ class Loop:
 
 
 def elapsed(pace: Pace, step: int, hz: float) -> float:
-    """Return the time of a control step in seconds since the first tick: now, or its due time if that is later."""
+    """Return the time of a control step in seconds since the first tick: the present time, or the time at which the
+    step is due if that is later.
+    """
     return max(step / hz, pace.since(pace.now()))
 
 

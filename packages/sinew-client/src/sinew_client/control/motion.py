@@ -58,7 +58,7 @@ class Motion:
         return target
 
     def reached(self, command: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Return the target [D] that a command [D] reaches if it is sent at ``state`` [S]."""
+        """Return the target [D] that a command [D] reaches if it is sent while the robot's state is ``state`` [S]."""
         return command
 
     def apart(self, target: np.ndarray, other: np.ndarray) -> float:
@@ -70,11 +70,15 @@ class Motion:
         return ""
 
     def position(self, state: np.ndarray, dim: int) -> np.ndarray:
-        """Extract the robot's position from a state, float32 [dim] in the order of a command; NaN where unknown."""
+        """Extract the robot's position from a state, float32 [dim] in the order of a command, with NaN for unknown
+        values.
+        """
         return np.full(dim, np.nan, np.float32)
 
     def pose(self, state: np.ndarray | None, dim: int) -> np.ndarray:
-        """Extract the robot's position from a state, float32 [dim] in the order of a target; NaN where unknown."""
+        """Extract the robot's position from a state, float32 [dim] in the order of a target, with NaN for unknown
+        values.
+        """
         return np.full(dim, np.nan, np.float32) if state is None else self.position(state, dim)
 
     def still(self, dim: int) -> np.ndarray:
@@ -90,7 +94,9 @@ class Motion:
         return np.zeros(dim, bool)
 
     def roll(self, state: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Predict the state [S] after ``targets`` [d, D] were executed, for requests in advance (VLASH)."""
+        """Predict the state [S] after ``targets`` [d, D] were executed. Requests that are sent in advance use this
+        state (VLASH).
+        """
         raise ValueError(
             "future: needs a motion (absolute, relative or offsets), got none; set --motion, or omit future"
         )

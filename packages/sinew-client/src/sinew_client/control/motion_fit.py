@@ -24,11 +24,12 @@ BELIEVED = 0.8
 
 @dataclass(frozen=True)
 class MotionFit:
-    """A fit of a recorded run: the actions are delta actions.
+    """The result of a fit that found that the actions of a recorded run are delta actions.
 
     Attributes:
         motion: The fitted motion, in the form that :func:`~sinew_client.control.motion.parse_motion` reads.
-        explained: Fraction of the state's movement that the commands explain, 0 to 1, of the worst value.
+        explained: Fraction of the state's movement that the commands explain, 0 to 1, for the value that they explain
+            worst.
         spans: Number of moves between two observations that were used for the fit.
     """
 
@@ -81,7 +82,9 @@ class MotionWatch:
             self._state, self._rows = None, []
 
     def fit(self) -> MotionFit | None:
-        """Fit the newest moves (:func:`fit_offsets`). None means that the commands are not delta actions."""
+        """Fit the newest moves of the robot (:func:`fit_offsets`). The result None means that the commands are not
+        delta actions.
+        """
         if not self._spans:
             return None
         return fit_offsets(*map(np.array, zip(*self._spans)), *self._ends)
@@ -176,7 +179,9 @@ def _best(errors: np.ndarray) -> np.ndarray:
 
 
 def _leading(explained: np.ndarray) -> set[tuple[int, int]]:
-    """Return (value of a command, value of the state that it explains best) for good fits. ``explained`` is [D, S]."""
+    """Return index pairs (value of a command, value of the state that it explains best), only for good fits.
+    ``explained`` [D, S] is the fraction of the movement that each pair explains.
+    """
     pairs = {(column, int(number)) for column, number in enumerate(explained.argmax(axis=1))}
     return {pair for pair in pairs if explained[pair] >= LEAST_EXPLAINED}
 

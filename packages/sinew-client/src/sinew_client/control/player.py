@@ -187,7 +187,7 @@ class Player:
 
         Args:
             targets: Targets of the chunk, float32 [H, D].
-            passed: Number of the chunk's first actions whose control step has passed.
+            passed: Number of actions at the beginning of the chunk whose control step has passed.
             step: The control step.
 
         Returns:

@@ -63,7 +63,9 @@ class Reactions:
         return self.of(loop, np.sort(rng.uniform(self._rows[0][0], self._rows[-1][0], count)))
 
     def summary(self) -> dict[str, Any]:
-        """Return p50, p95, p99 and max of the reaction times and of the ages for both loops, in milliseconds."""
+        """Return p50, p95, p99 and max of the reaction times and of the ages, in milliseconds, for both loops ("sensor"
+        and "image").
+        """
         times = {}
         for loop in LOOPS:
             times[f"{loop}_reaction_ms"] = percentiles(1e3 * value for value in self.anywhere(loop))

@@ -224,15 +224,14 @@ class SourceAges:
                     own.append(age)
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """Return p50, p95, p99 and max of the ages, in milliseconds, by camera and "state".
-
-        "skew" has the differences.
+        """Return p50, p95, p99 and max of the ages, in milliseconds, by camera and "state". The entry "skew" has the
+        time between frames of different cameras.
         """
         return {name: percentiles(1e3 * age for age in ages) for name, ages in self._seconds.items() if ages}
 
 
 def gap(milliseconds: float, watched: bool, holds: int) -> str:
-    """Format the longest gap between two commands or holds.
+    """Format the longest gap between two commands or holds as a text.
 
     Args:
         milliseconds: The gap.
@@ -244,7 +243,9 @@ def gap(milliseconds: float, watched: bool, holds: int) -> str:
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """Compute p50, p95, p99 and max, each rounded to 3 decimals. The result is {} without values."""
+    """Compute the percentiles p50, p95 and p99 and the maximum of the values, each rounded to 3 decimals. Without
+    values, the result is {}.
+    """
     numbers = np.fromiter(values, np.float64)
     if not numbers.size:
         return {}

@@ -185,7 +185,7 @@ def read_poses(path: Path) -> Mapping[str, Any]:
 
 
 def within(pose: np.ndarray, motion: Motion, limits: Sequence[Limits]) -> np.ndarray:
-    """Clip a pose [D] to the ranges and the workspaces of all ``limits``, float64 [D]."""
+    """Clip a pose [D] to the ranges and the workspaces of all ``limits``. Return the clipped pose, float64 [D]."""
     inside = np.array(pose, np.float64)
     placed = motion.placed(len(pose))
     for each in limits:
@@ -426,7 +426,8 @@ class RestPose(LoopListener):
         return max(seconds)
 
     def _lags(self) -> str:
-        """Check that the robot follows the path. Return the reason why the return must stop; "" if it may continue.
+        """Check that the robot follows the path to the rest pose. Return the reason why the return must stop; "" if it
+        may continue.
 
         If the robot has arrived at the rest pose, this method ends the return.
         """

@@ -439,7 +439,7 @@ def import_plugins() -> dict[str, str]:
 
 
 def _problem_of(plugin: str) -> str:
-    """Import a plugin. Return the reason if the import failed, else ""."""
+    """Import a plugin of LeRobot. Return the reason if the import failed, else ""."""
     try:
         importlib.import_module(plugin)
     except Exception as error:  # noqa: BLE001 - a broken plugin must not stop a robot that does not need the plugin

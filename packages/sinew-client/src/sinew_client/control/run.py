@@ -173,7 +173,8 @@ class RunPlan:
 
 
 def _window(rows: int, policy: Mapping[str, Any], hz: float) -> int:
-    """Compute the largest number of waypoints in a window of a stream: a whole chunk, converted to the robot's rate.
+    """Compute the largest number of waypoints in a window of a stream. This is the number of actions in a whole chunk,
+    converted to the robot's rate.
 
     Args:
         rows: Number of actions in a chunk.
@@ -185,7 +186,11 @@ def _window(rows: int, policy: Mapping[str, Any], hz: float) -> int:
 
 
 def _prompt(prompt: str | None, facts: RobotFacts, policy: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Choose the first instruction, and write a note if it replaces the robot's own one. Raises SettingsError."""
+    """Choose the first instruction, and write a note if it replaces the robot's own instruction.
+
+    Raises:
+        SettingsError: Neither the policy nor the robot has an instruction.
+    """
     if prompt is None:
         return "", ()
     own = facts.task()

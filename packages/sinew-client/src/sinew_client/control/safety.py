@@ -133,16 +133,20 @@ class Limits:
 
     @functools.cached_property
     def paced(self) -> np.ndarray:
-        """Which values have a limit that depends on the last command (velocity, acceleration, jerk, jump), bool [D]."""
+        """For each value of a command, True if it has a limit that depends on the last command (velocity, acceleration,
+        jerk, jump), bool [D].
+        """
         return np.any([np.isfinite(getattr(self, name)) for name in RATES], axis=0)
 
     @functools.cached_property
     def boxed(self) -> np.ndarray:
-        """Which values have a workspace, bool [D]."""
+        """For each value of a command, True if its position is limited to a workspace, bool [D]."""
         return np.isfinite(self.workspace_low) | np.isfinite(self.workspace_high)
 
     def unpaced(self) -> list[str]:
-        """Return the names of the values without a limit of velocity, acceleration, jerk or jump."""
+        """Return the names of the values without any limit that depends on the last command (velocity, acceleration,
+        jerk, jump).
+        """
         return [self.name(at) for at in np.flatnonzero(~self.paced)]
 
     def name(self, joint: int) -> str:
@@ -473,7 +477,7 @@ class Guard:
             inside: The requested command inside the range, float64 [D].
             last: The last command, float64 [D].
             sent: The command without jerk limits, float32 [D].
-            hits: For each kind of limit, which values it changed, bool [D].
+            hits: Pairs of a kind of limit, and for each value True if this limit changed it, bool [D].
 
         Returns:
             The command, float32 [D], and the updated ``hits``.

@@ -162,7 +162,11 @@ class Settings:
 
     @property
     def choice(self) -> Choice:
-        """The method of chunk merging, and the reason for it. Raises SettingsError if the method is unknown."""
+        """The method of chunk merging, and the reason for it.
+
+        Raises:
+            SettingsError: The method is unknown.
+        """
         try:
             return choose(self.handover, self.motion, refined=bool(self.refine))
         except ValueError as error:
@@ -183,7 +187,14 @@ class Settings:
         return self.of_stream(dim) if self.fusion else self.of_chunks(dim)
 
     def of_stream(self, dim: int) -> StreamController:
-        """Create a controller for a stream. ``dim`` is D. Raises ClientError if a setting does not fit."""
+        """Create a controller for a stream.
+
+        Args:
+            dim: Number of values in a command (D).
+
+        Raises:
+            ClientError: A setting does not fit.
+        """
         try:
             fusion = parse_fusion(self.fusion)
         except ValueError as error:
@@ -198,7 +209,14 @@ class Settings:
         return StreamController(fusion, self.hz, self.stale, motion, guard, dim, self.chunk_size or MAX_ROWS)
 
     def of_chunks(self, dim: int) -> Controller:
-        """Create a controller for requested chunks. ``dim`` is D. Raises ClientError if a setting does not fit."""
+        """Create a controller for requested chunks.
+
+        Args:
+            dim: Number of values in a command (D).
+
+        Raises:
+            ClientError: A setting does not fit.
+        """
         try:
             player = Player(
                 parse_handover(self.choice.handover),
@@ -274,9 +292,12 @@ class Settings:
         return Limits.parse(self.limits, dim) if self.limits is not None else None
 
     def parse_motion(self) -> Motion:
-        """Create the motion of these settings. Raises SettingsError if it is not valid.
+        """Create the motion of these settings: what the policy's actions are relative to.
 
         For a stream, the motion gives only the position before the first command, because waypoints are sent unchanged.
+
+        Raises:
+            SettingsError: The motion is not valid.
         """
         try:
             motion = parse_motion(self.motion)

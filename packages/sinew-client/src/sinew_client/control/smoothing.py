@@ -94,7 +94,8 @@ def parse_filter(text: str, hz: float) -> Filter | None:
 
 
 def _share(angle: float) -> float:
-    """Compute the share with which two averages in series have the gain 1 / sqrt(2) at a frequency.
+    """Compute the weight of the newest input (share) with which two averages in series have the gain 1 / sqrt(2) at a
+    frequency.
 
     One average has the squared gain (1 - b)^2 / (1 + b^2 - 2 b cos(angle)) with b = 1 - share. This must be
     1 / sqrt(2), because the gains of both averages are multiplied.
@@ -112,7 +113,7 @@ class Smoothing:
 
     Args:
         design: The filter.
-        posed: Which values of a target are positions, bool [D].
+        posed: For each value of a target, True if it is a position, bool [D].
 
     Attributes:
         missing: Number of control steps in which the later actions were missing that compensate the lag.

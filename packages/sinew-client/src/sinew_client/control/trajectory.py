@@ -62,9 +62,8 @@ class Trajectory:
                     self._nodes.pop(node.step, None)
 
     def fused(self, nodes: Sequence[Node], fusion: Fusion) -> list[Node]:
-        """Mix new actions with the stored actions for the same steps (``fusion``).
-
-        Return the results; store nothing.
+        """Mix new actions with the stored actions for the same steps, by the rule ``fusion``. Return the mixed actions,
+        and store nothing.
         """
         if not nodes:
             return []

@@ -101,7 +101,7 @@ class Watchdog:
                 return
 
     def _watched(self) -> None:
-        """Hold the robot. The caller must have locked ``_lock``."""
+        """Hold the robot. The caller must have locked ``_lock`` before."""
         if not self._held:
             logger.warning("no command for %.3g s: the watchdog holds the robot", self.limit)
         self._held = True

@@ -1,4 +1,5 @@
-"""Replays the requests of a decision log with other settings: how often the robot holds, and how old commands are.
+"""Replay the requests of a decision log with other settings, to find out how often the robot would hold, and how old
+its commands would be.
 
 The loop's own controller decides, so the numbers are exact for the recorded latencies. The actions are not used, so a
 replay cannot state how well the robot would have done its task.
@@ -26,10 +27,10 @@ MAX_RULES = 6  # for each method of chunk merging, at most this many replan inte
 
 @dataclass(frozen=True)
 class Clipped:
-    """How a limit changed the commands of one number.
+    """How one limit changed the commands for one joint.
 
     Attributes:
-        commands: Commands that the limit changed.
+        commands: Number of commands that the limit changed.
         largest: Largest difference between the requested and the sent value, robot units.
         furthest: The requested value with the largest difference, robot units.
     """
@@ -46,19 +47,20 @@ class RunLog:
     Attributes:
         settings: Settings of the run.
         target: What computed the actions, as the user typed it; "" in older logs.
-        dim: Numbers of a command.
-        steps: Control steps with a command or a hold, ascending.
-        drops: Control step -> (reason, moved): the loop dropped its plan, for example at a new episode.
-        latencies: Control steps from each answered request to its answer.
+        dim: Number of values in a command.
+        steps: The control steps with a command or a hold, in ascending order.
+        drops: For each control step in which the loop dropped its planned actions (for example at a new episode): the
+            reason, and True if the robot may have been moved.
+        latencies: Number of control steps from each answered request to its answer.
         waits: For each request that did not fail: control steps to its answer, and from its newest frame to the
             request. If the loop dropped the request, the first number is the median latency, or the time until the
             drop if that was longer.
-        failed: Requests without an executable answer.
-        size: Actions in a chunk.
-        held: Reason -> control steps.
-        ages: Age of a command in control steps -> commands.
-        requests: Requests for a chunk.
-        clipped: "joint.limit" -> effect of the limit.
+        failed: Number of requests without an executable answer.
+        size: Number of actions in a chunk.
+        held: Number of control steps in which the robot held, by reason.
+        ages: Number of commands, by their age in control steps.
+        requests: Number of requests for a chunk.
+        clipped: Effect of each limit, by "joint.limit".
         late_ms: How late the control step of each request began, in milliseconds. Empty in older logs.
     """
 
@@ -90,12 +92,12 @@ class Played:
     Attributes:
         handover: Method of chunk merging.
         replan: When the next chunk is requested.
-        steps: Control steps.
-        held: Reason -> control steps in which the robot holds.
-        ages: Age of a command in control steps -> commands.
-        requests: Requests for a chunk.
-        reaction: Control steps from a change of the scene to the first command that was computed from a later frame,
-            for a change in each control step.
+        steps: Number of control steps.
+        held: Number of control steps in which the robot holds, by reason.
+        ages: Number of commands, by their age in control steps.
+        requests: Number of requests for a chunk.
+        reaction: For a change of the scene in each control step: the number of control steps until the first command
+            that was computed from a later frame.
     """
 
     handover: str
@@ -248,10 +250,11 @@ def alternatives(log: RunLog, methods: tuple[str, ...]) -> list[Played]:
 
 
 def _reactions(executed: list[tuple[int, int]], drops: set[int]) -> list[int]:
-    """Return, for a change in each control step, the steps until the first command from a later frame.
+    """For a change of the scene in each control step, return the number of steps until the first command from a later
+    frame.
 
     Args:
-        executed: Control step and step of the frame, for each command.
+        executed: For each command, its control step and the step of the frame from which it was computed.
         drops: Steps in which the plan was dropped. A change before such a step is not counted beyond it.
     """
     newest = np.maximum.accumulate([frame for _, frame in executed]) if executed else np.zeros(0)
@@ -288,7 +291,13 @@ class _LimitsWatch:
         guard.check = reported
 
     def step(self, controller: Controller, then: Command, state: Any) -> None:
-        """Repeat a logged command, and count what its limits changed."""
+        """Repeat a logged command, and count how the limits changed it.
+
+        Args:
+            controller: The controller of the replay.
+            then: The logged command.
+            state: State of the robot in this step.
+        """
         self._verdicts.clear()
         controller.command(then.step, None if state is None else np.array(state, np.float32))
         for requested, verdict in self._verdicts[-1:]:

@@ -193,7 +193,11 @@ class StreamController(BaseController):
         self._failing = reason[:LONGEST_REASON]
 
     def _checked(self, window: StreamWindow, step: int) -> np.ndarray:
-        """Check a window, and return its waypoints, float32 [K, D]. Raises :class:`RowsError` for an invalid window."""
+        """Check a window, and return its waypoints, float32 [K, D].
+
+        Raises:
+            RowsError: The window is not valid.
+        """
         rows = checked_rows(window.rows, self.dim, self.max_rows, least=0, what="a window")
         now, reach = max(0.0, self._time) + AHEAD_S, step + self.hz * AHEAD_S + MAX_DELAY
         if not (0.0 <= window.sample_time <= now and -math.inf < window.frame_time <= now):

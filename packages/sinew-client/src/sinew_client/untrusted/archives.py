@@ -138,7 +138,11 @@ class Archive:
     def _checked(
         self, max_entries: int, max_unpacked: int, methods: tuple[int, ...], paths: bool
     ) -> dict[str, Any]:
-        """Check the sizes, names and methods of all entries. Return the entries by name. Raises UntrustedError."""
+        """Check the sizes, names and methods of all entries. Return the entries by name.
+
+        Raises:
+            UntrustedError: An entry exceeds a limit, or is not allowed.
+        """
         infos = [info for info in self._zip.infolist() if not info.filename.endswith("/")]
         if len(infos) > max_entries:
             raise UntrustedError(f"at most {max_entries} entries", str(len(infos)))

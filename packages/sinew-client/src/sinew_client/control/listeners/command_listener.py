@@ -9,7 +9,7 @@ from sinew_client.control.listeners.listener import LoopListener
 
 
 class CommandListener(LoopListener):
-    """Calls ``watcher`` in each control step with the command, or with the hold."""
+    """Calls the function ``watcher`` in each control step, with the command of this step (which may be a hold)."""
 
     def __init__(self, watcher: Callable[[Command], None]):
         self._watcher = watcher

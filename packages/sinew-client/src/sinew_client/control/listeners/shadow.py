@@ -148,7 +148,9 @@ class ShadowAgreement(LoopListener):
         return {"steps": len(did), "missing": self.missing, "numbers": numbers, "rows": self._by_row()}
 
     def _by_row(self) -> dict[str, Any]:
-        """Compute the differences for each index of an action in its chunk (``rows`` of :meth:`to_dict`)."""
+        """Compute the differences between policy and driver for each index of an action in its chunk (``rows`` of
+        :meth:`to_dict`).
+        """
         differences: dict[int, list[np.ndarray]] = {}
         for steps, rows in self._said:
             for index, step in enumerate(steps):

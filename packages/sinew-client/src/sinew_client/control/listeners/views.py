@@ -80,7 +80,11 @@ class ViewRefresh(LoopListener):
 
     @classmethod
     def parse(cls, text: str) -> ViewRefresh:
-        """Read rules, separated by commas. Raises ClientError."""
+        """Read rules, separated by commas.
+
+        Raises:
+            ClientError: A rule has another form.
+        """
         rules = [ViewRule(part) for part in text.split(",")]
         cameras = [rule.camera for rule in rules]
         if len(set(cameras)) < len(cameras):
@@ -88,7 +92,11 @@ class ViewRefresh(LoopListener):
         return cls(rules)
 
     def check(self, cameras: Sequence[str]) -> None:
-        """Raise ClientError for a rule whose camera the policy does not have."""
+        """Check that the policy has the camera of each rule.
+
+        Raises:
+            ClientError: The policy does not have a camera.
+        """
         for rule in self.rules:
             if rule.camera not in cameras:
                 raise ClientError(
