@@ -56,8 +56,8 @@ files that each family needs. [Engines](engines.md) explains the columns of the 
   fixture. A star marks a slow test, which `make test` does not run.
 * **An empty cell** means that there is no test. Without a test, the engine may still work, and prints what it does
   not support. Every protocol can serve every family.
-* **cuda references** are the PyTorch references of the CUDA kernels and the program of the CUDA graph. These tests
-  run on a CPU. [On a GPU](gpu.md) lists the policies that we ran on NVIDIA GPUs.
+* **cuda references** are the PyTorch references of the CUDA kernels and the program of the CUDA graph. The tests
+  of the cuda references run on a CPU. [On a GPU](gpu.md) lists the policies that we ran on NVIDIA GPUs.
 
 `--engine auto` selects an engine other than `eager` only in two cases. The engine has an entry here, or you verified
 it on your machine (`sinew validate`, `sinew prepare`).
