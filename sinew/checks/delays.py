@@ -72,7 +72,15 @@ class DelayTrace:
     _last: dict[str, int] = field(default_factory=dict)
 
     def frame(self, camera: str, begun: float, time: float, frame: Any, stated: float | None) -> None:
-        """Record a frame, uint8 [height, width, 3] or floats in [0, 1]. Any other array is ignored."""
+        """Record one reading of a camera.
+
+        Args:
+            camera: Name of the camera.
+            begun: Time when the robot was asked for the observation, in seconds of the loop's clock.
+            time: Time when the robot had answered.
+            frame: uint8 [height, width, 3] or floats in [0, 1]. Any other array is ignored.
+            stated: The robot's own time of the exposure; None if the robot states none.
+        """
         pixels = np.asarray(frame)
         if not is_frame(pixels):
             return

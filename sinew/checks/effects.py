@@ -231,7 +231,12 @@ def _smallest(observation: Observation) -> Iterator[Observation]:
 
 
 def _one_level(name: str, images: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return a camera's frame in which the middle pixel differs by one of 256 levels."""
+    """Return a copy of a camera's frame in which the middle pixel differs by one of 256 levels.
+
+    Args:
+        name: Name of the camera.
+        images: Camera -> frame.
+    """
     changed = np.array(images[name])
     at = changed.shape[0] // 2, changed.shape[1] // 2, 0
     level = changed[at]

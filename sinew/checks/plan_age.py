@@ -169,6 +169,12 @@ def _change(episode: Episode, old: int, new: int, scale: np.ndarray) -> float | 
 
     The smallest difference counts if the old plan may be early or late by some steps. The result is None if the plans
     have too few steps in common.
+
+    Args:
+        episode: The recorded episode with its plans.
+        old: Index of the observation of the old plan.
+        new: Index of the observation of the new plan.
+        scale: Standard deviation of each number of an action, [D].
     """
     plans = episode.plans
     draws, size = plans.shape[1:3]

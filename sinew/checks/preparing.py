@@ -230,7 +230,8 @@ def _prepare(
 
 @contextlib.contextmanager
 def _form(bundle: Bundle, candidate: EngineChoice) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """Yield the file that the engine opens, and a function that publishes it.
+    """Yield the file that an engine opens, and a function that moves this file to the place where the engine looks for
+    it.
 
     The graphs of an export are written to a temporary folder, which is removed unless the function is called. Other
     engines open the bundle itself.

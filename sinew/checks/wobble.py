@@ -116,7 +116,7 @@ class Wobble:
         return self._base + self._curve.at(np.array([now - begun]))[0] * self._size
 
     def ready(self, now: float) -> bool:
-        """Return True, because an answer takes no time."""
+        """Return True: a chunk of the wobble is computed at once, so a new request is always possible."""
         return True
 
     def ask(self, observation: Mapping[str, Any], now: float) -> None:

@@ -36,7 +36,12 @@ def kept(server: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unlike(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one text for each difference between two results of :func:`kept`. A missing entry is a difference too."""
+    """Return one text for each difference between two servers' settings. A missing entry is a difference too.
+
+    Args:
+        then: Settings at the time of the recording (:func:`kept`).
+        now: Settings of the present server (:func:`kept`).
+    """
     return [
         f"{key}: {_text(then.get(key))} then, {_text(now.get(key))} now"
         for key in KEYS.split()

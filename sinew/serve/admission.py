@@ -90,8 +90,10 @@ class Admission:
 
 
 def _places(jobs: Sequence[ServingJob]) -> list[list[ServingJob]]:
-    """Group the waiting requests of a client by their places in the queue. The requests of one message share a
-    place.
+    """Group the waiting requests of one client by their places in the queue. The requests of one message share a place.
+
+    Args:
+        jobs: The waiting requests of the client.
     """
     places: dict[object, list[ServingJob]] = {}
     for job in jobs:

@@ -78,7 +78,12 @@ class Costs:
         cost.at = time.monotonic()
 
     def measured(self, kind: Hashable, size: int) -> bool:
-        """Return True if this size has a recent measurement."""
+        """Return True if batches of this kind and size were measured recently.
+
+        Args:
+            kind: Kind of the batch, as in :meth:`learn`.
+            size: Number of observations in the batch.
+        """
         cost = self._kinds.get(kind, {}).get(size)
         return cost is not None and time.monotonic() - cost.at < OLD_S
 
@@ -267,7 +272,12 @@ class Batcher:
         return most
 
     def _alone(self, job: ServingJob, first: ServingJob) -> float:
-        """Return the seconds of a single inference for a request; 0 if no cost is known."""
+        """Return the seconds that a request takes if it is computed alone; 0 if no cost is known.
+
+        Args:
+            job: The request.
+            first: Request whose kind is used if the kind of ``job`` was not measured yet.
+        """
         return self.costs.surely(job.kind, 1) or self.costs.surely(first.kind, 1) or 0.0
 
     def _breaks(self, line: Sequence[ServingJob], chosen: Sequence[ServingJob], now: float) -> bool:

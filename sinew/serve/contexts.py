@@ -86,7 +86,12 @@ class ContextPolicy(ServedPolicy):
 
 
 def add(service: Service, forms: Sequence[str], host: PolicyHost) -> None:
-    """Add the policies ``context.FORM`` to a service.
+    """Add one policy ``context.FORM`` to a service for each form.
+
+    Args:
+        service: The service of the server.
+        forms: Types of the floats in the contexts, such as "bf16".
+        host: The resources that all policies of the server share.
 
     Raises:
         SinewError: The engine does not support split inference.

@@ -119,7 +119,13 @@ NO_COMPENSATION = "naive"
 
 
 def _bounds(processor: Processor, safety: Safety) -> dict[str, Any]:
-    """Describe a policy's actions for clients: their limits and scale, from the policy's statistics."""
+    """Return the limits and the scale of a policy's actions for clients. Both come from the statistics of the training
+    data.
+
+    Args:
+        processor: Converts observations and actions of the policy. It has the statistics.
+        safety: Limits of the policy's actions.
+    """
     # The notes of the base policy are logged when the policy is loaded, so log only the notes of adapters here.
     if processor.adapter:
         for note in statistics.notes(processor.spec, processor.recipe):

@@ -140,7 +140,15 @@ def memory_budget(gib: float | None, options: dict[str, Any]) -> tuple[int | Non
 
 
 def recorders(record: Path | None, viewer: Path | str | None) -> dict[str, BackgroundWriter]:
-    """Create the writers of requests and answers, by their names in the service."""
+    """Create the writers of requests and answers.
+
+    Args:
+        record: Folder for records; None writes no records.
+        viewer: File or address of a Rerun viewer; None sends nothing to Rerun.
+
+    Returns:
+        Name of the writer in the service ("recorder" or "rerun") -> writer.
+    """
     from sinew.records.recorder import Recorder
     from sinew.records.viewers.rerun_records import RerunRecorder
 

@@ -175,11 +175,16 @@ class Metrics:
         self._registry.register(collector)
 
     def connection(self, wire: str, change: int) -> None:
-        """Record that a connection was opened (+1) or closed (-1)."""
+        """Count the open connections of a protocol.
+
+        Args:
+            wire: Name of the protocol.
+            change: +1 for a new connection, -1 for a closed connection.
+        """
         self._connections.labels(wire).inc(change)
 
     def session(self, name: Hashable) -> None:
-        """Record a request of a session."""
+        """Record that a session has sent a request, so that the session counts as active."""
         now = time.monotonic()
         with self._lock:
             # Move the session to the end, because the sessions are sorted by their last request.

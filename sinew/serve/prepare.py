@@ -167,7 +167,7 @@ class Preparer:
             _signal(child, signal.SIGTERM)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end, and kill a process that ignores SIGTERM.
+        """Wait for the end of the preparation. A process that ignores SIGTERM is killed.
 
         Returns:
             False if the thread takes longer, because it loads a policy.

@@ -304,7 +304,7 @@ def _read(folder: Path) -> tuple[dict[str, list[ReplayedAnswer]], int, Path, int
 
 
 def _answer(path: Path) -> tuple[str, ReplayedAnswer, int] | None:
-    """Read the session, the answer and the number of observation steps of a record, without its frames.
+    """Read a record without its frames. Return its session, its answer and its number of observation steps.
 
     The result is None for a record without actions.
     """

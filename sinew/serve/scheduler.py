@@ -447,8 +447,8 @@ class Scheduler:
         return self._compute(jobs)
 
     def _compute(self, jobs: Sequence[ServingJob]) -> list[Outcome]:
-        """Compute requests of one kind. Return the outcome of each request, and add ``timing.queue_ms`` to its
-        chunk.
+        """Compute requests that may be in one batch. Return the outcome of each request. A chunk also gets
+        ``timing.queue_ms``, the milliseconds that its request has waited.
         """
         turn, alike, count = _Turn(jobs), jobs[0].alike, len(jobs)
         begun = turn.begun
@@ -513,6 +513,10 @@ class Scheduler:
         """Compute several requests together.
 
         After an unexpected failure, each request is computed alone, so that only the request that causes it fails.
+
+        Args:
+            jobs: The requests of the batch.
+            around: Further arguments of the policy's ``run_batch``.
         """
         outcomes: list[Outcome]
         try:
@@ -534,8 +538,12 @@ class Scheduler:
     def _compute_one(self, job: ServingJob, around: Mapping[str, Any]) -> Outcome:
         """Compute a request, and count unexpected failures.
 
-        A few failures in a row may come from one client. So the scheduler then tries the policy with the policy's
-        own observation. The result becomes the server's health.
+        A few failures in a row may come from one client. So the scheduler then tries the policy with the policy's own
+        observation. If this fails too, the server reports that it is unhealthy.
+
+        Args:
+            job: The request.
+            around: Further arguments of the policy's ``run``.
         """
         try:
             self._raise_if_abandoned(job)

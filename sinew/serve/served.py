@@ -57,11 +57,15 @@ class ServedPolicy(Protocol):
         raise NotImplementedError
 
     def batch_key(self, prepared: Any) -> Hashable | None:
-        """Return the properties that all observations of a batch share; None if this observation always runs alone."""
+        """Return a key of a prepared observation. Only observations with equal keys may be computed in one batch. None
+        means that this observation is always computed alone.
+        """
         return None
 
     def cost_key(self, prepared: Any) -> Hashable | None:
-        """Return the properties that determine the time of an inference; None if all take equally long."""
+        """Return a key of a prepared observation. Inferences with equal keys take about the same time. None means that
+        all inferences take the same time.
+        """
         return None
 
     def run_batch(

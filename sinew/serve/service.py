@@ -324,7 +324,13 @@ class Service:
         self._stopping = True
 
     def refused(self, wire: str, client: str, error: SinewError) -> None:
-        """Count and log a request that was rejected before ``submit``."""
+        """Count and log a request that was rejected before ``submit``.
+
+        Args:
+            wire: Name of the protocol.
+            client: Address of the client.
+            error: The reason for the rejection.
+        """
         job = ServingJob(Request(wire, _never, client))
         self._tell(job, error, self._account(job, error))
 
@@ -401,7 +407,15 @@ def printable(error: SinewError) -> str:
 
 
 def _entry(job: ServingJob, outcome: Outcome, seconds: float, missed: bool) -> dict[str, Any]:
-    """Return a line of the access log: client, time and duration, but no frames, texts or actions."""
+    """Return a line of the access log, ready for JSON. It has the client, the time and the duration, but no frames,
+    texts or actions.
+
+    Args:
+        job: The request.
+        outcome: The chunk or the error.
+        seconds: Seconds from the request's arrival to the answer.
+        missed: True if the answer came after the deadline.
+    """
     request, seen = job.request, job.observation
     entry: dict[str, Any] = {
         "time": round(time.time(), 3),

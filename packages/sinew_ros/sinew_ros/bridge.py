@@ -208,7 +208,9 @@ class Bridge:
             self.loop.close()
 
     def _watch(self, command: Command) -> None:
-        """Publish a new trajectory when a new chunk begins, and a stop when the robot begins to hold."""
+        """Publish a new trajectory when a new chunk begins, and stop the trajectory when the robot begins to hold its
+        position.
+        """
         self._reason = command.reason
         self.robot.paused = self.loop.controller.paused
         if self._goals is not None:

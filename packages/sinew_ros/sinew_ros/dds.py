@@ -123,8 +123,12 @@ class Dds:
         self.take(name, kind, lambda call, reply: reply(answer(call)))
 
     def take(self, name: str, kind: str, take: Callable[[Any, Reply], None]) -> None:
-        """Pass each call of a service to ``take``, with a function that sends the reply at any time and from any
-        thread.
+        """Receive the calls of a service. The service may reply to each call at any time.
+
+        Args:
+            name: Name of the service.
+            kind: Type of the service.
+            take: Called with each request and a function that sends its reply. Any thread may call this function.
         """
         from cyclonedds.pub import DataWriter
         from cyclonedds.sub import DataReader
@@ -148,7 +152,13 @@ class Dds:
         self._begin(calls, name, lambda call: take(call, partial(reply, call)))
 
     def act(self, name: str, kind: str, actor: Goals) -> None:
-        """Serve an action, whose goals ``actor`` runs."""
+        """Run an action server.
+
+        Args:
+            name: Name of the action.
+            kind: Type of the action.
+            actor: Object that accepts, runs and cancels the goals.
+        """
         ActionServer(self, name, kind, actor)
 
     def call(self, name: str, kind: str, fields: Mapping[str, Any], seconds: float) -> Any:

@@ -142,8 +142,10 @@ class Managed:
             serving.serve(f"~/{name}", SERVICE + kind, answer)
 
     def _alone(self, why: str) -> None:
-        """Deactivate the node because its manager has disconnected. The manager may return and activate the node
-        again.
+        """Deactivate the node because its manager has disconnected. The manager may return and activate the node again.
+
+        Args:
+            why: The reason, for the log.
         """
         if self.state == ACTIVE:
             logger.error("the bond is broken, because the manager %s; the node deactivates itself", why)

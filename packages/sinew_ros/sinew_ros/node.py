@@ -58,7 +58,13 @@ class Rclpy:
         return lambda fields: publisher.publish(_filled(made(), fields))
 
     def act(self, name: str, kind: str, actor: Goals) -> None:
-        """Serve an action with rclpy's action server. ``actor`` runs its goals."""
+        """Run an action server of rclpy.
+
+        Args:
+            name: Name of the action.
+            kind: Type of the action.
+            actor: Object that accepts, runs and cancels the goals.
+        """
         from rclpy.action import ActionServer, CancelResponse, GoalResponse
 
         made = _message(kind)
@@ -84,7 +90,13 @@ class Rclpy:
         self._spin()
 
     def serve(self, name: str, kind: str, answer: Callable[[Any], Mapping[str, Any]]) -> None:
-        """Answer the calls of a service. ``answer`` returns the fields of a response."""
+        """Answer the calls of a service.
+
+        Args:
+            name: Name of the service.
+            kind: Type of the service.
+            answer: Returns the fields of the response to a request.
+        """
 
         def reply(request: Any, response: Any) -> Any:
             return _filled(response, answer(request))

@@ -148,7 +148,12 @@ class TopicRobot:
 
 
 def _reading(kind: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Return the function that converts a camera's messages, and the function that checks a message on arrival."""
+    """Return two functions for the messages of a camera: one converts a message to a frame, and one checks a message on
+    arrival.
+
+    Args:
+        kind: Type of the messages, such as ``sensor_msgs/msg/Image``.
+    """
     if kind == COMPRESSED:
         return messages.compressed, messages.compressed
     return messages.picture, messages.check_picture

@@ -253,5 +253,11 @@ def spread_of(policy: Policy) -> np.ndarray:
 
 
 def report(policy: Policy, parity: Parity, source: str) -> Mapping[str, Any]:
-    """Return a comparison and the facts about its policy as a JSON-ready dict."""
+    """Return a comparison and facts about the compared policy as a JSON-ready dict.
+
+    Args:
+        policy: The policy that was compared with the reference.
+        parity: The comparison.
+        source: Origin of the observations.
+    """
     return {"source": source, **policy.describe(), **parity.to_dict()}

@@ -88,8 +88,9 @@ def kept_record(
 
 
 def as_required(gate: dict[str, Any]) -> dict[str, Any]:
-    """Return the verdict of a success gate. If the gate played ``EPISODES`` or more, the policy must also reach
-    ``SUCCESS`` of the reference's success."""
+    """Return the verdict of a success gate (a test of the success rate on a task). If the gate played ``EPISODES`` or
+    more, the policy must also reach ``SUCCESS`` of the reference's success.
+    """
     wins, least = gate["wins"], math.ceil(SUCCESS * gate["recorded_wins"])
     if gate["episodes"] < EPISODES:
         return gate
@@ -99,7 +100,12 @@ def as_required(gate: dict[str, Any]) -> dict[str, Any]:
 
 
 def weaker(parity: dict[str, Any], gate: dict[str, Any]) -> list[str]:
-    """Return the sentences about required bounds that the policy has met only in a weaker form."""
+    """Return a sentence for each required bound that the policy has met only in a weaker form.
+
+    Args:
+        parity: The result of :func:`compared`.
+        gate: Verdict of the success gate (a test of the success rate on a task).
+    """
     from sinew.checks.validate.parity import COSINE, LARGEST
 
     lines = []

@@ -60,7 +60,7 @@ class Place:
 
     @classmethod
     def of(cls, seen: SeenCamera) -> Place | None:
-        """Return the place that a record describes; None if the record has no thumbnail."""
+        """Create a place from a bundle's record of a camera. Return None if the record has no thumbnail."""
         if not seen.thumbnail:
             return None
         return cls(opponent(unpacked(seen.thumbnail)), unpacked(seen.spread), seen.farthest)
@@ -72,7 +72,12 @@ class Place:
         return Place(mean, turned(self.spread), self.farthest)
 
     def unlike(self, shown: np.ndarray) -> tuple[float, float]:
-        """Return the distance of frames from the training data, and the distance above which they are unlike it."""
+        """Return two distances: the distance of frames from the training data, and the limit above which frames do not
+        match the training data.
+
+        Args:
+            shown: Mean thumbnail of the frames in opponent colours, [8, 8, 3].
+        """
         return distance(shown, self.mean, self.spread), UNLIKE * max(self.farthest, 1.0)
 
 
@@ -169,7 +174,12 @@ class CameraFit:
         return replace(best, others=tuple(turn for turn in TURNS if turn in turns and turn != best.turn))
 
     def undecided(self, names: list[str]) -> list[Finding]:
-        """Return the findings that cannot be decided, because the training data look the same in both cases."""
+        """Return findings about mistakes that cannot be detected, because the training data look the same with and
+        without them.
+
+        Args:
+            names: The cameras.
+        """
         results = []
         for name in names:
             if name not in self.places:
@@ -240,7 +250,13 @@ def _between(own: Place, other: Place, shown: np.ndarray) -> tuple[float, float,
 
 
 def _told(name: str, explanation: Explanation, swapped: Mapping[str, str]) -> Finding:
-    """Convert an explanation to a finding with a text for the user."""
+    """Convert an explanation to a finding with a text for the user.
+
+    Args:
+        name: Name of the camera.
+        explanation: The explanation of its frames.
+        swapped: Camera -> camera whose place its frames show.
+    """
     kinds, seen, advice = [], [], []
     if explanation.camera != name:
         kinds.append("swapped" if swapped.get(explanation.camera) == name else "wrong camera")
@@ -270,7 +286,14 @@ def _told(name: str, explanation: Explanation, swapped: Mapping[str, str]) -> Fi
 
 
 def _colours(name: str, mean: np.ndarray, seen: SeenCamera) -> list[Finding]:
-    """Return a finding if red and blue are exchanged, from mean colours alone. Needs training colours far from grey."""
+    """Return a finding if the mean colours show that red and blue are exchanged. The list is empty if the training
+    frames are nearly grey on average.
+
+    Args:
+        name: Name of the camera.
+        mean: Mean colour of the robot's frames.
+        seen: Record of the camera's training frames.
+    """
     expected, got = seen.mean[0] - seen.mean[2], float(mean[0] - mean[2])
     if abs(expected) < COLOUR or -got / expected < TOWARDS:
         return []

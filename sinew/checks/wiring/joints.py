@@ -216,8 +216,9 @@ class JointFit:
     def _negated(
         self, states: np.ndarray, before: np.ndarray
     ) -> tuple[float, list[Finding], set[int]] | None:
-        """Return an explanation if numbers fit with the opposite sign and not with their own sign, as in
-        :meth:`_exchanged`."""
+        """Return an explanation if numbers of the state fit the training data with the opposite sign and not with their
+        own sign. Arguments and result are those of :meth:`_exchanged`.
+        """
         after = self.mismatch(-states)
         negated = self._better(states, before, after)
         if not negated:
@@ -238,7 +239,9 @@ class JointFit:
         return total, results, negated
 
     def _scaled(self, states: np.ndarray, before: np.ndarray) -> tuple[float, list[Finding], set[int]] | None:
-        """Return an explanation if numbers fit in another unit, as in :meth:`_exchanged`."""
+        """Return an explanation if numbers of the state fit the training data after a conversion to another unit.
+        Arguments and result are those of :meth:`_exchanged`.
+        """
         best: tuple[float, float, set[int]] | None = None
         for scale in SCALES:
             after = self.mismatch(states * scale)
@@ -293,7 +296,12 @@ class JointFit:
         }
 
     def _outside(self, states: np.ndarray, explained: set[int]) -> list[Finding]:
-        """Return a finding for each unexplained joint whose values never occurred in training."""
+        """Return a finding for each joint whose values never occurred in training.
+
+        Args:
+            states: The robot's states, [n, D].
+            explained: Positions for which another finding already gives an explanation. They are left out.
+        """
         mean, apart = self.steps(states).mean(0), self.apart(states)
         return [
             Finding(
@@ -322,7 +330,9 @@ def _deviations(total: float, of: set[int]) -> str:
 
 
 def _cycles(to: Sequence[int]) -> list[list[int]]:
-    """Return the cycles of a permutation that have two or more elements."""
+    """Return the cycles of a permutation that have two or more elements. Element ``i`` moves to the position
+    ``to[i]``.
+    """
     rest, cycles = set(range(len(to))), []
     while rest:
         cycle = [min(rest)]

@@ -282,7 +282,13 @@ class WiringWatch:
 
 
 def _blind(name: str, shown: CameraStatistics, lit: float) -> Finding | None:
-    """Return a finding if a camera's frames are black or have only one colour; None if the frames show a picture."""
+    """Return a finding if a camera's frames are black or have only one colour; None if the frames show a picture.
+
+    Args:
+        name: Name of the camera.
+        shown: Statistics of the camera's frames.
+        lit: Mean of the camera's pixels in training.
+    """
     subject, mean = f"camera {name}", float(shown.mean.mean())
     usual = f"; {lit:.3g} in training" if math.isfinite(lit) else ""
     if shown.whole and shown.high <= 1:

@@ -122,7 +122,15 @@ class RerunLog:
             self._log([*root, "camera", name], picture)
 
     def values(self, root: Sequence[str], kind: str, names: Sequence[str], values: Any) -> None:
-        """Log a vector as one number per name, ``KIND/NAME``. If the number of names differs, indices are used."""
+        """Log a vector as one entity ``KIND/NAME`` per number. If the number of names differs from the vector's length,
+        indices are used as names.
+
+        Args:
+            root: Prefix of the entities.
+            kind: Kind of the numbers, such as "state".
+            names: Name of each number.
+            values: The vector.
+        """
         vector = np.asarray(values, np.float64).reshape(-1)
         for name, value in zip(_names(names, len(vector)), vector, strict=True):
             self._log([*root, kind, name], self._rerun.Scalars(float(value)))
@@ -130,7 +138,15 @@ class RerunLog:
     def rows(
         self, root: Sequence[str], kind: str, names: Sequence[str], times: np.ndarray, rows: np.ndarray
     ) -> None:
-        """Log a matrix [n, D] at times [n], as ``KIND/NAME``."""
+        """Log a matrix as one series of numbers per column, with the name ``KIND/NAME``.
+
+        Args:
+            root: Prefix of the entities.
+            kind: Kind of the numbers, such as "action".
+            names: Name of each column.
+            times: Time of each row in seconds, [n].
+            rows: The matrix, [n, D].
+        """
         if not len(times):
             return
         self._open()

@@ -66,7 +66,7 @@ def rendered(page: str) -> str | None:
 
 
 def _note(found: re.Match[str]) -> str:
-    """Turn an admonition of mkdocs into a quotation, because CommonMark has no admonitions."""
+    """Convert a note block of mkdocs (``!!! note``) to a Markdown quotation, because CommonMark has no note blocks."""
     kind, title, text = found.groups()
     lines = [f"**{title or kind.capitalize()}**", "", *(line[4:] for line in text.splitlines())]
     return "\n".join(f"> {line}".rstrip() for line in lines) + "\n"
@@ -79,7 +79,12 @@ def _head(found: re.Match[str]) -> str:
 
 
 def _link(found: re.Match[str]) -> str:
-    """Point a link at another of these pages. A link to a page that this installation lacks becomes plain text."""
+    """Change the target of an HTML link to the page on this server. If this installation does not have the page, the
+    link becomes plain text.
+
+    Args:
+        found: Match of ``LINK`` in the HTML of a page.
+    """
     path, anchor = found[1], found[2] or ""
     if not path:
         return found[0]

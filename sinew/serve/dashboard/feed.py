@@ -326,7 +326,9 @@ def _error_copy(error: SinewError) -> SinewError:
 
 
 def plain(values: np.ndarray) -> Any:
-    """Return numbers, rounded to six digits, as lists. Numbers that are not finite become None."""
+    """Convert an array to nested lists of numbers with six significant digits, for JSON. Numbers that are not finite
+    become None.
+    """
     numbers = np.asarray(values, np.float64)
     with np.errstate(all="ignore"):
         scale = 10.0 ** (5 - np.floor(np.log10(np.abs(numbers))))
@@ -341,7 +343,7 @@ def plain(values: np.ndarray) -> Any:
 
 
 def jpeg(frame: np.ndarray) -> bytes:
-    """Return uint8 [H, W, 3] as a JPEG file."""
+    """Compress a frame, uint8 [H, W, 3], to the bytes of a JPEG file."""
     from PIL import Image
 
     file = io.BytesIO()

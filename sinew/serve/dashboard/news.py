@@ -135,15 +135,18 @@ class Broadcast:
         return self._newest()
 
     def _patience(self) -> float:
-        """Return the longest time between two messages in seconds, for a time without answers."""
+        """Return the seconds after which the next message is due, even if no answer has come."""
         return 3600.0
 
     def _left(self) -> None:
-        """Clean up when the last viewer has gone."""
+        """Free the stored data of the messages, because the last viewer has disconnected."""
 
     async def _news(self, last_number: int) -> None:
-        """Wait until a message is due. If possible, also wait for a time just after a reply, or without a running
-        inference.
+        """Wait until a message is due. To disturb no robot, prefer a time just after a reply, or a time without a
+        running inference.
+
+        Args:
+            last_number: Number of the last answer in the previous message.
         """
         after_a_reply = await self._listen(self._patience(), last_number)
         if not after_a_reply and self._busy():

@@ -43,12 +43,18 @@ class Wiring:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Wiring | None:
-        """Create the comparison for a bundle; None if the bundle has no record of its training data."""
+        """Create the comparison for a policy. Return None if the policy's bundle has no record of its training data."""
         return None if manifest.seen is None else cls(manifest)
 
     def put(self, wire: str, client: str, session: str, observation: Observation) -> None:
-        """Compare an answered observation with the training data. Only every ``EVERY``-th observation of a session
-        is compared.
+        """Compare an answered observation with the training data. Only every ``EVERY``-th observation of a session is
+        compared.
+
+        Args:
+            wire: Name of the protocol.
+            client: Address of the client.
+            session: Session of the request.
+            observation: The observation.
         """
         name = wire, client, session
         with self._lock:

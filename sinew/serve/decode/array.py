@@ -87,7 +87,7 @@ def unpack(payload: bytes | bytearray | memoryview) -> Any:
 
 
 def pack(tree: Any) -> bytes:
-    """Return a message in msgpack, in openpi's form: arrays and numpy scalars become maps with binary keys."""
+    """Encode nested containers as msgpack in openpi's form: arrays and numpy scalars become maps with binary keys."""
     return msgpack.packb(tree, default=_to_map)
 
 

@@ -86,7 +86,7 @@ def application(config: PolicyConfig) -> Any:
 
 
 def scaling(bounds: Replicas) -> dict[str, Any]:
-    """Return Ray Serve's ``autoscaling_config``."""
+    """Convert the allowed numbers of replicas to Ray Serve's setting ``autoscaling_config``."""
     return {
         "min_replicas": bounds.min,
         "max_replicas": bounds.max,

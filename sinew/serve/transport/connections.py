@@ -84,8 +84,11 @@ class Connection(Account, asyncio.Protocol):
             self._all.ledger.prove(self)
 
     def control_frame(self, payload: int) -> None:
-        """Remove a WebSocket's ping or pong from the bytes of the arriving request. A ping may come between the
-        parts of a message.
+        """Subtract a WebSocket's ping or pong from the bytes of the arriving request. A ping may come between the parts
+        of a message.
+
+        Args:
+            payload: Number of bytes in the ping or pong.
         """
         if self._all is None:
             return

@@ -186,7 +186,9 @@ class WebServer:
     async def _counted(
         self, request: web.Request, handler: Callable[..., Awaitable[Any]]
     ) -> web.StreamResponse:
-        """Count a request in its connection's account when it is complete, and when it is answered."""
+        """Call the handler of a request, and count the request in the account of its connection: when it is complete,
+        and when it is answered.
+        """
         connection = connection_of(request)
         if not request.can_read_body:
             connection.whole()
@@ -464,7 +466,9 @@ def _data(message: WSMessage) -> bytes:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Return False for aiohttp's tracebacks of invalid HTTP, with which a client could fill the log."""
+    """Return False for a log record that aiohttp writes about invalid HTTP. Such records are dropped, because a client
+    could fill the log with them.
+    """
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 

@@ -86,7 +86,13 @@ class Codec(Protocol):
         """
 
     def control(self, header: Any, peer: Peer | None = None) -> bytes | None:
-        """Return the reply to a request that is not an inference; None for an inference."""
+        """Return the reply to a request that needs no inference, such as a health check. Return None for a request that
+        needs an inference.
+
+        Args:
+            header: Header of the request.
+            peer: The connection of the request.
+        """
 
     def decoders(
         self, header: Any, payload: memoryview, frames: shared.ReceivedFrames | None = None
@@ -214,7 +220,11 @@ class ZeroMQWire:
         return max(0.0, min(times)) if times else None
 
     def _step(self, timeout_s: float | None) -> None:
-        """Wait for an event, take requests, and send the rest of replies."""
+        """Run one step of the loop: wait for an event, read requests, and send the remaining bytes of replies.
+
+        Args:
+            timeout_s: Longest wait in seconds; None for no limit.
+        """
         happened = self._selector.select(timeout_s)
         # Check these connections first, so that the accounts are up to date.
         for _ in range(len(self._woken)):
@@ -481,7 +491,17 @@ class ZeroMQWire:
         jobs: Sequence[ServingJob],
         outcomes: Sequence[Outcome],
     ) -> None:
-        """Send the reply to an inference. The method runs on a thread of the scheduler, or on the loop."""
+        """Send the reply to an inference. The method runs on a thread of the scheduler, or on the loop.
+
+        Args:
+            peer: The connection of the request.
+            envelope: Routing frames for the reply.
+            header: Header of the request.
+            arrived: Time at which the request arrived.
+            size: Number of the request's bytes in the account of the connection.
+            jobs: One job for each observation of the request.
+            outcomes: The outcome of each job.
+        """
         peer.under_way.difference_update(jobs)
         try:
             if self.on_loop() and any(isinstance(each, BusyError) for each in outcomes):
@@ -520,7 +540,12 @@ class ZeroMQWire:
             each.abandon()
 
     def wake(self, peer: Peer | None, at_once: bool = True) -> None:
-        """Ask the loop to check this connection, at once or when the loop wakes next. Call this from any thread."""
+        """Let the loop check a connection. Any thread may call this method.
+
+        Args:
+            peer: The connection; None only wakes the loop.
+            at_once: True to wake the loop now. With False, the loop checks the connection when it wakes next.
+        """
         if peer is not None:
             self._woken.append(peer)
         if not at_once:

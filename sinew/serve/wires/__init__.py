@@ -139,7 +139,12 @@ def _add() -> None:
 
 
 def servers(ports: Mapping[str, int | str]) -> int:
-    """Return the number of servers. Protocols of one web port share a server and its connections."""
+    """Return the number of servers that these protocols need. Protocols of one web port share a server and its
+    connections.
+
+    Args:
+        ports: Protocol -> port or path.
+    """
     return len({port if WIRES[name].web else name for name, port in ports.items()})
 
 

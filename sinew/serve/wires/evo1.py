@@ -82,7 +82,7 @@ def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | No
 
 
 def _decoded(payload: bytes) -> tuple[bytes, dict[str, Any]]:
-    """Return the JSON text of the pictures, and the other fields."""
+    """Decode a message. Return the pictures as JSON text that is not decoded yet, and the other fields as values."""
     try:
         body = msgspec.json.decode(payload, type=_Body)  # bounded: its fields stay bytes
         fields: dict[str, Any] = {}
@@ -169,7 +169,9 @@ def _pictures(text: bytes, budget: PixelBudget) -> Iterator[np.ndarray]:
 
 
 def _flags(name: str, value: Any) -> list[bool]:
-    """Return a mask as booleans. Leading axes of length 1 are dropped, because the clients differ in them."""
+    """Convert a mask (a list of 0 and 1) to booleans. Leading axes of length 1 are dropped, because only some clients
+    send them.
+    """
     while isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
         value = value[0]
     if not isinstance(value, list) or not all(each in (0, 1) for each in value):
@@ -178,7 +180,15 @@ def _flags(name: str, value: Any) -> list[bool]:
 
 
 def _check_actions(value: Any, dim: int) -> None:
-    """Raise ObservationError unless the client requests exactly the policy's own actions."""
+    """Check that the client requests exactly the values that the policy's actions have.
+
+    Args:
+        value: The client's ``action_mask``.
+        dim: Number of values of the policy's actions.
+
+    Raises:
+        ObservationError: The mask requests other values.
+    """
     mask = _flags("action_mask", value)
     if mask[:dim] != [True] * dim or any(mask[dim:]):
         raise ObservationError("action_mask", f"{dim} ones, then zeros", f"{sum(mask)} ones of {len(mask)}")

@@ -76,13 +76,15 @@ def _walk(node: Mapping[Any, Any], path: str, depth: int, found: dict[str, Any])
 
 
 def key_maps(spec: PolicySpec, wire: str) -> list[KeyMap]:
-    """Return the bundle's key maps for a protocol. The list may be empty."""
+    """Return the bundle's key maps for a protocol. A key map assigns a robot's own names to the policy's inputs. The
+    list may be empty.
+    """
     return [keys for keys in spec.keys if keys.wire == wire]
 
 
 def camera_keys(spec: PolicySpec, wire: str) -> dict[str, str]:
-    """Return camera -> key under which this protocol's clients send its frame. If several keys are accepted, the
-    first one is returned.
+    """Return a mapping from each camera to the key under which this protocol's clients send its frame. If several keys
+    are accepted, the first one is returned.
     """
     for keys in key_maps(spec, wire):
         return {camera: key for key, camera in keys.images.items()}
@@ -90,7 +92,7 @@ def camera_keys(spec: PolicySpec, wire: str) -> dict[str, str]:
 
 
 def state_keys(spec: PolicySpec, wire: str) -> tuple[str, ...]:
-    """Return the keys whose values are joined to the state."""
+    """Return the keys of this protocol's messages whose values are joined, in this order, to the state."""
     for keys in key_maps(spec, wire):
         return keys.state
     return (_STATE_KEYS[0],)
@@ -234,7 +236,13 @@ def _frames(
 
 
 def _vectors(key: str, value: Any, moments: int) -> np.ndarray:
-    """Return the values of each observation step, float64 [moments, n]."""
+    """Return a vector for each observation step, float64 [moments, n].
+
+    Args:
+        key: Key of the value in the message, for errors.
+        value: The received value: one vector, or one vector per step.
+        moments: Number of observation steps.
+    """
     if moments == 1:
         return vector(key, value)[None]
     array = numbers(key, value, MAX_NUMBERS)
@@ -285,7 +293,12 @@ def optional_text(key: str, value: Any) -> str:
 
 
 def floats(key: str, value: Any) -> np.ndarray:
-    """Return numbers as float32, in any shape."""
+    """Convert a received value to a float32 array of any shape.
+
+    Args:
+        key: Key of the value in the message, for errors.
+        value: The received value.
+    """
     # Ignore the overflow here, because numbers that become infinite are rejected later.
     with np.errstate(over="ignore"):
         return numbers(key, value, MAX_NUMBERS).astype(np.float32)
@@ -405,7 +418,16 @@ def _spellings(camera: str) -> tuple[str, ...]:
 def _refuse_strange_frames(
     flat: Mapping[str, Any], cameras: Mapping[str, Sequence[str]], taken: set[str]
 ) -> None:
-    """Raise ObservationError for a frame that belongs to no camera of the policy."""
+    """Check that every frame of a message belongs to a camera of the policy.
+
+    Args:
+        flat: The message.
+        cameras: Camera -> keys under which its frame may come.
+        taken: Keys of the frames that were already assigned to cameras.
+
+    Raises:
+        ObservationError: A frame belongs to no camera.
+    """
     for key, value in flat.items():
         named = key.startswith(_FRAME_PREFIXES)
         looks = isinstance(value, np.ndarray) and value.ndim >= 3 and key != "noise"
@@ -431,7 +453,14 @@ def _refuse_unknown(flat: Mapping[str, Any], known: Collection[str], shown: Sequ
 
 
 def _state(flat: Mapping[str, Any], spec: PolicySpec, keys: KeyMap | None, moments: int) -> np.ndarray:
-    """Return the states, float64 [moments, D]."""
+    """Return the robot's state for each observation step, float64 [moments, D].
+
+    Args:
+        flat: The message.
+        spec: The policy's specification.
+        keys: The bundle's key map; None without one.
+        moments: Number of observation steps.
+    """
     if keys is not None:
         missing = [key for key in keys.state if key not in flat]
         if missing:

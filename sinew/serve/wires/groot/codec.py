@@ -171,7 +171,9 @@ class GrootCodec:
         return [partial(self._element, header, batch, index) for index in range(batch.size)]
 
     def _batch(self, header: GrootHeader) -> _Batch:
-        """Return the parts of the observation that the policy reads, all with a batch axis."""
+        """Return the inputs of the policy from a request: frames, parts of the state, and instructions. All arrays have
+        a batch axis.
+        """
         videos, states, prompts = self.names.select(header.observation)
         frames = {camera: _array(key, value) for camera, (key, value) in videos.items()}
         vectors = [_numbers(key, value) for key, value in states]
@@ -206,7 +208,15 @@ class GrootCodec:
         return _Batch(size, frames, vectors, _prompts(prompts, size))
 
     def _check_history(self, videos: dict[str, int], states: dict[str, int]) -> None:
-        """Raise :class:`ObservationError` unless the numbers of observation steps, by key, are the policy's."""
+        """Check that a request has the observation steps that the policy reads.
+
+        Args:
+            videos: Key of a video -> number of its steps.
+            states: Key of a state -> number of its steps.
+
+        Raises:
+            ObservationError: A key has another number of steps.
+        """
         (first, count), *_ = videos.items()
         if count not in (1, self.spec.history):
             raise ObservationError(first, f"1 or {self.spec.history} observation steps", str(count))
@@ -451,8 +461,8 @@ def _checked(key: str, read: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 def _numbers(key: str, value: Any) -> np.ndarray:
-    """Return an array of numbers. Text is rejected first, because a long text would make every element of the array
-    as wide.
+    """Convert a received value to an array of numbers. Text is rejected before the conversion, because numpy would
+    reserve the length of the longest text for every element.
     """
     return numbers(key, _array(key, value))
 

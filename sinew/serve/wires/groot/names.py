@@ -138,7 +138,7 @@ class Names:
 
 
 def _refuse_unknown(observation: Mapping[str, Any], prompt: str) -> None:
-    """Raise ObservationError for a key that belongs to no modality."""
+    """Raise ObservationError for a key that belongs to no modality (video, state or language) of the protocol."""
     for key in observation:
         if key not in (*MODALITIES, "task", prompt) and not key.startswith(_PREFIXES):
             expected = f"one of {', '.join(MODALITIES)}, or keys that begin with {', '.join(_PREFIXES)}"
@@ -171,8 +171,15 @@ def _bare(modality: str, key: str) -> str:
 
 
 def _groups(names: tuple[str, ...]) -> dict[str, slice]:
-    """Return group -> columns, for neighbours with the same name before their number. The result is {} if a name has no
-    number, or if the columns of a group are not neighbours."""
+    """Group dimensions by the part of their name before the number: "left_arm.0" and "left_arm.1" form the group
+    "left_arm".
+
+    Args:
+        names: Names of the dimensions in their order.
+
+    Returns:
+        Group -> its columns. The result is {} if a name has no number, or if the columns of a group are not neighbours.
+    """
     members = [_MEMBER.fullmatch(name) for name in names]
     groups: dict[str, slice] = {}
     at = 0

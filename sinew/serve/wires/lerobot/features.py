@@ -131,7 +131,9 @@ def _same_policy(config: RemotePolicyConfig, spec: PolicySpec) -> None:
 
 
 def _renamed(config: RemotePolicyConfig) -> dict[str, tuple[str, Any]]:
-    """Return the features under the policy's names: {name: (the client's key, feature)}."""
+    """Rename the client's features with its ``rename_map``. Return a mapping from the policy's name of each feature to
+    the client's key and the feature.
+    """
     renamed: dict[str, tuple[str, Any]] = {}
     for key, feature in config.lerobot_features.items():
         name = config.rename_map.get(key, key)

@@ -60,6 +60,6 @@ def parse(name: str, data: bytes) -> Any:
 
 
 def actions_message(data: bytes) -> bytes:
-    """Return the reply to GetActions."""
+    """Return the Protobuf reply to GetActions, the client's call for actions."""
     message: bytes = messages()["Actions"](data=data).SerializeToString()
     return message

@@ -77,8 +77,15 @@ class RobotSession:
     predicted: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def offer(self, waiting: Waiting, must_go: bool) -> bool:
-        """Let an observation wait in place of an older one. Return False if a chunk for its timestep was already
-        computed."""
+        """Store an observation until it is computed, in place of an older one.
+
+        Args:
+            waiting: The observation.
+            must_go: True if the client requires a chunk for this observation.
+
+        Returns:
+            False if a chunk for its timestep was already computed. The observation is then not stored.
+        """
         if waiting.timestep in self.predicted and not must_go:
             return False
         self.waiting = waiting
