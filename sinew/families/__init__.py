@@ -1,1 +1,2 @@
-"""The supported policies, one folder per family. :mod:`sinew.core.registry` has a line for each family."""
+"""The policies that Sinew supports, one folder for each family of policies. :mod:`sinew.core.registry` lists the
+families."""

@@ -1,4 +1,5 @@
-"""Create models of published sizes without a checkpoint, from the ``published.json`` of each family."""
+"""Describe models that have the sizes of published policies, without their checkpoints. The sizes are in the
+``published.json`` of each family."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from sinew.core.fields import from_builtins
 from sinew.core.registry import PUBLISHED, model_class, presets
 
 REQUIRED = ("architecture", "title", "config", "views", "side", "tokens", "steps")
-MOST = 1 << 20  # largest size that a file may contain
+MOST = 1 << 20  # largest number that a file may contain as a size
 
 
 class Published(NamedTuple):
-    """A model of a published size.
+    """The description of a model that has the sizes of a published policy.
 
     Attributes:
         architecture: Name of the architecture in bundles.
-        title: Name that the authors use.
+        title: Name that the policy's authors use.
         config: Configuration of the model.
         views: Number of views of a typical request.
         side: Side of a frame in pixels.
@@ -41,7 +42,7 @@ class Published(NamedTuple):
 
 
 def published(name: str) -> Published:
-    """Return a preset.
+    """Return the description of a published policy.
 
     Raises:
         SinewError: The name is unknown.
@@ -54,7 +55,8 @@ def published(name: str) -> Published:
 
 
 def described(path: Path | Traversable) -> Published:
-    """Read a model of any size from a file with one record, which has the form of a family's ``published.json``.
+    """Read the description of a model from a file. The file has one record, with the fields of an entry in
+    ``published.json``.
 
     Raises:
         SinewError: The record is wrong. The message names the field.

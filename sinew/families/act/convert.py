@@ -1,8 +1,8 @@
 """Convert LeRobot ACT checkpoints to bundles.
 
 The configuration names the backbone, and its widths are those of torchvision's ResNet with this name. Frames are read
-at their own size, and the sizes of the cameras may differ. The encoder of the latent is omitted, because only training
-reads it. Frozen batch norms are folded into their convolutions.
+at their own size, and the sizes of the cameras may differ. The encoder that computes the latent vector is omitted,
+because only training uses it. Frozen batch norms are folded into their convolutions.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ RULES = (
     ),
     Rule(r"model\.encoder_latent_input_proj\.bias", ("latent",)),
     Rule(
-        r"model\.encoder_img_feat_input_proj\.weight",  # a convolution with a 1 x 1 kernel
+        # This weight belongs to a convolution with a 1 x 1 kernel.
+        r"model\.encoder_img_feat_input_proj\.weight",
         ("connector.weight",),
         lambda source: reshape(source, source.shape[0], -1),
     ),

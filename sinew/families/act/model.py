@@ -3,8 +3,9 @@ pass.
 
 The encoder reads these tokens: the latent, the state, the environment's state if there is one, and each feature of each
 view. Features come from a ResNet. The latent is zero at inference, so its token is the bias of its projection. Position
-embeddings are added to the queries and keys of every layer and never to values. A norm is therefore not read by linear
-layers only, and engines cannot fold it. The policy does not read prompts.
+embeddings are added to the queries and keys of every layer and never to values. Therefore not only linear layers read
+the result of a norm, and engines cannot merge the norm's scale into the weights of linear layers. The policy does not
+read prompts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sinew.layers.sizes import check_sizes
 from sinew.models.base import Regression
 
 NORM_EPS = 1e-5  # default of torch; the reference implementation uses the default too
-LONGEST_PERIOD = 10_000  # longest wavelength of the position table, in sides of the view
+LONGEST_PERIOD = 10_000  # longest wavelength of the position embedding, in units of the view's side
 PLACE_EPS = 1e-6  # avoids a division by zero in the position table
 
 
@@ -50,9 +51,10 @@ class ActConfig:
         chunk_size: Actions in a chunk.
         max_state_dim: Size of the state.
         max_action_dim: Size of an action.
-        environment_dim: Number of last values of the state that describe the environment, which has its own token. 0 if
-            there are no such values.
-        pre_norm: True if the norms are before the branches.
+        environment_dim: Number of values at the end of the state that describe the environment. They become a separate
+            token. 0 if there are no such values.
+        pre_norm: True if each norm comes before the attention or the MLP, False if it comes after the residual
+            addition.
         activation: Activation of the MLPs.
         frames: Height and width of each view in pixels, if views have different sizes. Empty if all views have one
             size.
@@ -249,7 +251,7 @@ class ACT(Regression):
 
     @property
     def first_tokens(self) -> int:
-        """Return the number of tokens before the tokens of the views."""
+        """Return the number of encoder tokens that come before the tokens of the camera views."""
         return 3 if self.config.environment_dim else 2
 
     @property
@@ -275,7 +277,7 @@ class ACT(Regression):
             pixels: [B, V, 3, height, width].
 
         Returns:
-            [B, V, N, C] with N the most features of a view. A smaller view is padded with zeros.
+            [B, V, N, C]. N is the number of features of the largest view. Smaller views are padded with zeros.
         """
         if self.config.frames:
             return embed_own_sizes(self.features, pixels, self.config.frames)
@@ -350,7 +352,8 @@ class ACT(Regression):
 
 
 def all_view_places(config: ActConfig) -> Tensor:
-    """Compute the buffer ``view_places`` of a model: the position embeddings of one view, or of all views in order."""
+    """Compute the model's buffer ``view_places``: the position embeddings of one view if all views have the same
+    size, else of all views in order."""
     grids = config.grids or ((config.rows, config.cols),)
     return torch.cat([view_places(rows, cols, config.hidden_size) for rows, cols in grids])
 

@@ -1,9 +1,9 @@
 """Convert BitVLA checkpoints (Wang et al. 2025, arXiv 2506.07530) to bundles.
 
 BitVLA has the token sequence and the head of OpenVLA-OFT. Its language model is BitNet b1.58, and the linear layers of
-its SigLIP tower may be ternary too. The checkpoint contains bfloat16 master weights. The bundle contains the weights
-that inference uses: packed codes of two bits and one scale per matrix. Source: ustcwhy/BitVLA and its fork of
-transformers.
+its SigLIP tower may be ternary too. The checkpoint contains the bfloat16 weights of the training ("master weights"),
+from which the ternary weights are computed. The bundle contains the weights that inference uses: packed codes of two
+bits and one scale per matrix. Source: ustcwhy/BitVLA and its fork of transformers.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from sinew.steps.prompt.drop import Drop
 from sinew.steps.prompt.template import sentence
 
 NAMES = ("bitvla",)
-# Fields of config.json that are not read. The tensors and the tokenizer have the same numbers, or only other forms of
-# the policy need them.
+# Fields of config.json that Sinew does not read. Their numbers follow from the tensors or the tokenizer, or only other
+# variants of the policy need them.
 UNREAD_FIELDS = (
     "image_seq_length image_token_index n_action_bins norm_stats pad_token_id vocab_size ignore_index"
 )
 SUPPORTED_VALUES = {"multimodal_projector_bias": True}
 OPTIONS = openvla.OPTIONS
 SETTINGS = {name: setting for name, setting in openvla.SETTINGS.items() if name != "decoding"}
-# Defaults of BitNet b1.58 2B, which a checkpoint omits.
+# Default values of BitNet b1.58 2B for fields that a checkpoint's configuration does not contain.
 TEXT = {
     "hidden_size": 2560,
     "intermediate_size": 6912,
@@ -167,7 +167,8 @@ def bundle_name(name: str) -> str:
 
 
 def views_after(tokenizer: TokenizerFiles) -> int:
-    """Return the number of tokens before the views. They are the system text, which is the same in every prompt."""
+    """Return the number of prompt tokens that come before the camera views. They are a system text, which is the
+    same in every prompt."""
     ids = Tokenizer.from_str(tokenizer.text).encode(SYSTEM + VIEWS).ids
     return ids.index(tokenizer.token_id(VIEWS))
 
@@ -199,8 +200,10 @@ def vision(checkpoint: PrismaticCheckpoint) -> tuple[ViTConfig, tuple[str, ...]]
 
 
 def decoder(checkpoint: PrismaticCheckpoint) -> DecoderConfig:
-    """Return the sizes of the language model. The code squares a ReLU, although the configuration's ``hidden_act`` is
-    silu.
+    """Return the sizes of the language model.
+
+    The activation is a squared ReLU, as in the code of the training project, although ``hidden_act`` in the
+    configuration is silu.
     """
     text = checkpoint.config.part("text_config").filled(TEXT)
     with named(f"{text.path}: text_config"):

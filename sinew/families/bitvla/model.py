@@ -1,4 +1,5 @@
-"""BitVLA's model, which is OpenVLA-OFT's. The configuration defines which weights are ternary."""
+"""The model of BitVLA. It has the same network as OpenVLA-OFT, and the configuration states which weights are
+ternary."""
 
 from sinew.families.openvla.model import OpenVLAOFT
 

@@ -1,4 +1,5 @@
-"""CogACT (Li et al. 2024, arXiv 2411.19650): OpenVLA's vision towers and language model, and a diffusion transformer.
+"""CogACT (Li et al. 2024, arXiv 2411.19650): the vision towers and the language model of OpenVLA, followed by a
+diffusion transformer.
 
 The diffusion transformer reads one hidden state of the language model, and denoises the action chunk in several steps.
 Reference implementation: microsoft/CogACT.

@@ -2,10 +2,9 @@
 
 A run consists of ``config.json``, ``dataset_statistics.json`` and ``checkpoints/*.pt``. You may pass the folder or one
 of the .pt files. The tensors have the names of Prismatic, which the converter changes to the names of OpenVLA's files.
-No file describes the towers and the language model. ``base_vlm`` in config.json names them. The tokenizer is Llama 2's
-(``--tokenizer``).
-Sources: microsoft/CogACT (vla/load.py, vla/cogactvla.py, action_model/), openvla/openvla (prismatic/conf/models.py,
-vla-scripts/extern/convert_openvla_weights_to_hf.py).
+No file contains the sizes of the vision towers and the language model. The field ``base_vlm`` in config.json contains
+their name. The tokenizer is Llama 2's (``--tokenizer``). Sources: microsoft/CogACT (vla/load.py, vla/cogactvla.py,
+action_model/), openvla/openvla (prismatic/conf/models.py, vla-scripts/extern/convert_openvla_weights_to_hf.py).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ SETTINGS = {
     ),
     "solver_steps": SOLVER_STEPS_SETTING,
 }
-# Both names mean the same towers and language model.
+# Both values of ``base_vlm`` refer to the same vision towers and the same language model.
 BASES = ("prism-dinosiglip-224px+7b", "prism-dinosiglip-224px-controlled+7b")
 SIDE = 224
 # Pixel statistics of the towers: timm's values for DINOv2 and SigLIP.
@@ -203,7 +202,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def model_config(checkpoint: CogACTCheckpoint, vision: tuple[Any, ...]) -> CogACTConfig:
-    """Read the sizes from the tensors. The sizes in ``config.json`` must agree."""
+    """Read the model's sizes from the shapes of the tensors. The sizes in ``config.json`` must be the same."""
     tensors = checkpoint.tensors
 
     def shape(name: str) -> tuple[int, ...]:
@@ -270,7 +269,10 @@ def snapped(processing: Processing) -> Normalization:
 
 
 def plain_norms(config: CogACTConfig) -> dict[str, TensorSource]:
-    """Return constant weights for the head's norms, ones and zeros, because the head's norms have no weights."""
+    """Return ones and zeros as weights of the head's norms.
+
+    Sinew's norm layers need weights, and the norms in the checkpoint have none.
+    """
     size = config.head.hidden_size
     norms = ["norm", *(f"layers.{i}.norm{n}" for i in range(config.head.num_layers) for n in (1, 2))]
     return {
@@ -281,7 +283,8 @@ def plain_norms(config: CogACTConfig) -> dict[str, TensorSource]:
 
 
 def notes(checkpoint: CogACTCheckpoint, config: CogACTConfig, camera: str) -> tuple[str, ...]:
-    """Return notes about facts that are in no file, and about ignored parts of the files."""
+    """Return notes for the user about facts that no file of the checkpoint contains, and about parts of the files
+    that are ignored."""
     is_default = "guidance_scale" not in checkpoint.options.settings
     reason = (
         ", the default of CogACT's servers; change it with --set guidance_scale=SCALE"

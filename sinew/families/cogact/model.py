@@ -1,4 +1,5 @@
-"""CogACT (Li et al. 2024, arXiv 2411.19650): a diffusion transformer over a chunk, with one hidden state as condition.
+"""CogACT (Li et al. 2024, arXiv 2411.19650): a diffusion transformer that denoises an action chunk, conditioned on one
+hidden state of a language model.
 
 * The views are inside the prompt, as in OpenVLA. The prompt ends with an end-of-sentence token, whose final hidden
   state is the "cognition".
@@ -54,10 +55,11 @@ class CogACTConfig(PrismaticConfig):
 
 
 class Cognition(NamedTuple):
-    """The part of an observation that a solver step reads.
+    """The features of an observation that each solver step reads.
 
     Attributes:
-        conditions: [B, K, C], the cognition, and with guidance the vector that replaces it.
+        conditions: [B, K, C]. K is 1 without guidance: the hidden state of the prompt's last token ("cognition"). K is
+            2 with guidance: this state, and the learned vector that replaces it.
     """
 
     conditions: Tensor
@@ -97,7 +99,7 @@ class CognitionHead(nn.Module):
 
         Args:
             x: [B, H, A], noisy actions.
-            condition: [B, 1, C], the sum of condition and time.
+            condition: [B, 1, C], the sum of the projected condition and the time embedding.
 
         Returns:
             Output, [B, H, A].

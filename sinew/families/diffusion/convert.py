@@ -1,9 +1,9 @@
 """Convert LeRobot Diffusion Policy checkpoints to bundles.
 
-The configuration names the backbone and the sampler, which is that of diffusers with this name. The configuration must
-contain all settings of the sampler that change the actions, because some defaults differ between LeRobot's versions.
-Batch norms are folded into their convolutions. The solver also computes actions for the earlier observation steps, and
-the chunk begins at the newest observation step.
+The configuration contains the name of the backbone, and the name of the noise scheduler in the library diffusers. The
+configuration must contain all settings of the noise scheduler that change the actions, because some defaults differ
+between LeRobot's versions. Batch norms are folded into their convolutions. The solver also computes actions for the
+earlier observation steps, and the chunk begins at the newest observation step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ SCHEMA = Schema(
     steps={"normalizer_processor": NORMALIZER},
 )
 ENCODER, UNET = "diffusion.rgb_encoder.", "diffusion.unet."
-# Modules of a stage in LeRobot and in Sinew. N is the number of a block in LeRobot, and B is its name in Sinew.
+# Names of the modules of a U-Net stage, in LeRobot and in Sinew. N stands for the number of a block in LeRobot, and B
+# for its name in Sinew.
 INSIDE = (
     "N.conv1.block.0=B.conv1.conv N.conv1.block.1=B.conv1.norm N.conv2.block.0=B.conv2.conv"
     " N.conv2.block.1=B.conv2.norm N.residual_conv=B.shortcut "
@@ -100,7 +101,8 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def image_sizes(checkpoint: LeRobotCheckpoint) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """Return the size after the resize and the size after the crop of a frame. None if the step is not used."""
+    """Return (size of a frame after the resize, size after the crop). None in place of the size of a step that is
+    not used."""
     resize_size, crop_size = checkpoint.sides("resize_shape"), checkpoint.sides("crop_shape")
     if resize_size is not None:
         if (ratio := checkpoint.number("crop_ratio")) > 1:
@@ -165,9 +167,10 @@ def tensors(sources: dict[str, TensorSource], config: DiffusionConfig) -> dict[s
 
 
 def encoders(sources: dict[str, TensorSource], config: DiffusionConfig) -> list[str]:
-    """Return the name prefix of each encoder of views.
+    """Return the prefix of the tensor names of each image encoder.
 
-    One encoder for all cameras has no number. The encoder of a policy with one camera may have a number.
+    If one encoder reads all cameras, its name contains no number. If there is only one camera, its encoder may have a
+    number.
     """
     numbered = any(name.startswith(f"{ENCODER}0.") for name in sources)
     return [f"{ENCODER}{number}." if numbered else ENCODER for number in range(config.encoders)]

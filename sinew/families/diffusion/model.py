@@ -4,7 +4,7 @@ actions.
 A ResNet and a spatial softmax convert each view to the positions of some keypoints. The condition of the U-Net
 contains, for each observation step from the oldest on, the robot's state, the keypoints of each camera, and the
 environment's state if there is one. Each block of the U-Net reads a linear map of the condition and of the solver's
-time. The map of the condition is computed once per observation. The policy does not read prompts.
+time. The part of the map that reads the condition is computed once per observation. The policy does not read prompts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DiffusionConfig:
         chunk_size: Number of actions that the solver computes.
         max_state_dim: Number of values in the states of all observation steps together.
         max_action_dim: Size of an action.
-        environment_dim: Number of last values of each state that describe the environment.
+        environment_dim: Number of values at the end of each state that describe the environment.
     """
 
     vision: ResNetConfig
@@ -84,15 +84,15 @@ class DiffusionConfig:
 
     @property
     def condition_size(self) -> int:
-        """Size of the condition."""
+        """Number of values in the condition."""
         return self.max_state_dim + self.history * self.cameras * 2 * self.keypoints
 
 
 class DiffusionContext(NamedTuple):
-    """The contribution of the condition to the input of each block.
+    """The scales and shifts of all U-Net blocks that follow from the condition.
 
     Attributes:
-        film: [B, F].
+        film: The values of all blocks one after the other, [B, F].
     """
 
     film: Tensor

@@ -23,8 +23,8 @@ NORM_EPS = 1e-5  # default of torch; the reference implementation uses the defau
 LAST_GROUPS = 8
 MAX_STAGES = 8
 # A float32 convolution on a CPU is computed as one matrix product if it has at most FEW_ROWS rows, or a weight of at
-# least MANY_NUMBERS numbers. PyTorch's convolution reorders the weight in each call, which then takes longer than the
-# product.
+# least MANY_NUMBERS numbers. In these cases PyTorch's convolution would take longer, because it reorders the weight in
+# each call.
 FEW_ROWS, MANY_NUMBERS = 8, 1 << 22
 
 
@@ -33,9 +33,9 @@ class UNetConfig:
     """Sizes of a U-Net.
 
     Attributes:
-        widths: Channels of each stage.
+        widths: Number of channels of each stage.
         kernel_size: Number of rows that a convolution reads.
-        num_groups: Groups of each norm except the last.
+        num_groups: Number of groups of each group norm except the last.
         scales: True if the condition scales and shifts the channels, False if it only shifts them.
     """
 
@@ -60,7 +60,8 @@ class UNetConfig:
 
     @property
     def unit(self) -> int:
-        """Number that must divide the actions of a chunk, because each stage except the last halves the rows."""
+        """The number of actions of a chunk must be a multiple of this number, because each stage except the last
+        halves the rows."""
         return 2 ** (len(self.widths) - 1)
 
     @property
@@ -71,7 +72,10 @@ class UNetConfig:
 
 
 class Conv1d(nn.Conv1d):
-    """A convolution over rows in the precision of its weight. A recorded program contains it as one operator."""
+    """A convolution over the rows (actions) of a chunk, computed in the precision of its weight.
+
+    If torch records the model as a graph, the graph contains this convolution as one operator.
+    """
 
     def forward(self, x: Tensor) -> Tensor:  # input shape [B, C, H], output shape [B, C', H']
         x = x.to(self.weight.dtype)
@@ -140,7 +144,7 @@ class Residual(nn.Module):
 
 
 class UNetStage(nn.Module):
-    """A stage of two residual blocks. ``resample`` changes the number of rows after both blocks."""
+    """A stage of two residual blocks. After both blocks, ``resample`` halves, doubles or keeps the number of rows."""
 
     def __init__(self, in_channels: int, out_channels: int, config: UNetConfig, resample: nn.Module):
         super().__init__()

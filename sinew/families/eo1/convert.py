@@ -1,8 +1,8 @@
 """Convert LeRobot EO-1 checkpoints to bundles.
 
-The checkpoint's configuration contains that of the whole backbone. The tokenizer and the image processor are in the
-folder or repository that the configuration names, or in the folder of ``--vlm``. The converter adds seven tokens to the
-tokenizer, for which the token table has spare rows.
+The checkpoint's configuration also contains the whole configuration of the backbone. The tokenizer and the image
+processor are in the folder or repository that the configuration names, or in the folder of ``--vlm``. The converter
+adds seven tokens to the tokenizer, and the token table has spare rows for these tokens.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def image_recipe(
     )
     fast = step.get("use_fast_processor", checkpoint["use_fast_processor"])
     with checkpoint.named():
-        # The kernels of torch ("bicubic") and Pillow ("pil_bicubic") round one byte in three hundred differently.
+        # The bicubic resizes of torch ("bicubic") and of Pillow ("pil_bicubic") round differently in one of three
+        # hundred bytes.
         grid = Grid(
             unit=vision.unit, min_pixels=least, max_pixels=most, method="bicubic" if fast else "pil_bicubic"
         )
@@ -205,8 +206,8 @@ def tensors(sources: Mapping[str, TensorSource], config: EO1Config) -> dict[str,
     out["action_mix.weight"], out["time_mix.weight"] = split(out.pop(name), (width, width), axis=1)
     places = np.array(image_places(config.grids), np.float32)
     rules = (
-        # The token table is tied to the output layer. LeRobot stores the tensor under the name of the output layer
-        # only.
+        # The token table and the output layer are the same tensor. LeRobot stores it only under the name of the output
+        # layer.
         *(() if TABLE in out else (Rule(HEAD.replace(".", r"\."), ("language.embed_tokens.weight",)),)),
         *qwen25_rules(BACKBONE + r"language_model\.", BACKBONE + r"visual\."),
         *renames(

@@ -1,8 +1,8 @@
 """Convert Evo-1 checkpoints in LeRobot's layout, and in that of the original repository (MINT-SJTU/Evo-1).
 
 A folder of the original repository contains ``config.json``, ``norm_stats.json`` and DeepSpeed's
-``mp_rank_00_model_states.pt``. In both layouts the widths and the tokenizer of InternVL3 are in the repository that the
-configuration names, or in the folder of ``--vlm``.
+``mp_rank_00_model_states.pt``. In both layouts, the widths and the tokenizer of InternVL3 are not in the checkpoint.
+They come from the hub repository that the configuration names, or from the folder that the user passes with ``--vlm``.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def assemble(parts: Parts, options: ConvertOptions, path: Path) -> Conversion:
-    """Build the conversion from the parts that a layout's reader returns.
+    """Collect everything that a bundle needs from the parts that the reader of a layout returns.
 
     Args:
-        parts: The parts of the checkpoint.
+        parts: The result of the reader of the checkpoint's layout.
         options: The user's options.
         path: The checkpoint. The InternVL folder may be next to it.
     """
@@ -149,7 +149,7 @@ def _model_config(
 
 
 def _side(size: Any) -> int:
-    """Return the side of a square image. A configuration has one number or two equal numbers."""
+    """Return the side of a square image in pixels. ``size`` is a number, or a list of two equal numbers."""
     sides = set(size) if isinstance(size, list) else {size}
     if len(sides) != 1 or not all(type(side) is int for side in sides):
         raise ConvertError(f"vision_config: expected a square, got {size!r}")

@@ -48,7 +48,8 @@ SCHEMA = Schema(
         "default_embodiment_id": 0,
     },
     fixed={"action_head": "flowmatching", "return_cls_only": False},
-    # The last field, empty_cameras, is not needed, because the model masks all missing views up to max_views.
+    # The last of these fields, empty_cameras, is not needed, because the model masks every view that is missing, up to
+    # max_views views.
     unread="training_stage vlm_dtype use_flash_attn dropout enable_gradient_checkpointing finetune_vlm"
     " gradient_checkpointing_use_reentrant finetune_language_model finetune_vision_model finetune_action_head"
     " apply_training_stage_defaults task_field embodiment_id_field empty_cameras",
@@ -144,7 +145,7 @@ def _category(checkpoint: LeRobotCheckpoint) -> int:
 
 
 def _cut(normalization: Normalization, dim: int) -> Normalization:
-    """Return the statistics of the first ``dim`` values, without those of the padding."""
+    """Return the normalisation of only the first ``dim`` values, without the statistics of the padding."""
     short = [name for name, values in normalization.stats.items() if len(values) < dim]
     if short:
         raise ConvertError(

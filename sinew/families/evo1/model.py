@@ -38,7 +38,7 @@ from sinew.models.solvers import Solver
 
 SOLVER = Solver(start=0.0, end=1.0, noise="uniform")
 NORM_EPS = 1e-5  # epsilon of the head's norms
-TIMES = 1000  # rows of the head's time table
+TIMES = 1000  # number of rows of the head's time table, which has one row per time step
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ class Evo1Config:
         action_dim: Number of values of an action that the robot has. The head reads zeros for the other values.
         views: Number of views in the prompt.
         image_token: Id of the placeholder of an image token.
-        unshuffle: Patches along a side of one image token.
+        unshuffle: One image token is made from a square of patches. This is the number of patches along its side.
         head_layers: Blocks of the head.
         head_heads: Attention heads of the head.
         head_size: Width of the head.
         decoder_size: Inner width of the action decoder.
         state_size: Inner width of the state encoder.
         pad_token: Id of the padding token.
-        rows: Length of the head's context. Shorter prompts are padded with ``pad_token``, and the head reads masked
-            tokens. 0 if the head does not read masked tokens.
+        rows: Number of tokens that the head reads, if it also reads masked tokens. Shorter prompts are padded with
+            ``pad_token`` to this number. 0 if the head does not read masked tokens.
         blank: A black pixel after normalisation, from which missing views are made. Empty if the head does not read
             missing views.
-        masked_attend: True if masked tokens of the language model attend to other tokens. False if their attention is
-            zero, as in flash attention without padding.
+        masked_attend: True if masked tokens of the language model attend to other tokens. False if the result of their
+            attention is zero, as in flash attention without padding.
     """
 
     vision: ViTConfig
@@ -134,8 +134,9 @@ class HeadLayer(nn.Module):
         self.mlp = GeluMLP(size, approximate="none")
 
     def fold_sites(self) -> list[FoldSite]:
-        # Only the queries read the first norm: keys and values come from the context. The time is added after the
-        # second norm, so the second norm cannot be folded.
+        # Only the query projection reads the result of the first norm, because keys and values come from the context,
+        # so this norm can be merged into that projection. The time is added after the second norm, so the second norm
+        # cannot be merged into a linear layer.
         return [FoldSite(self, "norm1", (self.attn.q_proj,))]
 
     def forward(self, x: Tensor, time: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
@@ -272,8 +273,9 @@ class Evo1(Model):
         return self.head.context(features, torch.ones_like(valid) if self.config.rows else valid, state)
 
     def filled(self, tokens: Tensor, token_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens and mask with the padding that the head reads, [B, rows] each. They are unchanged if ``rows``
-        is 0.
+        """Return tokens and mask, padded to the number of tokens that the head reads, [B, rows] each.
+
+        They are unchanged if ``rows`` is 0.
         """
         if not self.config.rows:
             return tokens, token_mask
@@ -285,9 +287,8 @@ class Evo1(Model):
     def embed(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the language model's input [B, L, C], and the mask of tokens that others may attend to, bool [B,
-        L].
-        """
+        """Return the language model's input [B, L, C], and a mask, bool [B, L]: True for tokens to which other
+        tokens may attend."""
         count, views = image_tokens.shape[2], camera_mask.shape[1]
         is_placeholder = (tokens == self.config.image_token) & token_mask  # [B, L]
         index = (is_placeholder.long().cumsum(dim=1) - 1).clamp(min=0)

@@ -19,7 +19,7 @@ from sinew.families.evo1.parts import Parts
 from sinew.steps.image.resize import Resize
 
 WEIGHTS, STATISTICS = "mp_rank_00_model_states.pt", "norm_stats.json"
-# Number of layers of the language model. It does not depend on the configuration.
+# Number of layers of the language model. It is a constant in the original code.
 LAYERS = 14
 # Constants of the original repository's server and embedder: pixels, views, prompt tokens and solver steps.
 SIDE, VIEWS, TOKENS, STEPS = 448, 3, 1024, 50
@@ -143,7 +143,7 @@ def read(path: Path, options: ConvertOptions) -> Parts:
 
 
 def choose(stats: JsonRecord, option: str) -> tuple[str, JsonRecord]:
-    """Choose the statistics.
+    """Choose one set of statistics from a file that may contain several sets.
 
     Args:
         stats: The statistics file.

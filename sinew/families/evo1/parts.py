@@ -1,4 +1,4 @@
-"""The parts of an Evo-1 checkpoint that the readers of both layouts return."""
+"""The result of reading an Evo-1 checkpoint. The readers of both checkpoint layouts return this record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # pixel st
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts that both layouts have.
+    """Facts and tensors of an Evo-1 checkpoint, in the same form for both checkpoint layouts.
 
     Attributes:
         format: Name of the checkpoint's layout. The bundle records it as its origin.
@@ -25,14 +25,14 @@ class Parts:
         layers: Number of layers of its language model that are used. 0 for all layers.
         views: Number of views in the prompt.
         category: Index of the weights to use, if the head has separate weights for each category of robots.
-        max_tokens: Longest prompt.
+        max_tokens: Largest number of tokens in a prompt.
         side: Side of an image in pixels.
         resize: Step that resizes frames.
         every_row: True if the head also reads tokens that are masked, such as padding.
-        sizes: Sizes of the head and its vectors, with the names of ``Evo1Config``.
+        sizes: Name of a field of ``Evo1Config`` -> its value, for the sizes of the head and its vectors.
         cameras: The cameras.
-        state: Names of the state.
-        action: Names of an action.
+        state: Names of the state's values.
+        action: Names of an action's values.
         state_normalization: Normalisation of the state.
         action_normalization: Normalisation of an action.
         action_steps: Conversions of the actions after the normalisation.

@@ -48,9 +48,8 @@ def rename(
 
 
 def _first_token(remaining: dict[str, TensorSource], tower: str, lerobot: bool) -> None:
-    """Add the class token's position to the class token itself, because Sinew's model has no position for the class
-    token.
-    """
+    """Add the position embedding of the class token to the class token, because Sinew's model has no position
+    embedding for it."""
     names = ("cls_token", "position_embeddings") if lerobot else ("class_embedding", "position_embedding")
     keys = [f"{tower}embeddings.{name}" for name in names]
     if missing := [key for key in keys if key not in remaining]:
@@ -90,8 +89,8 @@ def _tower(lerobot: bool) -> tuple[Rule, ...]:
 def _connector(lerobot: bool, unshuffle: int) -> tuple[Rule, ...]:
     """Return the rules for the connector's tensors, which reorder the columns of its weights.
 
-    In Sinew's pixel unshuffle the channels of a token are the slowest axis, and the patches of a square are the fastest
-    axis. In Evo-1 the order is reversed.
+    An image token has channels of several patches. In Sinew, all patches of the first channel come first, then those of
+    the next channel. In Evo-1, all channels of the first patch come first.
     """
 
     def ordered(source: TensorSource) -> TensorSource:
@@ -133,7 +132,8 @@ def _head(category: int) -> tuple[Rule, ...]:
         ),
         *renames(BLOCK, TO_BLOCK, block),
         *renames(r"action_head\.", "head.", "norm_out=norm seq_pool_proj=pool"),
-        # Read the stored tables of sines. A bfloat16 checkpoint contains rounded sines, so computing them would differ.
+        # Read the table of sines from the checkpoint. In a bfloat16 checkpoint these sines are rounded, so newly
+        # computed sines would differ.
         Rule(r"action_head\.time_pos_enc\.pe", ("head.time_embedding.weight",), table),
         Rule(
             r"action_head\.action_encoder\.pos_encoding\.pe",

@@ -41,7 +41,7 @@ from sinew.layers.vit import ViTConfig
 from sinew.steps.image.grid import Grid
 
 EAGLE_FILES = "*.json merges.txt chat_template*"
-# Fewest and most tokens of an image, as in Eagle 3's image processor.
+# Smallest and largest number of image tokens per image, as in the image processor of Eagle 3.
 PIXEL_BOUNDS = 4, 4096
 
 
@@ -165,9 +165,8 @@ def assemble(
 
 
 def vision_config(vision: JsonRecord) -> ViTConfig:
-    """Return the sizes of the SigLIP tower. N1.6's configuration has the number of patches, N1.5's the side of the
-    image.
-    """
+    """Return the sizes of the SigLIP tower. The configuration of N1.6 contains the number of patches, and that of
+    N1.5 contains the side of the image."""
     patch = vision["patch_size"]
     patches = vision.get("num_patches")
     side = patch * round(patches**0.5) if patches else vision["image_size"]

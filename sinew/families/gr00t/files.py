@@ -1,4 +1,4 @@
-"""The files of a GR00T checkpoint, and the parts of a bundle that all versions share.
+"""Read the files of a GR00T checkpoint, and build the parts of a bundle that are the same for all versions of GR00T.
 
 These parts are the action head, the embodiment, the prompt and the policy specification.
 """
@@ -44,7 +44,7 @@ UNREAD_FIELDS = (
 )
 SUPPORTED_VALUES = {"reproject_vision": False, "exclude_state": False}
 LEROBOT_PREFIX = "_groot_model."
-TEXT_TOKENS = 256  # tokens reserved for the instruction; NVIDIA's code has no limit
+TEXT_TOKENS = 256  # largest number of tokens of an instruction; NVIDIA's code has no limit
 
 
 def model_type(path: Path) -> str | None:
@@ -66,11 +66,11 @@ def _config_entry(path: Path, key: str) -> str | None:
 
 @dataclass(frozen=True)
 class Embodiment:
-    """The robot for which a bundle is made.
+    """The robot for which a bundle is made. GR00T calls it an embodiment.
 
     Attributes:
         tag: Tag of the robot.
-        number: Index of the robot in the weights that the checkpoint stores per embodiment.
+        number: Index of the robot's weights. The checkpoint stores some weights once for each robot.
     """
 
     tag: str
@@ -79,13 +79,13 @@ class Embodiment:
 
 @dataclass(frozen=True)
 class RobotRecord:
-    """The robot's description in the files.
+    """The description of a robot, read from the files of a checkpoint.
 
     Attributes:
         embodiment: The robot.
         cameras: The cameras, in the model's order.
         vectors: State and action.
-        language: The instruction's key in the GR00T protocol.
+        language: Key of the instruction in requests of the GR00T protocol.
         files: The files that were read.
         notes: Assumptions, for the user.
         history: Number of observation steps of the cameras, and number of control steps between two of them. Only the
@@ -103,13 +103,14 @@ class RobotRecord:
 
 @dataclass(frozen=True)
 class EagleParts:
-    """The parts that all layouts of an Eagle-based checkpoint have.
+    """The result of reading a checkpoint of a GR00T version whose backbone is Eagle, in the same form for all layouts.
 
     Attributes:
         architecture: Name of the architecture.
         format: Name of the checkpoint's layout. The bundle records it as its origin.
         head: Record with the head's sizes.
-        records: Records of config.json. Each of their entries must be read or be in a list of ignored names.
+        records: The JSON records of config.json. The conversion fails if it neither reads an entry nor has its name in
+            a list of ignored entries.
         layers: Number of layers of the language model that are used.
         backbone: Regular expression of the prefix of Eagle's tensor names.
         tensors: The tensors by their names in the checkpoint.
@@ -118,8 +119,8 @@ class EagleParts:
         image: The image recipe.
         text_first: True if the instruction comes before the images in the prompt.
         generate: True if the chat template adds the start of the answer.
-        formal: True if the instruction is written in lower case without punctuation.
-        listed: True if the instruction is written as a Python list.
+        formal: True if the instruction is converted to lower case without punctuation.
+        listed: True if the instruction is written as a Python list with one text, such as ['pick up the cup'].
     """
 
     architecture: str
@@ -197,14 +198,14 @@ class NvidiaFiles:
 
     @cached_property
     def modalities(self) -> Modalities:
-        """The embodiment's modality configuration with its statistics."""
+        """The configuration of the robot's inputs and outputs ("modalities"), with their statistics."""
         tag = self.embodiment.tag
         record = self.processor.part("modality_configs").part(tag)
         return Modalities(record.content, self._statistics[tag], tag, self.processor.path)
 
     @property
     def language(self) -> str:
-        """The instruction's key in the GR00T protocol."""
+        """Key of the instruction in requests of the GR00T protocol."""
         return self.modalities.keys("language")[0]
 
     def cameras(self, frames: tuple[int, int]) -> list[CameraSpec]:
@@ -248,7 +249,8 @@ def nvidia_weights(path: Path) -> tuple[dict[str, TensorSource], list[Path]]:
 
 
 def untied(tensors: Mapping[str, TensorSource], head: str, table: str) -> dict[str, TensorSource]:
-    """Return ``tensors`` with the embedding ``table`` and without the language ``head``, which is tied to it.
+    """Return ``tensors`` with the token table under the name ``table``, and without the language head, which is the
+    same tensor.
 
     A checkpoint stores the shared tensor under one of the two names, and different writers use different names.
     """
@@ -260,7 +262,7 @@ def untied(tensors: Mapping[str, TensorSource], head: str, table: str) -> dict[s
 
 
 def choose(tag_option: str, tags: Sequence[str], numbers: Mapping[str, Any], where: Path) -> Embodiment:
-    """Choose the embodiment of the bundle.
+    """Choose the robot (embodiment) for which the bundle is made.
 
     Args:
         tag_option: The user's choice, or "" for the only embodiment.
@@ -293,7 +295,7 @@ def head_config(config: JsonRecord, masks: bool) -> HeadConfig:
 
     Args:
         config: config.json, or its action_head_cfg in N1.5.
-        masks: True if the blocks that read the features alternate between text and images.
+        masks: True if the blocks that read the features alternately read only text tokens and only image tokens.
     """
     dit, refine = config.part("diffusion_model_cfg"), config.get("vl_self_attention_cfg") or {}
     layers = dit["num_layers"]
@@ -395,13 +397,13 @@ def token_prompt(
     formal: bool,
     listed: bool = False,
 ) -> PromptRecipe:
-    """Build the prompt recipe of a rendered template.
+    """Build the prompt recipe from a chat template that has already been filled in.
 
     Args:
         template: The text, with ``{image}`` for a view and ``{prompt}`` for the instruction.
         tokenizer: The tokenizer.
         vocab_size: Number of rows of the token table, which has one row per token id.
-        placeholder: Id of the token that an image token replaces.
+        placeholder: Id of the prompt token in whose place the model puts an image token.
         image_tokens: Number of image tokens of a view.
         formal: True if the instruction is written in lower case without punctuation.
         listed: True if the instruction is written as a Python list.

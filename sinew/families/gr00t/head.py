@@ -35,14 +35,14 @@ class HeadConfig:
     Attributes:
         dit: Sizes of the diffusion transformer.
         hidden_size: Inner width of the state encoder and the action decoder.
-        buckets: Number of time buckets.
+        buckets: Number of steps to which the solver's time is rounded.
         positions: Rows of the position table that is added to the action tokens. 0 means no table.
         refine_layers: Number of self-attention blocks over the features.
         refine_heads: Heads of these blocks.
         refine_head_dim: Width of a head of these blocks.
         text_every: Of the blocks that read the features, each ``text_every``-th reads the text tokens, and the others
             read the image tokens. 0 means that all blocks read all tokens.
-        future_tokens: Number of learned tokens between state and actions.
+        future_tokens: Number of learned tokens between the state token and the action tokens.
         norm_features: True if the features are normalised first.
     """
 
@@ -62,7 +62,7 @@ class HeadConfig:
 
 
 class HeadContext(NamedTuple):
-    """The part of an observation that the head reads.
+    """The features of an observation that the head reads in each solver step.
 
     Attributes:
         prefix: Tokens before the actions, [B, state and future tokens, D].
@@ -150,7 +150,10 @@ class Head(nn.Module):
         return HeadContext(self.prefix(state), keys, values, text[:, None], image[:, None])
 
     def prefix(self, state: Tensor) -> Tensor:
-        """Return the tokens before the actions, [B, state and future tokens, D]. state: [B, S]."""
+        """Return the head's tokens that come before the actions: the state token and the future tokens, [B, tokens, D].
+
+        ``state`` has the shape [B, S].
+        """
         parts = [self.state_encoder(state)[:, None]] if self.state_dim else []
         if self.config.future_tokens:
             future = self.future_tokens.weight.expand(state.shape[0], -1, -1)
@@ -158,7 +161,8 @@ class Head(nn.Module):
         return torch.cat(parts, dim=1)
 
     def embed_time(self, bucket: Tensor) -> Tensor:  # int64 [B] -> [B, D + (layers + 1) * 2 D]
-        """Return the time's embedding for the action encoder, followed by all modulations of the transformer."""
+        """Return the time embedding for the action encoder, followed by the scales and shifts for all norms of the
+        transformer."""
         time = action_sinusoids(bucket, self.config.dit.hidden_size)
         modulations = self.dit.modulations(bucket).flatten(1)
         return torch.cat([time, modulations.float()], dim=-1)

@@ -1,4 +1,4 @@
-"""GR00T's conversion of a camera frame to the input of the vision tower, as steps, and the resulting size.
+"""Build the steps that convert a camera frame to the input of GR00T's vision tower, and compute the resulting size.
 
 Source: Isaac-GR00T ``image_augmentations.py`` (N1.6, N1.7) and LeRobot ``policies/groot``. ``Grid`` is the
 ``smart_resize`` of the image processors of Qwen2-VL and Eagle 3.
@@ -19,7 +19,7 @@ from sinew.steps.image.resize import Resize
 from sinew.steps.image.short_side import ShortSide
 from sinew.steps.image.square import Square
 
-# Default arguments of NVIDIA's processors: side in pixels, and share of a side.
+# Default values of NVIDIA's processors: the side of an image in pixels, and the share of the side that a crop keeps.
 DEFAULT_EDGE, DEFAULT_CROP = 256, 0.95
 
 

@@ -2,7 +2,7 @@
 
 A vision-language model reads views and instruction. A diffusion transformer (:mod:`.head`) converts noise to an action
 chunk and attends to the features of the last used language layer. Four Euler steps run from noise (t = 0) to actions (t
-= 1). The time is rounded down to one of a thousand buckets. The prompt contains a placeholder token for every image
+= 1). The time is rounded down to one of a thousand values. The prompt contains a placeholder token for every image
 token, so the prompt template defines the position of the views.
 """
 
@@ -43,7 +43,7 @@ class Gr00tConfig:
         chunk_size: Actions in a chunk.
         max_state_dim: Width of the padded state.
         max_action_dim: Width of a padded action.
-        image_token: Id of the placeholder token.
+        image_token: Id of the prompt token in whose place the model puts an image token.
         rows: Number of rows of the grid of image tokens of a camera view.
         cols: Number of columns of the grid of image tokens of a camera view.
     """
@@ -81,7 +81,8 @@ class Gr00tEagleConfig(Gr00tConfig):
 
     Attributes:
         vision: Sizes of the SigLIP tower.
-        unshuffle: Patches along a side of one image token. 1 means that every patch is an image token (N1.5).
+        unshuffle: One image token is made from a square of patches. This is the number of patches along its side. 1
+            means that every patch is an image token (N1.5).
     """
 
     vision: ViTConfig
@@ -89,7 +90,8 @@ class Gr00tEagleConfig(Gr00tConfig):
 
 
 class Gr00t(Model):
-    """The part that all versions share: the placement of image tokens, the language model and the head."""
+    """The base class of all versions: it puts image tokens into the prompt, and runs the language model and the
+    head."""
 
     solver = SOLVER
     per_embodiment: ClassVar[tuple[str, ...]] = (
@@ -116,7 +118,7 @@ class Gr00t(Model):
     def seen(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute which tokens the language model may attend to.
+        """Compute masks of the tokens to which the language model may attend.
 
         Returns:
             Two masks, bool [B, L] each: the image tokens of the available views, and all valid tokens.
@@ -135,15 +137,17 @@ class Gr00t(Model):
     @property
     @abstractmethod
     def patches_per_side(self) -> int:
-        """Number of patches along one side of an image token."""
+        """Number of patches along the side of the square of patches that becomes one image token."""
 
     @abstractmethod
     def features(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
         """Compute the language model's features that the head reads, [B, L, C]."""
 
     def embed(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Return the language model's input [B, L, C], and for each tap the tensor that it adds, which is zero outside
-        images.
+        """Return the language model's input [B, L, C], and the tensors that are later added to the outputs of its first
+        layers ("taps").
+
+        The taps are zero at all tokens except image tokens.
         """
         table = self.language.embed_tokens
         flat = image_tokens.flatten(1, 2).to(table.dtype)  # [B, V * N, (1 + taps) * C]
@@ -174,8 +178,9 @@ class Gr00t(Model):
         return x
 
     def embed_time(self, t: Tensor) -> Tensor:
-        """Return the embedding of the time's bucket. The bucket is computed in double precision, as in the
-        reference.
+        """Return the embedding of the solver's time, rounded down to a step of the time table.
+
+        The rounding uses double precision, as in the reference.
         """
         return self.head.embed_time((t * self.config.head.buckets).long())
 
@@ -265,8 +270,9 @@ class Gr00tQwen(Gr00t):
         return torch.stack([start, start + inside // cols, start + inside % cols], dim=-1)
 
     def axes(self) -> tuple[int, ...]:
-        """Return the axis of each rotary frequency: row and column take every third of the first frequencies, time the
-        others.
+        """Return for each rotary frequency the axis that it encodes: time, row or column.
+
+        Row and column each take every third of the first frequencies. All other frequencies encode the time.
         """
         _, rows, cols = self.config.position_sections
         half = self.config.language.head_dim // 2

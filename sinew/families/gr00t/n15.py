@@ -1,6 +1,6 @@
 """GR00T N1.5: read cameras, state, actions and embodiments from NVIDIA's layout and from LeRobot's layout.
 
-Some facts are not in the files of either layout. This module contains them as constants or assumptions.
+Some facts are not in the files of any layout. This module contains these facts as constants or assumptions.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ TASK = "annotation.human.task_description"
 
 
 def assets(path: Path) -> tuple[str, str]:
-    """Return the name of the repository with Eagle's files, and the option that sets it."""
+    """Return the hub name of the repository with Eagle's files, and the option with which the user can pass another
+    one."""
     return str(JsonRecord(path / "config.json").get("tokenizer_assets_repo", LEROBOT_ASSETS)), "--vlm"
 
 
@@ -117,7 +118,7 @@ def parts(
     lerobot: bool,
     config: JsonRecord,
 ) -> EagleParts:
-    """Collect the parts of N1.5.
+    """Collect the facts and tensors of an N1.5 checkpoint.
 
     Args:
         form: Name of the checkpoint's layout. The bundle records it as its origin.
@@ -125,7 +126,7 @@ def parts(
         layers: Number of layers of the language model that are used.
         tensors: The tensors by their names in the checkpoint.
         files: All files that were read, except Eagle's files.
-        robot_record: The robot's description.
+        robot_record: The description of the robot.
         image: The image recipe.
         lerobot: True for LeRobot's layout.
         config: The record of config.json.
@@ -149,7 +150,7 @@ def parts(
 
 
 def image_recipe(preprocessor: JsonRecord, crop: bool) -> ImageRecipe:
-    """Build the recipe of frames.
+    """Build the recipe that converts camera frames to the model's input.
 
     Args:
         preprocessor: preprocessor_config.json of Eagle.

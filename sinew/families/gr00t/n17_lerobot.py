@@ -62,7 +62,7 @@ SCHEMA = Schema(
     },
     fixed=n15.SCHEMA.fixed,
     unread=f"{n15.SCHEMA.unread} tune_vlln tune_top_llm_layers model_params_fp32 use_flash_attention rtc_ramp_rate"
-    # The pipelines' steps contain the last two of these fields.
+    # The values of the last two of these fields are read from the pipelines' steps.
     " use_relative_actions relative_exclude_joints",
     steps={"relative_actions_processor": RELATIVE, PACK: PACKED, ENCODE: ENCODED},
     after={
@@ -102,7 +102,7 @@ def recognises(path: Path) -> bool:
 
 
 class LeRobotFiles(NvidiaFiles):
-    """A LeRobot folder of N1.7 with the interface of NVIDIA's folder."""
+    """A LeRobot folder of N1.7. The class has the same methods as the class for NVIDIA's folders."""
 
     format = "gr00t-n1.7-lerobot"
     transforms = "lerobot"
@@ -164,7 +164,8 @@ class LeRobotFiles(NvidiaFiles):
 
     @property
     def history(self) -> tuple[int, int]:
-        """One observation step, because LeRobot only supports a ``video_horizon`` of 1."""
+        """(Number of observation steps, distance between them): one step, because LeRobot only supports a
+        ``video_horizon`` of 1."""
         return 1, 1
 
     @property
@@ -291,6 +292,9 @@ class LeRobotFiles(NvidiaFiles):
 
 
 def _upper(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an action group's representation in NVIDIA's spelling. LeRobot also accepts lower-case letters."""
+    """Return the configuration of an action group with its values in capital letters, as NVIDIA writes them.
+
+    LeRobot also accepts lower-case letters.
+    """
     fields = {key: str(config.get(key)).upper().replace("+", "_") for key in ("rep", "type", "format")}
     return {**fields, "state_key": config.get("state_key")}

@@ -76,7 +76,7 @@ def assemble(files: NvidiaFiles) -> Conversion:
             )
     tokenizer = find_tokenizer(options, vlm_dir)
     template, template_file = find_chat_template(vlm_dir)
-    images = robot.history[0] * len(cameras)  # one step after the other, the oldest first
+    images = robot.history[0] * len(cameras)  # images of all observation steps, the oldest step first
     chat = render(template, ["image"] * images + ["text"], False, template_file)
     placeholder = tokenizer.token_text(vlm["image_token_id"])
     if chat.count(placeholder) != images:

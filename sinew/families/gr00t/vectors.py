@@ -1,4 +1,4 @@
-"""State and action of a GR00T checkpoint: convert the modality configuration and the statistics to normalisation data.
+"""Convert the state and action entries of a GR00T checkpoint, and their statistics, to Sinew's normalisation.
 
 Source: Isaac-GR00T ``gr00t/data/state_action/state_action_processor.py`` and ``gr00t/data/utils.py`` (N1.6, N1.7).
 """
@@ -28,8 +28,8 @@ class Vectors:
     """The state and the actions of a policy.
 
     Attributes:
-        state: Names of the state.
-        action: Names of an action.
+        state: Size and names of the state's values.
+        action: Size and names of an action's values.
         state_parts: Parts of the state with their normalisation.
         action_parts: Parts of an action with their normalisation.
         action_steps: Conversions of the actions after the normalisation.
@@ -45,20 +45,24 @@ class Vectors:
 
 
 class Modalities:
-    """The modality configuration and the statistics of one embodiment. Errors name the file and the field."""
+    """The configuration of one robot's inputs and outputs ("modalities"), and their statistics.
+
+    Error messages name the file and the field.
+    """
 
     def __init__(self, record: Mapping[str, Any], statistics: Mapping[str, Any], tag: str, where: Path):
         self.record, self.statistics, self.tag, self.where = record, statistics, tag, where
 
     def keys(self, modality: str) -> tuple[str, ...]:
-        """Return the keys of a modality in the order in which the model reads them."""
+        """Return the names of the parts of a modality ("video", "state", "action", "language"), in the order in
+        which the model reads them."""
         keys = self._modality(modality).get("modality_keys")
         if not isinstance(keys, list) or not keys or not all(isinstance(key, str) for key in keys):
             raise ConvertError(f"{self.where}: {self.tag}.{modality}.modality_keys: expected a list of names")
         return tuple(keys)
 
     def moments(self, modality: str) -> list[int]:
-        """Return the sampled time steps, relative to the current step."""
+        """Return the time steps that the model reads, relative to the current step, which is 0."""
         indices = self._modality(modality).get("delta_indices")
         if not isinstance(indices, list) or not indices or not all(isinstance(i, int) for i in indices):
             raise ConvertError(
@@ -111,7 +115,7 @@ class Modalities:
         return configs
 
     def stats(self, kind: str, key: str, names: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return two statistics of one key, float64 [D] or [T, D] each."""
+        """Return the two statistics ``names`` of one part of a vector, float64 [D] or [T, D] each."""
         arrays = []
         for name in names:
             try:
@@ -152,8 +156,8 @@ def read_vectors(
     Args:
         modalities: The embodiment's modality configuration.
         settings: The processor's own settings (``processor_kwargs``).
-        same: Test whether the two bounds of a state value are equal, so that the value is constant. NVIDIA's code uses
-            ``np.isclose``, LeRobot uses ``np.equal``.
+        same: Function that tests whether the lower and the upper bound of a state value are equal. The value is then
+            constant. NVIDIA's code uses ``np.isclose``, LeRobot uses ``np.equal``.
     """
     bounds = ("q01", "q99") if settings.get("use_percentiles") else ("min", "max")
     sin_cos = modalities.listed("state", "sin_cos_embedding_keys")

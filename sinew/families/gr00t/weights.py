@@ -1,6 +1,6 @@
 """Rules that convert the names and shapes of GR00T's tensors.
 
-Some weights are stored per embodiment, and the rules select one embodiment.
+The checkpoint stores some weights once for each robot (embodiment). The rules select the weights of one robot.
 """
 
 from __future__ import annotations

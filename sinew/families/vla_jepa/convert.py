@@ -51,7 +51,7 @@ DEFAULT_TASK = "Execute the robot action."  # LeRobot's text for an empty task
 PRESETS = {"DiT-B": (12, 64), "DiT-L": (32, 48), "DiT-test": (2, 8)}  # number of heads, and width of a head
 CONTEXT, HEAD = r"model\.qwen\.model\.model\.", r"model\.action_model\."
 WORLD = (ENCODER, "model.video_predictor.")
-# Rows that LeRobot adds to the head's position table.
+# LeRobot adds this many spare rows to the position table of the head.
 SPARE_POSITIONS = 4
 GRIPPER = ProcessorStep("gripper_dim threshold")
 SCHEMA = Schema(
@@ -229,8 +229,8 @@ def rules(tensors: Mapping[str, TensorSource], model: JepaConfig, has_state: boo
         *(() if has_state else (Rule(HEAD + r"state_encoder\..*"),)),
         Rule(coder, (r"head.\1.fc\2.\3",)),
         *transformer_rules(HEAD),
-        # The token table is tied to the output layer. LeRobot stores the tensor under the name of the output layer
-        # only.
+        # The token table and the output layer are the same tensor. LeRobot stores it only under the name of the output
+        # layer.
         *(() if embedded else (Rule(r"model\.qwen\.model\.lm_head\.(.*)", (r"language.embed_tokens.\1",)),)),
         *language_rules(CONTEXT + r"language_model\.", model.language.num_layers, norm=""),
         *qwen_vision_rules(CONTEXT + r"visual\."),

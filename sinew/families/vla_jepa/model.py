@@ -1,9 +1,9 @@
 """VLA-JEPA without its world model, which inference does not need (LeRobot ``policies/vla_jepa``).
 
-Qwen3-VL reads views and instruction. The prompt ends with learned "embodied action" tokens. The action head reads only
-the outputs of the last language layer at these tokens, before the final norm. The head is GR00T's diffusion
-transformer. Its even blocks attend to these outputs, and its odd blocks attend to [state | future tokens | noisy
-actions]. The solver integrates the head's velocity to an action chunk.
+Qwen3-VL reads views and instruction. The prompt ends with special tokens that are called "embodied action" tokens. The
+action head reads only the outputs of the last language layer at these tokens, before the final norm. The head is
+GR00T's diffusion transformer. Its even blocks attend to these outputs, and its odd blocks attend to [state | future
+tokens | noisy actions]. The solver integrates the head's velocity to an action chunk.
 """
 
 from __future__ import annotations

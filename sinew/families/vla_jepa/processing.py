@@ -28,7 +28,7 @@ from sinew.steps.vector.threshold import Threshold
 
 PREP, CLIP = "vla_jepa_image_prep", "vla_jepa_clip_actions"
 SNAP, BINARIZE = "vla_jepa_pre_snap_gripper", "vla_jepa_binarize_gripper"
-# Steps of the postprocessor -> fields of config.json, for checkpoints without pipelines.
+# Key: step of the postprocessor. Value: field of config.json that enables the step, for checkpoints without pipelines.
 SWITCHES = {
     CLIP: "clip_normalized_actions",
     SNAP: "pre_snap_gripper_action",
@@ -106,8 +106,8 @@ def prompt_recipe(
 ) -> PromptRecipe:
     """Build the prompt: the chat template around LeRobot's sentence, including the added tokens."""
     actions, embodied = added_tokens(checkpoint)
-    # With the world model LeRobot reads the tubelet size from the video encoder. The shape of the encoder's patches
-    # shows the size.
+    # If the checkpoint contains the world model, LeRobot reads the tubelet size (frames per patch) from the video
+    # encoder. It is the third size of the encoder's patch weight.
     tubelet = next(
         (
             source.shape[2]
@@ -146,7 +146,7 @@ def prompt_recipe(
 
 
 def fill(checkpoint: LeRobotCheckpoint, values: Mapping[str, str]) -> str:
-    """Return ``prompt_template`` with its three fields filled.
+    """Return the text of ``prompt_template`` in which the three placeholders are replaced by ``values``.
 
     Raises:
         ConvertError: The template has other fields or braces.
@@ -221,7 +221,7 @@ def processing(
 
 
 def is_relative(checkpoint: LeRobotCheckpoint) -> Any:
-    """Return a true value if the actions of a checkpoint are relative to the state."""
+    """Return True (or another value that is true) if the actions of a checkpoint are relative to the state."""
     step = checkpoint.pipelines.config(PRE, "relative_actions_processor")
     return (
         step.get("enabled") if checkpoint.pipelines.there else checkpoint.config.get("use_relative_actions")
@@ -229,9 +229,10 @@ def is_relative(checkpoint: LeRobotCheckpoint) -> Any:
 
 
 def gripper(checkpoint: LeRobotCheckpoint, step: str, action_dim: int) -> tuple[int, float]:
-    """Return the gripper's dimension and threshold.
+    """Return (index of the gripper in an action, threshold of its value).
 
-    The values of the pipeline step come first, then a match of the joint names, then the values of the configuration.
+    The values of the pipeline step are used first, then the action whose name contains one of ``gripper_joint_names``,
+    then the values of the configuration.
     """
     names, joint_names = (
         checkpoint.config.get("action_feature_names"),

@@ -59,7 +59,7 @@ SCHEMA = Schema(
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
     },
     fixed={"n_obs_steps": 1, "prediction_mode": "diffusion"},
-    # Only the prediction mode "fast" uses the tokenizer of actions.
+    # The action tokenizer is not needed: only the prediction mode "fast" uses it.
     unread="action_tokenizer_path attn_implementation vision_attn_implementation",
     steps={"wall_x_task_processor": ProcessorStep(required=True), "normalizer_processor": NORMALIZER},
 )
@@ -70,11 +70,11 @@ UNREAD_FIELDS = (
     " tie_word_embeddings vocab_size noise_scheduler tokens_per_second spatial_patch_size"
 )
 
-# Constants in LeRobot's code of Wall-X. Sizes are in pixels.
+# Constants in LeRobot's code of Wall-X. Sizes of images are in pixels.
 SOLVER_STEPS = 10
 LONG_SIDE = 256
 LEAST_PIXELS, MOST_PIXELS = 4 * 28 * 28, 16384 * 28 * 28
-# Names of the pixel limits of an image processor, in older and newer files.
+# Names of an image processor's lowest and highest number of pixels. Each pair has the name in older and in newer files.
 LIMITS = ("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")
 MAX_TOKENS = 768  # LeRobot's limit for prompt and actions together
 CAMERA_NAMES = {"face_view": "front view", "move1_view": "move view", "move2_view": "move view"}
@@ -230,7 +230,8 @@ def model_config(
 
 
 def experts(text: JsonRecord, language: DecoderConfig) -> tuple[int, int]:
-    """Return the width and the inner width of the expert for action tokens.
+    """Return two sizes of the feed-forward expert for action tokens: how many channels it reads, and the width of its
+    hidden layer.
 
     Raises:
         ConvertError: A width is missing or inconsistent.
@@ -263,7 +264,7 @@ def experts(text: JsonRecord, language: DecoderConfig) -> tuple[int, int]:
 
 
 def check_width(record: JsonRecord, key: str, name: str, size: int) -> None:
-    """Check that the parts of a vector have the total width that the network's layers read.
+    """Check that the widths of a vector's parts add up to the width that the network's layers read.
 
     Raises:
         ConvertError: The total width differs.
@@ -335,8 +336,8 @@ def tensors(checkpoint: LeRobotCheckpoint, config: WallXConfig) -> dict[str, Ten
         "action_mask": ones(checkpoint.action.dim, config.max_action_dim),
     }
     rules = (
-        # The token table is tied to the output layer. LeRobot stores the tensor under the name of the output layer
-        # only.
+        # The token table and the output layer are the same tensor. LeRobot stores it only under the name of the output
+        # layer.
         *(() if TABLE in out else (Rule(HEAD.replace(".", r"\."), ("language.embed_tokens.weight",)),)),
         Rule(
             LAYER + r"post_attention_layernorm\.(.+)",
@@ -358,5 +359,5 @@ def tensors(checkpoint: LeRobotCheckpoint, config: WallXConfig) -> dict[str, Ten
 
 
 def ones(count: int, width: int) -> list[float]:
-    """Return 1 for each of the first ``count`` values of a vector, and 0 for its padding."""
+    """Return the mask of a padded vector: 1 for each of its first ``count`` values, and 0 for the padding."""
     return [1.0] * count + [0.0] * (width - count)

@@ -32,7 +32,7 @@ class WallXConfig(Qwen25VLConfig):
     """Sizes of the policy. ``language`` has the sizes of the expert for prompt tokens.
 
     Attributes:
-        expert_width: Number of first channels that the expert for action tokens reads and writes.
+        expert_width: The expert for action tokens reads and writes only this many channels, the first ones.
         expert_intermediate_size: Inner width of the expert for action tokens.
     """
 
@@ -54,8 +54,8 @@ class WallXConfig(Qwen25VLConfig):
 class ActionExpert(nn.Module):
     """The feed-forward part of a decoder layer for action tokens: x + mlp(norm(x)), over the first channels only.
 
-    The norm is a copy of the layer's norm. So each norm has only one reader, and an engine may fold the norm into its
-    reader.
+    The norm is a copy of the layer's norm. So only one MLP reads the result of each norm, and an engine may merge the
+    norm's scale into the weights of that MLP.
     """
 
     def __init__(self, config: DecoderConfig, width: int, intermediate_size: int):
@@ -106,7 +106,7 @@ class WallX(Qwen25VL):
         self.time_mix = Linear(size, size, bias=False)
         self.action_time_out = Linear(size, size, bias=False)
         self.action_out = Linear(size, config.max_action_dim, bias=False)
-        # The masks are 1 for the robot's own values and 0 for the padding after them.
+        # A mask is 1 for values that the robot has, and 0 for the padding after them.
         self.register_buffer("state_mask", torch.zeros(config.max_state_dim))
         self.register_buffer("action_mask", torch.zeros(config.max_action_dim))
 
