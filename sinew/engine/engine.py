@@ -1,4 +1,6 @@
-"""The interface of an engine: a record of facts, and two methods. This module imports numpy, but no PyTorch.
+"""The interface of an engine: a record of its properties (:class:`Facts`), and two methods.
+
+This module imports numpy, but no PyTorch.
 
     context = engine.read(inputs)                    # once per observation
     chunk = engine.solve(context, noise, steps)      # any number of times
@@ -40,10 +42,12 @@ class Facts:
 
     Attributes:
         device: The device, such as "cpu" or "cuda:0".
-        precision: Component -> precision in which the component computes.
-        recipe: Precisions of components that this engine quantises itself.
+        precision: The precision in which each component (vision, language, head) computes.
+        recipe: The low-bit precision of each component in which this engine really multiplies, instead of converting
+            the weights to floats.
         weights_nbytes: Bytes of the weights in memory.
-        guides: Values of an observation's ``rtc`` that :meth:`Engine.solve` supports.
+        guides: The methods of real-time chunking (values of an observation's ``rtc``) that :meth:`Engine.solve`
+            supports.
         refusals: Capabilities that the engine lacks with this bundle on this device, each with its reason.
             :meth:`sinew.engine.backend.Backend.open` adds the capabilities that the engine always lacks.
         exact_lengths: True if prompts of a batch must have equal lengths.
@@ -52,9 +56,9 @@ class Facts:
         one_graph: True if the engine runs all stages as one graph, unless a watch requires separate stages.
         rolling: True if actions of a chunk are denoised at their own times (:meth:`Engine.evaluate`).
         head_reads_state: True if :meth:`Engine.renew` gives a context a newer state.
-        chooses_tokens: True if a rounded context may give other actions.
+        chooses_tokens: True if the head chooses tokens, so that a rounding error in the context may give other actions.
         providers: The providers of ONNX Runtime that compute.
-        assigned: The share of the graphs that each of several providers computes; "" with a single provider.
+        assigned: The share of the graphs that each ONNX Runtime provider computes, as text. "" with a single provider.
         files: Files of weights in addition to the bundle.
         notes: Notes for people.
         details: The same notes for reports, by key.
@@ -82,7 +86,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """The operations of one stage that a recording could not contain.
+    """The operations of one stage that a CUDA graph could not record.
 
     Attributes:
         stage: The stage's name.
@@ -100,16 +104,16 @@ class Audited:
 class Engine(ABC):
     """A model on a device. It computes B observations at once, and one observation is a batch of one.
 
-    ``run`` is not reentrant. A context is complete when :meth:`read` returns it and is never written to again, so
-    :meth:`read` and :meth:`solve` may run on two threads unless ``facts.refusals`` has STREAM.
+    ``run`` is not reentrant. A context is complete when :meth:`read` returns it, and no method changes it later.
+    Therefore :meth:`read` and :meth:`solve` may run on two threads, unless ``facts.refusals`` contains STREAM.
 
     Attributes:
         facts: The facts and capabilities of this engine.
         model: The PyTorch model that the engine runs, on ``device``, with its rewrites in ``plan``. None if the engine
             does not run a PyTorch model.
-        adapters: Name -> engine that computes with this adapter over the same weights. A context can be solved only by
-            the engine that read it.
-        reuse: The stored results of earlier observations. None if every read computes everything.
+        adapters: For each adapter's name, an engine that computes with this adapter and shares the base weights. Only
+            the engine that read a context can solve this context.
+        reuse: The stored results of earlier observations. None if the engine stores no results.
     """
 
     facts: Facts
@@ -163,7 +167,7 @@ class Engine(ABC):
         guidance: Guidance | None = None,
         watch: Watch | None = None,
     ) -> np.ndarray:
-        """Read the inputs, solve their context, and return the actions of :meth:`solve`."""
+        """Call :meth:`read` with the inputs, then :meth:`solve` with the resulting context, and return the actions."""
         return self.solve(self.read(inputs, watch), noise, steps, guidance, watch)
 
     def trace(self, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:
@@ -173,7 +177,7 @@ class Engine(ABC):
         return trace
 
     def place(self, array: np.ndarray) -> Any:
-        """Return ``array`` in the array type that a guidance of this engine needs."""
+        """Convert a numpy array to the array type (such as a PyTorch tensor) that a guidance of this engine needs."""
         return array
 
     def warm(self, inputs: ModelInputs, steps: int, longest: int) -> None:
@@ -187,7 +191,7 @@ class Engine(ABC):
         return
 
     def audit(self, inputs: ModelInputs, steps: int) -> list[Audited]:
-        """Return the operations that a recording of the program could not contain. The method computes no actions.
+        """Return the operations that a CUDA graph of the program could not record. The method computes no actions.
 
         Args:
             inputs: One observation.
@@ -212,7 +216,7 @@ class Engine(ABC):
         """Try several numbers of threads and use the best number.
 
         Returns:
-            The reason for the number, or "" if the engine has no choice.
+            The reason for the chosen number, or "" if the engine cannot choose the number.
         """
         return ""
 
@@ -237,7 +241,8 @@ class Engine(ABC):
     ) -> tuple[Context, list[int]]:
         """Generate text after the prompt of one observation.
 
-        Each token is the likeliest one. The context of the prompt is computed once, and each token adds one row to it.
+        Each token is the token with the highest score. The context of the prompt is computed once. Each new token adds
+        its keys and values to the context.
 
         Args:
             inputs: The observation.
@@ -252,8 +257,10 @@ class Engine(ABC):
         raise self.cannot(Capability.SPEAK)
 
     def renew(self, context: Context, state: np.ndarray) -> Context:
-        """Return the context with a newer state, float32 [B, S]. Heads that do not read the state get the same
-        context."""
+        """Return the context with a newer state, float32 [B, S].
+
+        If the head does not read the state, the result is the same context.
+        """
         return context
 
     def evaluate(self, context: Context, x: np.ndarray, times: np.ndarray) -> np.ndarray:
@@ -270,17 +277,21 @@ class Engine(ABC):
         """Read one observation with ``text`` after its prompt, in one pass.
 
         Returns:
-            The context, and the likeliest next token.
+            The context, and the next token with the highest score.
         """
         raise self.cannot(Capability.SPEAK)
 
     def check(self, capability: Capability) -> None:
-        """Raise SinewError if this engine lacks a capability."""
+        """Check that this engine has a capability.
+
+        Raises:
+            SinewError: The engine lacks the capability.
+        """
         if capability in self.facts.refusals:
             raise self.cannot(capability)
 
     def cannot(self, capability: Capability) -> SinewError:
-        """Return the error for a call that needs a capability which this engine lacks."""
+        """Return the exception for a call that needs ``capability``, which this engine lacks. The caller raises it."""
         name = type(self).__name__.removesuffix("Engine").lower()
         refusal = Refusal(f"an engine {capability.clause}", f"engine {name}")
         return SinewError(str(self.facts.refusals.get(capability, refusal)))

@@ -1,4 +1,4 @@
-"""One observation as tensors, and an example of an observation for tracing, export and measurements."""
+"""Observations as PyTorch tensors, and an artificial observation for tracing, export and measurements."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Inputs(NamedTuple):
     def example(
         cls, model: Model, shapes: Shapes, device: torch.device | str | None = None, batch: int = 1
     ) -> Inputs:
-        """Return an example whose values are zeros, and whose masks are True.
+        """Return an artificial observation. All values are zeros, and all masks are True.
 
         Args:
             model: The model.

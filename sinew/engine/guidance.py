@@ -1,4 +1,4 @@
-"""Guidances, which steer a solution of the solver.
+"""Guidances: functions that change the head's output at each solver step, to steer the resulting chunk.
 
 With real-time chunking, the solution continues the chunk that the robot is executing. With classifier-free guidance,
 the solution follows an advantage.
@@ -48,7 +48,7 @@ class Inpainting:
         target: The actions to continue, [B, H, A].
         weights: The weight of each number of the target, [B, H, A].
         beta: The largest guidance weight.
-        jacobian: False leaves J out, as LeRobot does. This is cheaper and pulls in another direction.
+        jacobian: False leaves J out, as LeRobot does. This is cheaper, but changes the output in another direction.
     """
 
     def __init__(self, solver: Solver, target: Any, weights: Any, beta: float, jacobian: bool):
@@ -75,8 +75,9 @@ class Inpainting:
 
 
 class Ramp:
-    """The guidance that multiplies the velocity of every number by ``strength``. Frozen actions stay, and the next
-    actions move less.
+    """The guidance that multiplies the velocity of every number by ``strength``.
+
+    Actions with strength 0 do not change, and the next actions change less than without the guidance.
 
     Args:
         strength: Factors of the velocity, [B, H, A].
@@ -125,10 +126,10 @@ class ClassifierFree:
 def guide(
     wanted: Sequence[Continuation], solver: Solver, noise: np.ndarray, place: Callable[[np.ndarray], Any]
 ) -> tuple[Guidance, np.ndarray]:
-    """Return the guidance for requests of one kind and beta, and the start of their solution, float32 [B, H, A].
+    """Return the guidance for a batch of requests, and the noise from which the solver starts, float32 [B, H, A].
 
     Args:
-        wanted: One continuation for each request. All have the same kind and beta.
+        wanted: The continuation (the running chunk and its method) of each request. All have the same method and beta.
         solver: The policy's solver.
         noise: float32 [B, H, A], also for a single request.
         place: Converts a numpy array to the engine's array type.

@@ -1,4 +1,4 @@
-"""Load a bundle's model on a device: open the bundle, make the model, and place each weight for the engine."""
+"""Load a bundle's model on a device: create the model, and bring each weight into the form that the engine needs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sinew.models import check_agreement, mismatch, on_meta
 from sinew.models.base import Model
 
 log = logging.getLogger(__name__)
-BLOCK = 1 << 20  # number of bytes that one step of the check reads
+BLOCK = 1 << 20  # number of bytes that the check of codes reads at once
 
 
 def open_model(
@@ -42,8 +42,8 @@ def open_model(
         bundle: The bundle.
         options: The options of the engine.
         engine: The engine's name, for log messages.
-        lowbit: True if the engine computes with low-bit weights. Otherwise the weights are widened, with a log message
-            unless the architecture requires low-bit weights (ternary).
+        lowbit: True if the engine computes with low-bit weights. Otherwise the weights are converted to floats, with a
+            log message unless the architecture requires low-bit weights (ternary).
     """
     where = open_device(options)
     half_stays = bool(options.storage)
@@ -133,16 +133,17 @@ def load_model(
     tables: bool = False,
     kernels: Callable[[], object] | None = None,
 ) -> Model:
-    """Return the bundle's architecture with its weights. Parameters are views of the memory map where possible.
+    """Return the bundle's model with its weights. Parameters are views of the file's memory map where possible.
 
     Args:
         bundle: The bundle.
         device: The device of the weights.
         dtype: The precision of the weights: fp32, bf16, fp16 or native.
-        lowbit: True keeps low-bit weights as they are stored, which needs float32 around them. False widens them.
+        lowbit: True keeps low-bit weights as they are stored. The other weights must then be float32. False converts
+            low-bit weights to floats.
         half_stays: True keeps matrices in half precision although the arithmetic is float32, if the chosen precision or
-            the bundle's precision is a half precision. "fp32" then computes the numbers of float32 without copies of
-            the matrices.
+            the bundle's precision is a half precision. With "fp32", results then equal those of float32 matrices, but
+            no float32 copies of the matrices are made.
         tables: True keeps tables of tokens in the host's memory. Rows are converted when they are read, with the same
             bits. Graphs that are recorded on a device need the tables on that device.
         kernels: Installs compiled products. The function is called if low-bit weights are multiplied on a CPU.
@@ -209,13 +210,13 @@ def stored_codes(bundle: Bundle, model: nn.Module, module: str) -> Codes:
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement of a bundle's tensors in ``model``, which has no memory yet.
+    """Decides how each tensor of a bundle is stored in ``model``. The model has no memory for weights yet.
 
     Attributes:
         bundle: The bundle.
         model: The model on the meta device.
         tensors: Name -> tensor of the bundle.
-        coded: Module -> format of its low-bit weight.
+        coded: For each module with a low-bit weight, the format of this weight.
         device, dtype, lowbit, half_stays, tables: Arguments of :func:`load_model`.
     """
 
@@ -273,8 +274,8 @@ class Placement:
     def state(self, stores: Mapping[str, Store]) -> dict[str, Tensor]:
         """Return the tensors of the model.
 
-        A tensor whose dtype and device do not change is a view of the file. The file's pages of a copied tensor are
-        released at once.
+        A tensor with the same dtype and device as in the file is a view of the file's memory map. After a tensor was
+        copied, its pages of the file are released immediately.
 
         Raises:
             BundleError: A weight contains invalid codes.
@@ -301,7 +302,7 @@ class Placement:
         return state
 
     def _lying(self, name: str, own: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the chosen precision stores a tensor that has the dtype ``own`` in the bundle."""
+        """Return the dtype in memory of a tensor with the dtype ``own`` in the bundle. The chosen precision decides."""
         if self.dtype == "native" or (self.half_stays and self.dtype == "fp32"):
             return own
         if name.partition(".")[0] in self.model.float32_modules:
@@ -309,13 +310,15 @@ class Placement:
         return getattr(torch, DTYPES[self.dtype])
 
     def _computed(self, name: str, own: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the model computes with the tensor."""
+        """Return the dtype in which the model computes with a tensor that has the dtype ``own`` in the bundle."""
         lying = self._lying(name, own)
         return torch.float32 if self.half_stays and lying in half.DTYPES else lying
 
     def _is_table(self, module: str) -> bool:
-        """Return True for a language model's table of tokens that stays as it is stored. Other tables contain
-        positions, or are added as a whole."""
+        """Return True if ``module`` is a language model's token table, which may stay in its stored precision.
+
+        Other tables contain positions, or the model reads all of their rows.
+        """
         return (
             self.tables
             and module.rpartition(".")[2] == PROMPT_TABLE
@@ -324,9 +327,9 @@ class Placement:
 
 
 def check_codes(weight: Tensor, name: str, where: str) -> None:
-    """Check the codes of a low-bit weight. The kernels' sums are not verified for invalid codes.
+    """Check that a low-bit weight contains only valid codes. The kernels' results are undefined for invalid codes.
 
-    A byte contains four ternary codes of two bits. A code is 3 if both of its bits are set. The check copies at most
+    A byte contains four ternary codes of two bits each. The code 3 (both bits set) is invalid. The check copies at most
     one block of bytes at a time.
 
     Args:
@@ -345,7 +348,10 @@ def check_codes(weight: Tensor, name: str, where: str) -> None:
 
 
 def stored_recipe(bundle: Bundle, model: Model) -> dict[str, str]:
-    """Return component -> formats of its low-bit weights, joined by "+". The format with the most bytes comes first."""
+    """Return the low-bit formats of each component's weights, joined by "+".
+
+    The format with the most bytes comes first.
+    """
     nbytes: dict[str, Counter[str]] = {}
     for module, name in bundle.lowbit.items():
         nbytes.setdefault(model.component_of(module), Counter())[name] += bundle.infos[module + WEIGHT].nbytes

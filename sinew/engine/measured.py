@@ -23,8 +23,7 @@ from sinew.core import machine
 from sinew.engine.fingerprint import fingerprint
 from sinew.engine.prepared import conditions, folder
 
-# The chunks of an engine must be this many times as fast as the chunks of an engine that comes earlier in ORDER.
-# Otherwise the order decides.
+# An engine is preferred to an engine that comes earlier in ORDER if its chunks are at least this many times as fast.
 MARGIN = 1.05
 PRODUCT_MARGIN = 1.5  # the same ratio for the small product, which is only one part of a chunk
 TRIES = 10  # number of measurements of each small product
@@ -38,7 +37,7 @@ PRODUCTS = "of a small product"
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The conditions under which a measurement is valid, on one machine.
+    """The conditions under which the measured times of engines are valid on this machine.
 
     Attributes:
         bundle: The bundle's file.
@@ -56,7 +55,7 @@ class Conditions:
 
     @property
     def path(self) -> Path:
-        """Return the file of this measurement."""
+        """Return the path of the JSON file that stores times for these conditions."""
         kind = self.device.partition(":")[0]
         words = [fingerprint(self.bundle)[:16], "times", kind, self.precision, str(self.threads)]
         return folder() / f"{'-'.join([*words, *([] if self.recipe else ['ignored'])])}.json"
@@ -64,11 +63,12 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds by engine. The engines were measured in turn, so their times can be compared.
+    """The measured seconds of each engine. The engines were measured alternately, so their times can be compared.
 
     Attributes:
-        chunks: Seconds of a whole chunk. On a CPU with one thread, processor seconds.
-        products: Seconds of a small product on a CPU.
+        chunks: Engine -> seconds for a whole action chunk. On a CPU with one thread, these are seconds of processor
+            time.
+        products: Engine -> seconds for one small matrix product on a CPU.
         unit: The unit of the chunks' times in messages: "processor ms" or "ms".
         note: The reason why the measurement of the chunks is less exact, or "".
         threads: Number of threads that the chunks were measured with.
@@ -81,20 +81,22 @@ class Times:
     threads: int = 1
 
     def of(self, *engines: str) -> tuple[str, Mapping[str, float]] | None:
-        """Return the name and the seconds of the best measurement that contains all of these engines, or None."""
+        """Return the best measurement that contains all of these engines: its name, and seconds by engine.
+
+        None if no measurement contains all of them.
+        """
         for what, seconds in ((CHUNKS, self.chunks), (PRODUCTS, self.products)):
             if seconds.keys() >= {*engines}:
                 return what, seconds
         return None
 
     def faster(self, engine: str, than: str, margin: float = MARGIN) -> bool:
-        """Return whether ``engine`` is measurably faster than another engine. Without a measurement, the result is
-        False.
+        """Return True if ``engine`` was measured to be faster than another engine. False without a measurement.
 
         Args:
             engine: The engine.
             than: The other engine.
-            margin: The least ratio of the two times, if chunks were measured.
+            margin: The smallest ratio of the two times that counts as faster, if chunks were measured.
         """
         best = self.of(engine, than)
         if best is None:
@@ -103,8 +105,10 @@ class Times:
         return seconds[engine] * (margin if what == CHUNKS else PRODUCT_MARGIN) < seconds[than]
 
     def text(self, engine: str, others: set[str]) -> str:
-        """Return the measurement that decides between ``engine`` and ``others`` as text. Without a measurement,
-        return ""."""
+        """Return as text the measured times by which ``engine`` was compared with ``others``.
+
+        "" without a measurement.
+        """
         for what, seconds in ((CHUNKS, self.chunks), (PRODUCTS, self.products)):
             shown = {name: took for name, took in seconds.items() if name in {engine, *others}}
             if engine in shown and len(shown) > 1:
@@ -169,8 +173,9 @@ def store(under: Conditions, **changes: Any) -> Times:
 
 
 def time_products(products: Mapping[str, Callable[[], object]], threads: int) -> dict[str, float]:
-    """Return the seconds of each product. The products are measured in turn, and the shortest of :data:`TRIES` times
-    counts.
+    """Return the seconds that each engine's small matrix product takes.
+
+    The products are measured alternately. The result is the shortest of :data:`TRIES` times.
 
     Args:
         products: Engine -> function that computes the engine's product.

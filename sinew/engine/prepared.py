@@ -1,8 +1,8 @@
-"""Store findings of ``sinew prepare``: it makes a faster form of a bundle, verifies it and measures it on this machine.
+"""Store the results of ``sinew prepare``, which prepares, verifies and measures a faster engine for a bundle.
 
 The folder ``$XDG_CACHE_HOME/sinew/prepared`` (``~/.cache`` by default) has one JSON file per bundle (by fingerprint)
-and engine. A finding for other versions, other hardware or in comparison with another engine is ignored, and is made
-again.
+and engine. A result for other versions, for other hardware, or in comparison with another engine is ignored. Then the
+engine is prepared again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EngineFinding:
     Attributes:
         engine: The engine that was prepared.
         against: The engine that runs the bundle without the preparation.
-        taken: True if the prepared engine is faster on this machine, and verified.
+        taken: True if the prepared engine is verified, and is faster than ``against`` on this machine.
         why: The reason, as a sentence.
         seconds: Engine -> measured seconds of a chunk. On a CPU, processor seconds. Empty if no chunk was measured.
         device: The device.

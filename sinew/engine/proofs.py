@@ -27,7 +27,7 @@ MAX_RECORD = 1 << 22  # largest accepted size of a record in bytes
 
 @cache
 def proved(architecture: str, engine: str) -> frozenset[str]:
-    """Return the precisions in which tests have compared an engine with the reference, on a CPU."""
+    """Return the precisions in which tests have compared an engine with the reference engine on a CPU."""
     rows = read_json(RECORD, MAX_RECORD)
     precisions = [precision for family, name, precision in rows if (family, name) == (architecture, engine)]
     return frozenset(word for words in precisions for word in words.split(", "))

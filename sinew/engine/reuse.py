@@ -3,8 +3,8 @@
 A context depends on all of its inputs. If no input changed, the stored context is returned again. If the model encodes
 views separately, the tokens of a view depend on its pixels alone.
 
-The number of views may still change the order of sums in the products. The tokens of a view that is encoded alone then
-differ in their last bits from its tokens among other views. A test checks this before views are reused.
+The number of views may still change the order of sums in the products. Then the tokens of a view can have other last
+bits if the view is encoded alone. A test checks this before views are reused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from sinew.engine.watch import Watch
 from sinew.processing import ModelInputs
 
-VIEWS, CONTEXTS = 8, 2  # numbers of the newest views and contexts that are stored
+VIEWS, CONTEXTS = 8, 2  # the largest numbers of stored views and stored contexts
 # Two frames are first compared in this many bytes at the start, because most different frames differ there.
 FIRST_BYTES = 4096
 FIELDS = ("camera_mask", "tokens", "token_mask", "pixels")
@@ -36,7 +36,7 @@ class Reuse:
         threads: Returns the number of threads that compute for the calling thread, because sums may depend on it.
         renew: (context, newer state) -> the context for the newer state. None if the state cannot be read separately
             from the other inputs.
-        alike: False if the model encodes its views together.
+        alike: False if the model encodes all views together, so that one view cannot be encoded alone.
     """
 
     def __init__(
@@ -110,7 +110,10 @@ class Reuse:
         return whole
 
     def context(self, inputs: ModelInputs, watch: Watch) -> Any:
-        """Return the stored context of the same inputs, or None. A context with another state may be renewed."""
+        """Return the stored context of the same inputs, or None.
+
+        If only the state differs, the stored context may be updated with the new state.
+        """
         for threads, seen, context in tuple(self._contexts):
             if threads != self._threads() or not all(
                 _equal(getattr(seen, n), getattr(inputs, n)) for n in FIELDS

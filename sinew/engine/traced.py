@@ -22,13 +22,13 @@ def as_array(tensor: Tensor) -> np.ndarray:
 
 
 def named_arrays(context: Context) -> dict[str, np.ndarray]:
-    """Return path in the context -> array, for all tensors of a context."""
+    """Return all tensors of a context as arrays, by their paths in the context."""
     leaves, _ = pytree.tree_flatten_with_path(context)
     return {".".join(map(place, path)): as_array(leaf) for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def place(entry: Any) -> str:
-    """Return the field's name, index or key for one step of a path into a context."""
+    """Return one element of a path into a context as text: a field's name, an index or a key."""
     for attribute in ("name", "idx", "key"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
@@ -43,7 +43,7 @@ def recorded_rows(model: nn.Module, found: dict[str, np.ndarray]) -> Iterator[di
 
     Args:
         model: The model.
-        found: Receives module -> indices, int64 [n].
+        found: A dict to which the function adds the indices of each module, int64 [n], by the module's name.
     """
 
     def note(name: str):  # type: ignore[no-untyped-def]

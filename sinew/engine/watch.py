@@ -1,4 +1,4 @@
-"""Follow one run of an engine: measure its times, cancel the run, and store the results of its stages."""
+"""Observe one run of an engine: measure the time of each stage, cancel the run, and store the results of stages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Trace:
 
 
 class Watch:
-    """Follow one run: measure the stages, stop the run between two stages, and store the results of the stages.
+    """Observes one run of an engine: measures its stages, can stop the run between stages, and can store results.
 
     An engine that reuses views or the prefix sets ``reused_views`` and ``reused_prefix`` (:class:`sinew.core.Timing`).
 

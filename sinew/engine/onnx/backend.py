@@ -1,4 +1,4 @@
-"""The ONNX engine before it is opened."""
+"""The description of the ONNX engine, which Sinew reads before it opens the engine."""
 
 from __future__ import annotations
 
@@ -81,8 +81,10 @@ class Onnx(Backend):
         )
 
     def _slow_start(self, bundle: Bundle, options: EngineOptions, unmade: str, prepared: bool) -> str:
-        """Return the reason why this engine would start slowly or lack a capability if the user did not name it, or
-        ""."""
+        """Return the reason not to choose this engine automatically: it would start slowly, or lack a capability.
+
+        "" for none.
+        """
         kinds = {*recipe(bundle).values()}
         if (kinds and self.follows.issuperset(kinds)) or self._plays_shipped(bundle):
             # A recipe is followed even if its graphs must be exported first.
@@ -107,10 +109,11 @@ class Onnx(Backend):
         with Sinew."""
         config = bundle.manifest.config
         if bundle.manifest.spec.committed_rows or config.get("rolling") or config.get("lm_head"):
-            # The graphs lack what such a bundle needs: an action prefix, a denoising time per action, or text.
+            # The graphs do not support features of such a bundle: an action prefix, a denoising time per action, or
+            # text.
             return False
         if shipped(bundle.path) is not None:
-            # The documentation continues the chunks of this policy with a guidance, which its graphs do not support.
+            # Examples in the documentation use real-time chunking with this policy, which its graphs do not support.
             return bundle.manifest.spec.solver.kind != "euler"
         return all(map(installed, MAKERS))
 
@@ -135,7 +138,10 @@ def lacks_graphs(bundle: Bundle) -> str:
 
 
 def once_made(how: str) -> str:
-    """Return the instruction for the user, or the package to install before the graphs can be exported."""
+    """Return the instruction ``how`` for the user.
+
+    If a package for the export is missing, return an instruction to install this package instead.
+    """
     missing = next((module for module in MAKERS if not installed(module)), "")
     return f"an export needs {missing}: {install(missing)}" if missing else how
 

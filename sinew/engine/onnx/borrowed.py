@@ -1,4 +1,6 @@
-"""Graphs without weights, which use the tensors of a bundle. Sinew contains such graphs for its built-in policies.
+"""ONNX graphs without weights: ONNX Runtime reads the weights from a bundle.
+
+Sinew contains such graphs for its built-in policies.
 
 A built-in policy runs without torch in this way, and without a second copy of its weights.
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from sinew.bundle import Bundle
 
 SHIPPED = Path(__file__).resolve().parents[2] / "assets" / "graphs"
-SMALLEST = 16  # number of values; smaller constants, such as axes and scales, stay in the graph
+SMALLEST = 16  # constants with fewer values, such as axes and scales, stay in the graph
 # A stage may contain this many bytes of constants besides the bundle's weights, such as position tables and masks.
 INLINE = 32 << 10
 
@@ -58,7 +60,7 @@ def floats(bundle: Bundle) -> dict[str, np.ndarray]:
 
 
 def weights(bundle: Bundle, graphs: GraphSet, directory: Path) -> dict[str, dict[str, np.ndarray]]:
-    """Return stage -> name -> tensor, for the tensors that each stage borrows from the bundle.
+    """Return for each stage the bundle's tensors that its graph uses, by name.
 
     Raises:
         BundleError: The bundle lacks a tensor.
@@ -121,7 +123,8 @@ def _borrow(
 
     Args:
         model: The ONNX model.
-        known: (shape, bytes) of an array -> (name of the tensor, True if the array is its transpose).
+        known: Maps an array's shape and bytes to the name of a tensor, and to True if the array is the tensor's
+            transpose.
         tensors: Name -> tensor of the bundle.
 
     Returns:

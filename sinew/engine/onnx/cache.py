@@ -19,8 +19,10 @@ log = logging.getLogger(__name__)
 
 
 def fingerprint(path: Path) -> str:
-    """Return the fingerprint of a bundle in the name of its folder of graphs. It changes with the format of the
-    graphs."""
+    """Return the fingerprint that is part of the name of a bundle's graph folder.
+
+    The fingerprint also changes with the format of the graphs.
+    """
     return of_bundle(path, FORMAT)
 
 
@@ -46,8 +48,10 @@ def graphs_folder(bundle: Bundle) -> Path:
 
 
 def usable_bits(bundle: Bundle) -> int:
-    """Return the bits of int8 weights that this processor multiplies exactly, at most the recipe's bits. 0 without a
-    recipe."""
+    """Return how many bits int8 weights may have so that this processor multiplies them exactly.
+
+    The number is at most the recipe's number of bits, and 0 without a recipe.
+    """
     recipe = bundle.manifest.quantization
     if recipe is None:
         return 0

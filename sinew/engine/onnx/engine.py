@@ -164,7 +164,7 @@ class OnnxEngine(Engine):
     def _batch_axes(self) -> list[int | None]:
         """Return the batch axis of each tensor of the context; None if observations share the tensor."""
         read = self.sessions["read"]
-        # The names that the graph has for its batch axis.
+        # Names of the batch axis in the graph.
         names = {node.shape[0] for node in read.get_inputs() if open_axis(node)}
         shapes = {node.name: node.shape for node in read.get_outputs()}
         return [
@@ -189,7 +189,7 @@ class OnnxEngine(Engine):
             else self._wanted[0].removesuffix("ExecutionProvider").lower(),
             precision=dict.fromkeys(COMPONENTS, "fp32") | recipe,
             recipe=recipe,
-            # ONNX Runtime also has copies in the layouts of its kernels, which this number leaves out.
+            # This number does not include the copies of weights that ONNX Runtime makes for its kernels.
             weights_nbytes=nbytes,
             guides=BACKEND.guides,
             refusals=self._refusals(),
@@ -222,7 +222,7 @@ class OnnxEngine(Engine):
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> list[Any]:
-        """Return the tensors of ``graphs.reads`` in ONNX Runtime's memory."""
+        """Run the vision and read stages. Return the tensors that ``graphs.reads`` names, in ONNX Runtime's memory."""
         watch, count = watch or Watch(), len(inputs.tokens)
         # A trace needs computed values, so no result is reused for it.
         reuse = self.reuse if watch.trace is None else None
@@ -322,7 +322,7 @@ class OnnxEngine(Engine):
         guidance: Guidance | None = None,
         watch: Watch | None = None,
     ) -> np.ndarray:
-        self._table(steps)  # raise the error about a missing table before anything is computed
+        self._table(steps)  # raises the error about a missing table before the first stage runs
         return super().run(inputs, noise, steps, guidance, watch)
 
     def _table(self, steps: int) -> np.ndarray:
@@ -336,7 +336,7 @@ class OnnxEngine(Engine):
         return table
 
     def _calls(self, stage: str, count: int) -> list[slice]:
-        """Return the rows of the batch for each call of a stage: all rows at once, or one row per call."""
+        """Split a batch of ``count`` observations into calls of a stage: one for all, or one per observation."""
         if stage in self.by_member:
             return [slice(row, row + 1) for row in range(count)]
         return [slice(0, count)]
@@ -354,7 +354,7 @@ class OnnxEngine(Engine):
         return list(binding.get_outputs())
 
     def _joined(self, reads: list[list[Any]]) -> list[Any]:
-        """Return the outputs of several calls of the read stage as one batch."""
+        """Join the outputs of several calls of the read stage to one batch."""
         if len(reads) == 1:
             return reads[0]
         return [
@@ -363,13 +363,13 @@ class OnnxEngine(Engine):
         ]
 
     def _fixed_views(self) -> int:
-        """Return the number of views in the read stage's input. 0 if the number may vary."""
+        """Return the fixed number of views in the read stage's input, or 0 if the number may vary."""
         shapes = {node.name: node.shape for node in self.sessions["read"].get_inputs()}
         sizes = shapes.get("image_tokens", ())[1:2]
         return sizes[0] if sizes and isinstance(sizes[0], int) else 0
 
     def _all_views(self, image_tokens: np.ndarray, camera_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Add views of zeros, masked, up to the graph's number of views.
+        """Append views of zeros until there are as many views as the graph requires. Their mask is False.
 
         Args:
             image_tokens: [B, V, N, C].
@@ -389,8 +389,7 @@ class OnnxEngine(Engine):
         return image_tokens, camera_mask
 
     def _act(self, reads: Sequence[Any], x: np.ndarray, time_embedding: np.ndarray) -> Any:
-        """Bind all inputs of the step stage that do not change during the solver's loop, and return a function for
-        one step."""
+        """Bind the step stage's inputs that stay the same in all solver steps. Return a function that runs one step."""
         session = self.sessions["step"]
         binding = session.io_binding()
         used = {node.name for node in session.get_inputs()}

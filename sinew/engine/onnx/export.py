@@ -1,4 +1,4 @@
-"""Record the planned model with ``torch.export`` and write ONNX graphs.
+"""Record the rewritten model (the plan) with ``torch.export``, and write ONNX graphs.
 
 The batch and the prompt's length are dynamic in all graphs, and the number of views in the vision graph. The solver's
 loop is not part of a graph. With ten steps in the graph, it had nine thousand nodes and took minutes to export.
@@ -63,7 +63,7 @@ def export_graphs(
         views: Number of views of the largest observation.
         height: Height of the model's input in pixels.
         width: Width of the model's input in pixels.
-        steps: Numbers of solver steps that get a table.
+        steps: Numbers of solver steps for which a table of time embeddings is written.
 
     Returns:
         The record of the export.
@@ -131,7 +131,7 @@ def export_graphs(
 
 
 def _any_views(model: Model, views: int) -> dict[int, Any]:
-    """Return the dynamic axis of views, or {} if the number of views is fixed."""
+    """Declare the axis of views as dynamic for ``torch.export``. Return {} if the number of views is fixed."""
     if model.moments is not None:
         most, each = model.moments
         moments = Dim("moments", min=1, max=most)
@@ -203,7 +203,10 @@ def _write(
 
 
 def _compute_outputs(model: Any) -> None:
-    """Let a node compute every output, also if the output is a stored constant. OpenVINO opens no other graph."""
+    """Add a node for each output of a graph that is a stored constant.
+
+    OpenVINO does not open a graph with an output that no node computes.
+    """
     from onnxscript import ir
 
     graph = model.graph
@@ -238,7 +241,7 @@ def _label(model: Any, stage: str, component_of: Callable[[str], str]) -> None:
 
 
 class OneOperatorAttention(ViTAttention):
-    """The attention of the vision tower, recorded as one operator of ONNX Runtime.
+    """The attention of the vision tower, which the export records as a single operator of ONNX Runtime.
 
     The plain form has two products, a softmax over [H, L, L] scores between them, and copies that bring heads to the
     front. The operator reads queries, keys and values as the projections write them, and keeps a tile of scores in the
@@ -292,8 +295,9 @@ def constant_target(
 
 
 def constant_targets(model: Any) -> int:
-    """Give the reshapes of an exported graph constant targets, in place, and remove the nodes that computed the
-    targets.
+    """Give each Reshape node of an exported graph a constant target shape, in place.
+
+    Remove the nodes that computed the shapes.
 
     With two dynamic axes, the batch and the prompt's length, the exporter reads sizes from tensors and assembles the
     shape of nearly every reshape from them. These nodes cost a small policy's step several per cent. ONNX's Reshape

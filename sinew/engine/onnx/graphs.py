@@ -57,13 +57,14 @@ class GraphSet:
         reads: Names of the tensors that the read stage returns and the step stage reads, in order.
         steps: Numbers of solver steps that have a table.
         rewrites: Names of the rewrites that were applied to the model.
-        recipe: Component -> precision, for quantised graphs.
+        recipe: The precision of each component, for quantised graphs.
         method: Method of the quantisation, as text.
         bits: Bits of int8 weights, or 0 without int8 weights.
         borrows: Stage -> names of the bundle's tensors that it uses, if the graphs have no weights.
         sha256: Name of each other file in the folder -> its hash.
-        said: For an autoregressive head, the tensors of ``reads`` that one call of the step stage changes.
-        speaks: For an autoregressive head, the meaning of its tokens. The step stage generates one more token per call.
+        said: For an autoregressive head, the names in ``reads`` of the tensors that one call of the step stage changes.
+        speaks: For an autoregressive head, the meaning of its action tokens. The step stage generates one token per
+            call.
         format: Version of the record.
     """
 

@@ -21,8 +21,7 @@ from sinew.engine.onnx.providers import choose
 
 log = logging.getLogger(__name__)
 
-# Memory that an export needs, as a multiple of the float32 weights: the weights, the folded copies and
-# the transposed copies.
+# An export needs this many times the memory of the float32 weights: the weights, folded copies and transposed copies.
 ROOM = 3
 
 
@@ -44,7 +43,7 @@ def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
             f"{engine.directory}: expected graphs of {bundle.manifest.architecture},"
             f" got {engine.graphs.architecture}; remove the folder, or export it again"
         )
-    # Other low-bit formats were widened to float32 before the export.
+    # Weights in other low-bit formats were converted to float32 before the export.
     expected = {part: kind for part, kind in recipe(bundle).items() if kind in ("int8", "int8-rows")}
     if engine.facts.recipe != expected:
         raise BundleError(
@@ -101,7 +100,7 @@ def check_bits(folder: Path) -> None:
 def export_folder(
     bundle: Bundle, folder: Path, also: Callable[[Bundle, Path], None] = lambda *_: None, folded: bool = True
 ) -> None:
-    """Write a new folder that runs without torch: graphs, recipes and tokenizer.
+    """Export a bundle to a new folder with graphs, recipes and tokenizer. The folder runs without torch.
 
     Args:
         bundle: The bundle.

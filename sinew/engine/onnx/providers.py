@@ -48,7 +48,7 @@ def runtime() -> Any:
 
 
 def choose(names: Sequence[str] = ()) -> tuple[tuple[str, ...], str]:
-    """Return the providers in order of preference, and the reason.
+    """Return the execution providers in order of preference, and the reason for this choice.
 
     Without names, the provider is the CPU. Other providers are not measured on this machine and compute other bits, so
     the user must request them. The CPU is always the last provider, for operators that the other providers lack.
@@ -96,8 +96,10 @@ def loaded(session: Any, wanted: Sequence[str]) -> list[str]:
 
 
 def assigned(sessions: Mapping[str, Any]) -> dict[str, Counter[str]]:
-    """Return provider -> number of nodes by operator, over all graphs. {} if this version of ONNX Runtime does not
-    report it."""
+    """Count for each provider the nodes that it computes in all graphs, by operator.
+
+    The result is {} if this version of ONNX Runtime does not report the assignment.
+    """
     counts: dict[str, Counter[str]] = {}
     for session in sessions.values():
         # ONNX Runtime reports the assignment since version 1.24.
@@ -109,8 +111,10 @@ def assigned(sessions: Mapping[str, Any]) -> dict[str, Counter[str]]:
 
 
 def assigned_text(found: Mapping[str, Counter[str]]) -> str:
-    """Return the share of the nodes and the number of products for each provider, as text. Minor providers are
-    listed with their operators."""
+    """Return as text each provider's share of the nodes, and its number of matrix products.
+
+    Minor providers are listed with their operators.
+    """
     if not found:
         return (
             f"onnxruntime {runtime().__version__} does not report which provider runs which nodes (1.24 does)"

@@ -1,4 +1,4 @@
-"""Dynamic int8 for the matrix products of chosen components.
+"""Convert the matrix products of chosen components to int8, with scales that are computed at run time ("dynamic").
 
 A product of activations with constant weights becomes a product of 8-bit integers. Weights are rounded once, per output
 channel, symmetric about zero. Activations are rounded at run time, in one of two ways:
@@ -39,7 +39,7 @@ KEPT = (
     "said",
     "speaks",
 )
-OURS = ("int8", "int8-rows")  # weights of other low-bit formats were widened when the graphs were exported
+OURS = ("int8", "int8-rows")  # the export converted weights of other low-bit formats to float32
 
 
 def weight_bits() -> tuple[int, str]:
@@ -173,7 +173,7 @@ def quantize_products(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
 
 
 def replace_nodes(graph: Any, nodes: list[Any], added: dict[str, np.ndarray]) -> None:
-    """Replace the nodes of a graph in place, and its constants by those that the new nodes read.
+    """Replace all nodes of a graph, in place. Constants that the new nodes do not read are removed.
 
     Args:
         graph: The ONNX graph.
@@ -221,7 +221,10 @@ ROWS_CONSTANTS: dict[str, np.ndarray] = {
 
 
 def _round_rows(x: str, to: str) -> list[Any]:
-    """Return nodes that round activations per row: x [..., K] -> uint8 [..., K] about 128, and scales [..., 1]."""
+    """Return nodes that round activations with one scale per row.
+
+    The input is x [..., K]. The results are uint8 [..., K], where 128 means zero, and scales [..., 1].
+    """
     from onnx import helper
 
     return [
@@ -235,8 +238,10 @@ def _round_rows(x: str, to: str) -> list[Any]:
 
 
 def _product_of_rows(x: str, weight: str, out: str) -> list[Any]:
-    """Return nodes for an int8 product. The kernel applies the scales of columns, and a second node the scales of
-    rows."""
+    """Return nodes for an int8 product.
+
+    The product's kernel applies the scales of columns. A second node applies the scales of rows.
+    """
     from onnx import helper
 
     operands = [

@@ -1,4 +1,4 @@
-"""The engine of rewritten models before it is opened."""
+"""The description of the engine "plan", which runs a rewritten model. Sinew reads it before it opens the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class Planned(Backend):
     name, opens = "plan", "sinew.engine.plan.engine:open_planned"
-    # This engine cannot take new weights, because it rewrites them.
+    # This engine does not accept new weights, because its rewrites have already changed the old weights.
     capabilities = frozenset(Capability) - {
         Capability.AUDIT,
         Capability.EXCHANGE,

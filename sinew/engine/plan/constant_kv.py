@@ -16,7 +16,9 @@ from sinew.models.expert import ExpertContext, ExpertModel, Prefix
 
 
 class StateInPrefix(ExpertModel):
-    """A model whose expert reads a state token that attends to the prefix and itself, but never to the actions.
+    """A model whose action expert reads the state as a token.
+
+    This token attends to the prefix and itself, but never to the actions.
 
     The token's keys and values are therefore the same in every step. They are appended to the prefix's keys and values,
     and the steps compute the actions alone.

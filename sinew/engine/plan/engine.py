@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.engine.backend import EngineOptions
 
-# The rewrites that make PyTorch faster on a CPU. Folded norms need a copy of most weights and save no measurable time.
-# Separate products of gate and up are faster than halves of one product (docs/plan.md has the numbers).
+# The rewrites that make PyTorch faster on a CPU. "fold-norms" needs a copy of most weights and saves no measurable
+# time. "pack-gate-up" is slower than two separate products (docs/plan.md has the numbers).
 ON_CPU = tuple(name for name in REWRITES if name not in ("fold-norms", "pack-gate-up"))
 
 
@@ -44,7 +44,7 @@ class PlannedEngine(EagerEngine):
         self.plan = plan
 
     def exchange(self, weights: Mapping[str, Any]) -> None:
-        raise self.cannot(Capability.EXCHANGE)  # the plan computed its weights from the old weights
+        raise self.cannot(Capability.EXCHANGE)  # the plan has computed its own weights from the old weights
 
     def time_embeddings(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
         if getattr(guidance, "committed", None) is not None:

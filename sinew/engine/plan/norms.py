@@ -33,7 +33,7 @@ class UnitLayerNorm(nn.Module):
 
 
 def sites(model: nn.Module) -> Iterator[tuple[str, FoldSite]]:
-    """Yield the norm's name and the fold site, for all sites that the model and its blocks declare."""
+    """Yield the name and the fold site (a norm and the layers that read it) of each site that the model declares."""
     names = {id(module): name for name, module in model.named_modules()}
     for module in model.modules():
         if "fold_sites" in vars(loaded_class(module)):
@@ -61,7 +61,7 @@ def linears(site: FoldSite) -> list[Linear] | str:
 
 
 def fold(norm: RMSNorm | LayerNorm, readers: list[Linear]) -> nn.Module:
-    """Move the norm's affine part into its readers, and return the norm without its affine part."""
+    """Multiply the norm's weight and bias into the linear layers ``readers``. Return a norm without weight and bias."""
     unit: nn.Module
     shift: Tensor | None
     if isinstance(norm, LayerNorm):

@@ -93,7 +93,9 @@ def pack(layers: Sequence[nn.Module]) -> Linear | str:
 
 
 def _pack_factors(packed: Linear, layers: Sequence[Linear]) -> None:
-    """Give ``packed`` the adapters of its parts. The rows of a part read the factors of that part alone.
+    """Give a packed layer the LoRA adapters of the layers that it replaces.
+
+    The rows of each replaced layer use only the factors of this layer's adapter:
 
     [q; k] x = [Wq; Wk] x + [[Bq, 0], [0, Bk]] [Aq; Ak] x
     """

@@ -1,4 +1,4 @@
-"""A plan: the model that is executed instead of the loaded model, and the rewrites that made it."""
+"""A plan: a rewritten, faster version of the loaded model, and the list of rewrites that produced it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ REWRITES = {
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A planned model: ``model`` has the interface of the loaded model and other modules.
+    """A rewritten model. It has the same interface as the loaded model, but other modules.
 
-    ``model`` shares the parameters that no rewrite replaced. If the loaded model is kept, the replaced parameters stay
-    in memory too.
+    The two models share all parameters that no rewrite replaced. If the loaded model is kept, the replaced parameters
+    stay in memory too.
 
     Attributes:
         model: The rewritten model.
@@ -68,9 +68,11 @@ class Plan:
 
         Args:
             model: The loaded model.
-            steps: Numbers of solver steps whose tables are made now. Other tables are made on request.
+            steps: Numbers of solver steps for which tables of time embeddings are made now. Other tables are made at
+                first use.
             rewrites: Names from ``REWRITES``, or None for all.
-            beside: The plan of the same model without an adapter. Both plans share equal tensors in memory.
+            beside: The plan of the same model without an adapter. The new plan uses the tensors of this plan where they
+                are equal.
             in_place: Rewrite ``model`` itself, for a caller that does not need it any more.
         """
         chosen = set(REWRITES) if rewrites is None else set(rewrites)
@@ -106,7 +108,10 @@ class Plan:
 
     @torch.no_grad()
     def time_embeddings(self, steps: int) -> list[Tensor]:
-        """Return the table of the model's time embeddings for each time of the solver, each [1, ...]."""
+        """Return the model's time embedding for each of ``steps`` solver times, each [1, ...].
+
+        The table is made once.
+        """
         if steps not in self._tables:
             self._tables[steps] = list(self.model.time_embeddings(steps))
         return self._tables[steps]

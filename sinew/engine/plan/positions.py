@@ -1,4 +1,4 @@
-"""Avoid lookups in the vision tower's position table if all of its rows are read in order.
+"""Read the vision tower's position table without a lookup if the patches use all of its rows in order.
 
 Rotary tables and masks need no rewrite, because a model's context contains them once per observation.
 """
@@ -17,8 +17,10 @@ from sinew.layers.vit import ResizedPositions, VisionTransformer
 
 
 class FullGridPositions(VisionTransformer):
-    """A tower that adds the position table without a lookup if the patches fill the table's grid. Row i then belongs
-    to patch i."""
+    """A vision tower that adds the whole position table to the patches, without a lookup, if both have the same grid.
+
+    Row i then belongs to patch i.
+    """
 
     def positions(self, rows: int, cols: int) -> Tensor:
         if rows == cols == self.config.side:
@@ -27,7 +29,7 @@ class FullGridPositions(VisionTransformer):
 
 
 class GridTable(ResizedPositions):
-    """A tower whose views always fill the same grid. The resized table is made once."""
+    """A vision tower for views that all have the same grid of patches. The position table is resized only once."""
 
     table: Tensor  # [rows * cols, C]
 
@@ -36,7 +38,10 @@ class GridTable(ResizedPositions):
 
 
 class QwenGridTable(QwenViT):
-    """A tower with rotation whose views always fill the same grid. Positions and rotation are made once."""
+    """A vision tower with rotary positions, for views that all have the same grid.
+
+    Positions and rotation are computed once.
+    """
 
     table: Tensor  # [rows * cols, C]
     cos: Tensor  # [1, rows * cols, 1, D / 2]

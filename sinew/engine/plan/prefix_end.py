@@ -1,5 +1,4 @@
-"""Shorten the end of the prefix: the head reads the keys and values of the language model's layers, but not its
-output."""
+"""Skip the end of the language model: the head reads the keys and values of its layers, but not its last output."""
 
 from __future__ import annotations
 
@@ -17,7 +16,10 @@ NO_CACHE = "the head does not read the language model's keys and values"
 
 
 class KeyValueLayer(nn.Module):
-    """The part of the last decoder layer that the head needs: its norm, and the projections of keys and values."""
+    """The last decoder layer without the operations that the head does not need.
+
+    It has a norm and projects keys and values.
+    """
 
     def __init__(self, layer: DecoderLayer):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A small product with PyTorch, which :mod:`sinew.engine.measured` times."""
+"""One small matrix product with PyTorch. :mod:`sinew.engine.measured` times it to compare engines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def torch_product(dtype: str, storage: str) -> Callable[[], object] | None:
-    """Return a function that computes a small product with PyTorch, or None for a mixture of precisions.
+    """Return a function that computes one small matrix product with PyTorch. None for a mixture of precisions.
 
     Args:
         dtype: Precision of weights and activations, such as "bf16".
-        storage: Half precision of weights that are widened block by block, or "".
+        storage: The half precision of weights that are converted to float32 block by block, or "".
     """
     if (storage or dtype) not in DTYPES:
         return None

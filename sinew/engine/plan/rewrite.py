@@ -4,9 +4,9 @@ A rewrite gets a clone of the loaded model, which is a separate tree of modules 
 may replace parameters and modules of the clone, or give a module another class (:func:`become`). The loaded model is
 never changed.
 
-A rewrite changes only the classes that it was written for (:func:`exactly`). It does not change their subclasses, which
-may add norms, rotations or quantisation that a replaced method would lose. Unknown modules are left unchanged, and the
-outcome names them (:func:`left_out`).
+A rewrite changes only the classes that it was written for (:func:`exactly`). It does not change their subclasses: a
+subclass may add norms, rotations or quantisation, which a replaced method would not compute. Unknown modules are left
+unchanged, and the outcome names them (:func:`left_out`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RewriteOutcome:
 
     Attributes:
         name: The rewrite's name.
-        status: Whether the rewrite was applied.
+        status: "applied" if the rewrite changed at least one module.
         reason: The reason for the status.
         where: Names of the changed modules.
     """
@@ -63,7 +63,7 @@ class Rewrite:
 
 
 def share(model: Model, other: Model) -> None:
-    """Let ``model`` use the tensors of ``other`` if tensors of the same name are equal in every bit."""
+    """Make ``model`` use a tensor of ``other`` wherever the tensors with the same name have the same bits."""
     theirs: dict[str, Tensor] = {**dict(other.named_parameters()), **dict(other.named_buffers())}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         same = theirs.get(name)
@@ -75,7 +75,7 @@ def share(model: Model, other: Model) -> None:
 
 
 def loaded_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that the model gave to ``module``, before any rewrite."""
+    """Return the class that ``module`` had in the loaded model, before rewrites changed the class."""
     return vars(module).get("loaded_class", type(module))
 
 
@@ -85,14 +85,20 @@ def exactly(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 def foreign(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Return the reason why a rewrite of ``kind`` does not change a module: its class is a subclass. None for other
-    modules."""
+    """Return the reason why a rewrite for the class ``kind`` does not change a module of a subclass.
+
+    None for other modules.
+    """
     cls = loaded_class(module)
     return f"{cls.__name__} is not {kind.__name__}" if isinstance(module, kind) and cls is not kind else None
 
 
 def left_out(left: Mapping[str, str]) -> str:
-    """Return the part of a reason that names the modules (name -> reason) which a rewrite did not change."""
+    """Return text that lists the modules which a rewrite did not change.
+
+    Args:
+        left: Name of each unchanged module -> the reason.
+    """
     whys = ", ".join(sorted(set(left.values())))
     return f"; not {', '.join(spans(list(left)))} ({whys})" if left else ""
 
@@ -100,7 +106,7 @@ def left_out(left: Mapping[str, str]) -> str:
 def verdict(
     names: Sequence[str], left: Mapping[str, str], reason: str, absent: str
 ) -> tuple[Status, str, tuple[str, ...]]:
-    """Return status, reason and modules of a rewrite.
+    """Return the outcome of a rewrite: its status, its reason and the changed modules.
 
     Args:
         names: Names of the changed modules.
@@ -150,7 +156,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def spans(names: Sequence[str]) -> tuple[str, ...]:
-    """Return module names with runs of numbers combined: layers.0.attn, layers.1.attn -> layers.0-1.attn."""
+    """Shorten a list of module names: layers.0.attn and layers.1.attn become layers.0-1.attn."""
     groups: dict[str, list[int]] = {}
     for name in names:
         parts = name.split(".")

@@ -1,4 +1,4 @@
-"""The planned model as functions of tensors alone, for engines that record a program.
+"""The rewritten model as functions whose arguments and results are only tensors. Engines record these functions.
 
 The three stages are ``Vision`` and ``Read``, which run once per observation, and a step. The step is ``StepProgram``
 once per solver step, or ``NextToken`` once per token of an autoregressive head. Between the stages, the model's context
@@ -26,8 +26,7 @@ SAID = "context.spoken."  # prefix of the names in :class:`TextPrefix`
 
 @dataclass(frozen=True)
 class Layout:
-    """The conversion between a context and a flat tuple of tensors. A tensor that the context contains twice is in the
-    tuple once.
+    """Converts a context to a flat tuple of tensors, and back. The tuple contains no tensor twice.
 
     Attributes:
         names: Names of the tensors, "context.FIELD.INDEX...".
@@ -131,13 +130,15 @@ class TextPrefix(NamedTuple):
 
 
 def begun(model: Model, context: Context) -> Context:
-    """Return the result of ``Read`` for a context. With an autoregressive head, it includes the first token."""
+    """Return the result of ``Read`` for a context. For an autoregressive head, the result includes the first token."""
     return TextPrefix(context, model.first(context)) if isinstance(model, AutoregressiveModel) else context
 
 
 class NextToken(nn.Module):
-    """Computes one more token: from the result of ``Read``, the tensors that the token changes, with the same
-    shapes."""
+    """Computes one more token.
+
+    The input is the result of ``Read``. The output is the tensors that the token changes.
+    """
 
     def __init__(self, model: AutoregressiveModel, layout: Layout):
         super().__init__()
@@ -156,9 +157,10 @@ class Stages(NamedTuple):
         read: The second stage.
         step: The stage that runs once per solver step or token.
         reads: Names of the tensors from ``read`` to ``step``.
-        said: The names in ``reads`` that a token changes, in the order in which ``step`` returns them.
-        grows: For each name in ``reads``, the axis that grows with the prompt, and by how much it is longer than the
-            first such axis. None without such an axis.
+        said: The names in ``reads`` of the tensors that a new token changes, in the order in which ``step`` returns
+            them.
+        grows: For each name in ``reads``, the axis whose length grows with the prompt, and the difference between this
+            length and that of the first such axis. None without such an axis.
         batch_axes: For each name in ``reads``, the batch axis. None if all observations share the tensor.
         unbatched: The first tensor without a separate batch axis, or "".
     """

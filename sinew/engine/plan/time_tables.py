@@ -1,4 +1,4 @@
-"""Make tables of all values that depend on the solver's time alone, once per number of steps.
+"""Compute all values that depend only on the solver's time in advance, in one table per number of solver steps.
 
 The plan makes a table of ``embed_time``. This rewrite lets the time embedding contain as much as possible. In pi0.5,
 the time embedding already contains the modulation of every norm. pi0 and SmolVLA mix the time into the action tokens by
@@ -22,7 +22,10 @@ from sinew.models.expert import ExpertModel, per_row
 
 
 class SplitActionTime(ExpertModel):
-    """A model whose action tokens are W2 silu(W [P x + p; e(t)] + b) + b2, with W split into its two parts."""
+    """A model with action tokens W2 silu(W [P x + p; e(t)] + b) + b2.
+
+    W is split into a part for actions and a part for time.
+    """
 
     action_part: Linear  # Wa P, no bias
     time_part: Linear  # Wt, Wa p + b

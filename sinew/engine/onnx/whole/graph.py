@@ -115,7 +115,11 @@ def _near(got: np.ndarray, wanted: np.ndarray) -> bool:
 
 
 def _cut(linear: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return the columns of values [n, m] that the policy clips to -1 and 1, as bool [m]."""
+    """Find the columns that the policy clips to -1 and 1.
+
+    Returns:
+        bool [m], True for a clipped column of the values [n, m].
+    """
     beyond = np.abs(linear) > 1
     cut: np.ndarray = np.any(beyond, axis=0) & np.all(~beyond | (np.abs(wanted) <= 1), axis=0)
     return cut
@@ -284,8 +288,8 @@ class _Builder:
 
         Args:
             stage: The stage.
-            given: Input of the function -> name of the value.
-            made: Output of the function -> name of the value, for outputs with a fixed name.
+            given: For each input of the function, the name of the value in the graph.
+            made: For each output of the function with a fixed name, the name of the value in the graph.
             prefix: Prefix for the names of the other outputs.
 
         Returns:
@@ -367,7 +371,12 @@ class _Builder:
         )
 
     def _states(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return the middle state of the statistics, and states at up to three times their spread. Each is [D]."""
+        """Return states for a test of linearity.
+
+        Returns:
+            The middle of the normalisation statistics, [D], and random states up to three times as far from it as the
+            statistics reach, each [D].
+        """
         normalizer, dim = self._processor.state_normalizer, self._spec.state.dim
         rows = np.random.default_rng(0).uniform(-0.9, 0.9, (CHECKED, normalizer.width))
         middle, *around = (
@@ -379,7 +388,7 @@ class _Builder:
         ]
 
     def _bounded(self, value: str, cut: np.ndarray) -> str:
-        """Return a value whose columns ``cut``, bool [n], are clipped to -1 and 1."""
+        """Add nodes that clip the columns ``cut``, bool [n], of a value to -1 and 1. Return the name of the result."""
         if not np.any(cut):
             return value
         most = np.where(cut, 1.0, np.finfo(np.float32).max).astype(np.float32)
@@ -443,8 +452,10 @@ class _Builder:
         return total
 
     def _finish(self, x: str) -> None:
-        """Convert the solution to the robot's units: a factor for each number, and for relative actions a term of
-        the state."""
+        """Add nodes that convert the solution to the robot's units.
+
+        Each number gets a factor and an offset. For relative actions, a linear term of the state is added.
+        """
         processor, spec = self._processor, self._spec
         rows, first = self._noise_shape(self._graphs.steps[0])[-2], self._recipe.first_row
         shape, width = (rows, self._recipe.padded_action_dim), processor.action_normalizer.width

@@ -1,7 +1,7 @@
 """Static 8-bit graphs for NPU compilers: a pair of QuantizeLinear and DequantizeLinear rounds each product.
 
-Such a compiler computes the operations between two pairs in integers, with the scales of the pairs. Weights are rounded
-per output channel. The input and the output of a product have one scale each, from the largest magnitude in runs over
+Such a compiler computes a product between two pairs in integers, with the scales of the pairs. Weights are rounded per
+output channel. The input and the output of a product have one scale each, from the largest magnitude in runs over
 observations. All scales are symmetric about zero, because TensorRT supports no other zero point. Products of two
 activations, norms, softmax and activation functions stay in floats.
 """
@@ -38,11 +38,11 @@ MOVES = {
 
 @dataclass
 class Pairs:
-    """The numbers of nodes in an export with pairs.
+    """The numbers of nodes with and without pairs (QuantizeLinear and DequantizeLinear) in an export.
 
     Attributes:
-        products: Component -> number of products between pairs.
-        left: Operator -> number of nodes that compute with floats.
+        products: For each component, the number of matrix products between pairs.
+        left: For each operator, the number of nodes that still compute with floats.
     """
 
     products: Counter[str] = field(default_factory=Counter)
@@ -95,7 +95,7 @@ def write_pairs(
     solver: Solver,
     runs: Iterable[tuple[ModelInputs, np.ndarray]],
 ) -> Pairs:
-    """Put pairs around the products of the int8 components in ``recipe``, in the graphs of an export, in place.
+    """Put pairs around the matrix products of the int8 components in ``recipe``, in an export's graphs, in place.
 
     Only products with constant weights get pairs.
 
@@ -201,7 +201,7 @@ def _magnitudes(
 
 
 def _put_pairs(graph: Any, products: Sequence[Any], scales: Mapping[str, float], bits: int) -> None:
-    """Put pairs around products of a graph, in place.
+    """Put pairs of QuantizeLinear and DequantizeLinear around products of a graph, in place.
 
     Args:
         graph: The ONNX graph.
