@@ -1,1 +1,4 @@
-"""Times a bundle on this machine: `measure.py` stage by stage, `ladder.py` every engine side by side."""
+"""Measure the inference times of a bundle on this machine.
+
+`measure.py` measures the stages of one engine. `ladder.py` compares all engines.
+"""

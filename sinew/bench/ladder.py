@@ -1,7 +1,7 @@
 """Compare all engines that run a bundle on this machine, one after another.
 
-Each engine runs in its own process. Its memory can then be measured separately, and the memory must suffice for one
-policy only.
+Each engine runs in its own process. Its memory can then be measured separately, and the machine needs memory for only
+one policy at a time.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def ladder(
     observe: Observe,
     advance: Callable[[str], None] = lambda _: None,
 ) -> Iterator[EngineResult]:
-    """Yield the time of each engine for ``runs`` inferences, the reference first.
+    """Yield the measurement of each engine over ``runs`` inferences, the reference engine first.
 
     Args:
         bundle: The bundle.
         runs: Number of inferences.
         options: Options of ``sinew.load``, without the engine.
-        observe: Makes the observation that is sent, in another process.
-        advance: Called with the name of each engine.
+        observe: Makes the observation that is sent to the policy. It is called in the engine's process.
+        advance: Called with the name of each engine, for example to show progress.
     """
     from sinew.engine.backend import BACKENDS, choose
     from sinew.policy import open_bundle

@@ -1,4 +1,4 @@
-"""Measure where the time of a bundle goes on this machine. Load, warm-up and steady state are measured separately."""
+"""Measure how long a bundle takes on this machine. Load, warm-up and steady state are measured separately."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PROMPT = "pick up the red cube and place it in the bowl"
 SCHEMA = "sinew.bench/1"
-PHASES = 3  # phases before the steady state; progress is reported for each
+PHASES = 3  # number of phases before the steady state; each phase reports progress
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class BenchResult:
         record: The report without statistics, as a JSON-ready dict.
         timings: Milliseconds of the stages for each run.
         totals: Milliseconds of each run.
-        apart: Timings of runs with separate stages, for an engine that runs all stages as one graph.
+        apart: Timings of additional runs with separate stages, if the engine normally runs all stages as one graph.
     """
 
     record: dict[str, Any]
@@ -131,7 +131,11 @@ def measure(
 
 
 def roofline(policy: Policy, described: dict[str, Any]) -> dict[str, Any]:
-    """Return the milliseconds of each stage at this machine's measured peaks, or the reason why they are missing."""
+    """Return the shortest possible milliseconds of each stage.
+
+    The times follow from this machine's measured peak memory and compute rates. Without the package sinew-perf, the
+    result contains the reason why they are missing.
+    """
     if (estimates := providers.provider("sinew.estimates")) is None:
         how = providers.how_to_install("sinew-perf")
         return {"reason": f"the roofline is in the package sinew-perf: {how}"}
@@ -196,7 +200,7 @@ def line_over_steps(
         The line as a JSON-ready dict. ``residual_ms`` is the largest distance of a median from the line.
     """
     times: dict[int, list[float]] = {count: [] for count in counts}
-    for count in counts:  # some engines make a program for each number of steps
+    for count in counts:  # warm-up: some engines record a program for each number of steps
         policy.infer({**observation, "seed": 0, "solver_steps": count})
     for run in range(runs):
         for count, found in times.items():
@@ -239,7 +243,7 @@ def software() -> dict[str, str]:
 
 
 def describe(policy: Policy, observation: dict[str, Any]) -> dict[str, Any]:
-    """Return the subject of a measurement: the policy, its engine, and the sizes of an observation."""
+    """Return a description of what was measured: the policy, its engine, and the sizes of an observation."""
     spec = policy.spec
     return {
         "architecture": spec.architecture,

@@ -40,7 +40,7 @@ def parse_pauses(text: str | None) -> tuple[float, ...]:
 def after_pauses(
     infer: Callable[[], Any], pauses: Sequence[float], steady_ms: float
 ) -> Iterator[dict[str, Any]]:
-    """Wait and infer, ``ROUNDS`` times for each pause, and yield the milliseconds of the first answers.
+    """Pause, then time the first answer, ``ROUNDS`` times for each length of pause. Yield the results.
 
     Args:
         infer: Computes one answer.

@@ -1,1 +1,1 @@
-"""Blocks that models are made of. Shapes: B batch, L length, H heads, D head size, C channels."""
+"""The building blocks of models. Letters in shapes: B batch, L length, H heads, D head size, C channels."""

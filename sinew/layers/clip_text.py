@@ -50,8 +50,8 @@ class ClipTextConfig(BlockConfig):
         vocab_size: Rows of the token table.
         out_size: Width of the text feature.
         out_bias: True if the last projection has a bias.
-        end_token: Id of the end token, at whose first occurrence the text feature is read. 0 reads the feature at the
-            last token before the padding.
+        end_token: Id of the end token, at whose first occurrence the text feature is read. If the id is 0, the feature
+            is read at the last token before the padding.
     """
 
     positions: int

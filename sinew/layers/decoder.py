@@ -1,7 +1,7 @@
-"""Llama- and Gemma-style decoder layers, split into the parts that prefix and action expert need.
+"""Decoder layers as in Llama and Gemma, split into two halves for models with an action expert.
 
-A VLA runs these layers in two ways. The first way is over a prefix, and keeps the keys and values of each layer. The
-second way is over a short suffix of action tokens, which attend to the prefix. A layer therefore has two halves,
+A VLA runs these layers in two ways. First they run over the prefix (views and prompt), and the keys and values of each
+layer are stored. Then they run over a few action tokens, which attend to the prefix. A layer therefore has two halves,
 ``project`` before the attention and ``finish`` after the attention, and the model computes the attention between the
 halves.
 """
@@ -40,7 +40,7 @@ class DecoderConfig:
         head_dim: Width of a head.
         norm_eps: Epsilon of the norms.
         rope_theta: Base of the rotary frequencies.
-        norm: "rms" (Llama, Qwen), or "gemma_rms", whose stored weight is an offset from one.
+        norm: "rms" (Llama, Qwen), or "gemma_rms" with a stored weight that is added to 1.
         activation: Activation of the gated MLP.
         qkv_bias: True if the projections to queries, keys and values have biases.
         qk_norm: True if queries and keys are normalised per head before the rotation (Qwen3).
@@ -73,9 +73,9 @@ class DecoderConfig:
 
 
 class DecoderAttention(nn.Module):
-    """Projections of one attention.
+    """The projections and the attention of one layer.
 
-    An engine may replace :meth:`heads`, the projections, and :meth:`attend`. The steps between them,
+    An engine may replace :meth:`heads` (the projections) and :meth:`attend`. The operations between these methods,
     :meth:`rotate_query` and :meth:`rotate_key`, always belong to the model.
 
     Args:
@@ -130,8 +130,9 @@ class DecoderAttention(nn.Module):
         return self.o_proj(attended if self.o_norm is None else self.o_norm(attended))
 
     def attend(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
-        """Attend from the queries to ``kv`` and, if it is given, to ``own``. An engine may override this method, to
-        read the two without joining them.
+        """Compute the attention of queries over ``kv`` and ``own``.
+
+        An engine may override this method so that ``kv`` and ``own`` need not be joined in memory.
 
         Args:
             q: [B, L, H, D].

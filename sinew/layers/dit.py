@@ -260,7 +260,7 @@ class DiT(nn.Module):
             modulations: Result of :meth:`modulations`.
             kv: Keys and values for each cross-attention block, in order.
             masks: bool [B, L, K] for each cross-attention block, in order.
-            own: bool [B, L, L], the mask of the tokens among each other.
+            own: bool [B, L, L], the attention mask between the head's own tokens.
 
         Returns:
             The head's features, [B, L, output_size].

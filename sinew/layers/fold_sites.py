@@ -1,4 +1,4 @@
-"""A declaration for engines that rewrite blocks: the linear layers that read the output of a norm."""
+"""A record of the linear layers that read a norm's output, so that an engine can fold the norm into them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 class FoldSite(NamedTuple):
     """A norm and all modules that read its output. An engine may fold the norm's weight into these modules.
 
-    A block that owns such a norm returns its sites from a method ``fold_sites()``. Both ``fold_sites()`` and
-    ``inputs()`` count only for the class that defines them, because a subclass may read its input in another layer too.
+    A block that owns such a norm returns its sites from a method ``fold_sites()``. Subclasses do not inherit the
+    meaning of ``fold_sites()`` and ``inputs()``, because a subclass may also read its input in another layer.
 
     Attributes:
         owner: The block with the norm.

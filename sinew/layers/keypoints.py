@@ -14,7 +14,9 @@ from sinew.layers.resnet import ResNet, ResNetConfig
 
 
 class Keypoints(nn.Module):
-    """Spatial softmax (Finn et al. 2016): the expected position of each of ``count`` features in a feature map.
+    """Computes the expected position of each of ``count`` features in a feature map (spatial softmax, Finn et al.
+
+    2016).
 
     Attributes:
         places: [rows * cols, 2], x and y of each position of the map, from -1 to 1.

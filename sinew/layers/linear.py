@@ -1,4 +1,6 @@
-"""A linear layer and a table of rows. Their store (``stores/store.py``) defines how the weight is in memory.
+"""A linear layer, and a table of rows (embedding).
+
+The store of a layer (``stores/store.py``) defines in which form its weight is in memory.
 
 Published checkpoints mix precisions, for example a bfloat16 language model with float32 projections. The input of a
 layer may therefore have another dtype than its weight. Only a store casts between dtypes, so that models contain no
@@ -21,15 +23,17 @@ from sinew.layers.stores.store import Store
 def rounded(value: float, dtype: torch.dtype) -> float:
     """Round ``value`` to the nearest number of ``dtype``, ties to even.
 
-    The result is a Python number. A tensor made from a Python constant on a GPU would be a copy from the host in every
-    pass, and a CUDA graph cannot record such a copy.
+    The result is a Python number. The result must not be a tensor: on a GPU, each pass would copy the constant from the
+    CPU, and a CUDA graph cannot record such a copy.
     """
     step = torch.finfo(dtype).eps * 2.0 ** (math.frexp(value)[1] - 1)
     return round(value / step) * step
 
 
 def not_linear(layer: nn.Module) -> str | None:
-    """Return the reason why rewrites must not scale or join the stored ``weight`` of a layer. None if they may.
+    """Return the reason why an engine must not scale or join the stored ``weight`` of a layer.
+
+    None if the engine may do so.
 
     A rewrite is correct only for a layer that computes ``x W^T + b`` with its stored weight. A class declares this with
     ``linear_in_weight = True`` in its own body. A subclass does not inherit the declaration, because a subclass that
@@ -44,7 +48,9 @@ def not_linear(layer: nn.Module) -> str | None:
 
 
 class _Stored(nn.Module):
-    """A module with a matrix in the form of its store. The tensors that the store does not use are None.
+    """A module with a weight matrix.
+
+    Its store defines the form of the matrix. Tensors that the store does not use are None.
 
     Attributes:
         weight: The matrix.
@@ -85,7 +91,7 @@ class _Stored(nn.Module):
 class Linear(_Stored, nn.Linear):
     """A linear layer whose store computes the product."""
 
-    # The layer is linear in its weight if its store is too (see not_linear).
+    # The layer computes a plain product with its weight, if its store does too (see not_linear).
     linear_in_weight = True
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any):
@@ -96,11 +102,12 @@ class Linear(_Stored, nn.Linear):
 
 
 class Embedding(_Stored, nn.Embedding):
-    """A table of rows. The indices are integers from the caller, and are never computed in low precision."""
+    """A table of rows. The caller passes integer indices, which no layer computes in low precision."""
 
     def rows(self, ids: tuple[int, ...]) -> Tensor:
-        """Return rows [len(ids), C] of constant indices, without an index tensor, which would be a copy from the
-        host.
+        """Return the rows with constant indices, [len(ids), C].
+
+        No index tensor is made, because it would be copied from the CPU to the GPU at each call.
         """
         return self.store.take(self, ids)
 

@@ -1,4 +1,4 @@
-"""Plain multi-layer perceptrons, which project features of one modality to the width of another."""
+"""Plain multi-layer perceptrons, for example to project image features to the width of a language model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MLP(nn.Module):
 
 
 class Projector(nn.Module):
-    """The MLP fc2(relu(fc1(x))), the state encoder and the action decoder of GR00T and Evo-1."""
+    """The MLP fc2(relu(fc1(x))). GR00T and Evo-1 use it to encode the state and to decode actions."""
 
     def __init__(self, in_size: int, hidden_size: int, out_size: int):
         super().__init__()

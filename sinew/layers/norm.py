@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
 
 
 class GemmaRMSNorm(RMSNorm):
-    """Gemma's RMS norm: the stored weight is an offset from one, and the result is rounded last."""
+    """Gemma's RMS norm: the factor is 1 + the stored weight, and the result is rounded only at the end."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (rms_normalize(x, self.eps) * (1.0 + self.weight.float())).to(x.dtype)

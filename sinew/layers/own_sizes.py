@@ -1,4 +1,4 @@
-"""Encode views of different sizes that are stored in one array, each picture in the top left corner of its pixels."""
+"""Encode camera views of different sizes. One array contains all views, each in the top left corner of its entry."""
 
 from __future__ import annotations
 

@@ -164,7 +164,10 @@ class Qwen25ViT(nn.Module):
         return self.merger(x)
 
     def windows(self, rows: int, cols: int, device: torch.device) -> Tensor:
-        """Return the mask of patches, in block order, that share a window, bool [1, L, L]."""
+        """Return the attention mask of the windows, bool [1, L, L].
+
+        It is True for two patches (in block order) of one window.
+        """
         where = grid_positions(rows, cols, self.config.merge, device) // (
             self.config.window * self.config.merge
         )

@@ -90,8 +90,8 @@ def grid_rotation(
 ) -> Rotation:
     """Return the rotation of patches in block order.
 
-    A quarter of a head's dimensions turns with the row and a quarter with the column. The two halves of a head form the
-    pairs. Tables are [1, rows * cols, 1, head_dim / 2].
+    Element i of the first half of a head and element i of the second half form a pair. Half of the pairs rotate with
+    the row of a patch, and the other half with its column. Tables are [1, rows * cols, 1, head_dim / 2].
     """
     exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
     frequency = 1.0 / theta**exponent  # [head_dim / 4]
@@ -105,7 +105,8 @@ class PatchMerger(nn.Module):
 
     Args:
         config: Sizes of the tower.
-        joined: True if the norm is over the four patches together, False if it is over each patch.
+        joined: True if the norm's statistics are over the four patches together, False if they are over each single
+            patch.
     """
 
     def __init__(self, config: QwenViTConfig, joined: bool):
@@ -155,8 +156,9 @@ class QwenViT(nn.Module):
         return self.encode(patches.flatten(1, 2), rows, cols)
 
     def encode(self, x: Tensor, rows: int, cols: int) -> Tensor:
-        """Encode embedded patches x [B, rows * cols, C] in row-major order, without positions. The result is that of
-        :meth:`forward`.
+        """Encode embedded patches x [B, rows * cols, C], in row-major order and before positions are added.
+
+        The result has the form that :meth:`forward` returns.
         """
         config = self.config
         x = block_order(x, rows, cols, config.merge) + self.positions(rows, cols)

@@ -1,7 +1,7 @@
 """ResNets with two convolutions per block (He et al. 2016), up to their last feature map.
 
-A trained batch norm is affine, so a converter folds each batch norm into the convolution before it (:func:`folded`).
-Group norms are computed.
+A trained batch norm is an affine map, so a converter folds each batch norm into the convolution before it
+(:func:`folded`). Group norms are not folded.
 """
 
 from __future__ import annotations

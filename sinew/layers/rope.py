@@ -32,7 +32,7 @@ class Rotation(NamedTuple):
 
 
 def rotate_axes(positions: Tensor, head_dim: int, theta: float, axes: tuple[int, ...]) -> Rotation:
-    """Return a rotation whose frequency f turns with positions[..., axes[f]].
+    """Return a rotation with several position axes: frequency f is multiplied by positions[..., axes[f]].
 
     Args:
         positions: int [B, L, axes].

@@ -33,7 +33,7 @@ class ViTConfig:
         prefix_tokens: Number of learned tokens before the patches, without positions (DINOv2's class token and
             registers). They are not part of the output.
         layer_scale: True if each branch has a learned factor per channel.
-        final_norm: False if the output is taken from a block in the middle, without the final norm.
+        final_norm: False if the output is that of a block in the middle, without the final norm.
         ternary: True if the linear layers of the blocks have ternary weights (BitVLA).
     """
 
@@ -85,9 +85,7 @@ class BlockConfig:
             )
 
     def block(self, norm_eps: float, activation: Literal["gelu", "gelu_tanh"]) -> ViTConfig:
-        """Return the sizes of one block as a vision transformer's configuration, which has the same attention and
-        MLP.
-        """
+        """Return the sizes of one block as a :class:`ViTConfig`, because a vision transformer has the same blocks."""
         return ViTConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -132,7 +130,7 @@ class ViTAttention(nn.Module):
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from every patch to every patch. This is the only method that engines replace by their own operator.
+        """Attend from every patch to every patch. Engines may replace only this method by their own operator.
 
         Args:
             q: [B, L, C], projected, and rotated in towers with rotary positions.
@@ -205,7 +203,7 @@ class ViTLayer(nn.Module):
 
 
 class MaskedLayer(ViTLayer):
-    """A block whose tokens attend only to the tokens that a mask allows."""
+    """A transformer block with an attention mask: a token attends only to tokens for which the mask is True."""
 
     def fold_sites(self) -> list[FoldSite]:
         return super().fold_sites()
@@ -262,7 +260,7 @@ class VisionTransformer(nn.Module):
 
 
 class ResizedPositions(VisionTransformer):
-    """A vision transformer whose square position table is resized to the grid of patches (SigLIP 2).
+    """A vision transformer that resizes its square position table to the grid of patches (SigLIP 2).
 
     The resize is bilinear and antialiased.
     """

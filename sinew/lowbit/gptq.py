@@ -3,7 +3,8 @@
 The error of a layer over inputs x is tr((W - Q) H (W - Q)^T), where H is the sum of x x^T. Columns are rounded in turn.
 The error of each column is spread over the later columns so that the layer's error grows least, by a Cholesky factor of
 the inverse of H (GPTQ: Frantar et al. 2023, arXiv 2210.17323, algorithm 1). The scale of a group is chosen when its
-first column is reached. Of a few candidates, it is the scale with the least error of the group, weighted by H.
+first column is reached. The function tries a few scales, and takes the scale with the smallest error of the group,
+weighted by H.
 """
 
 from __future__ import annotations
@@ -21,21 +22,25 @@ from sinew.layers.linear import width_of
 
 # The format q4_0: number of weights that share a scale, the largest code, and the code for 0.
 GROUP, LARGEST, OFFSET = 32, 15, 8
-BLOCK = 128  # columns of a block; the errors of a block reach the later columns in one product
-DAMPING = 0.01  # share of the diagonal's mean that is added to the diagonal
+BLOCK = 128  # columns of a block; one product adds the errors of a block to all later columns
+DAMPING = 0.01  # this share of the mean of H's diagonal is added to the diagonal
 # Each candidate is a factor of the scale that covers a group's largest weight.
 FACTORS = tuple(np.linspace(0.7, 1.05, 15))
 MOST_BYTES = 2 << 30  # largest size of all second moments in memory at the same time
-WIDEST = 8192  # largest input size of a layer; wider moments need gigabytes, and their factors minutes
+WIDEST = (
+    8192  # largest input size of a layer; for wider layers, H takes gigabytes and its factor takes minutes
+)
 
 
 def second_moments(
     layers: Mapping[str, nn.Module], runs: Iterable[Callable[[], object]]
 ) -> dict[str, Tensor]:
-    """Return layer -> sum of x x^T over all rows x of its inputs, float64 [k, k]. Layers without inputs are missing.
+    """Return for each layer the sum of x x^T over all input rows x, float64 [k, k].
+
+    Layers that did not run are missing.
 
     Args:
-        layers: Name -> layer.
+        layers: The layers by name.
         runs: Each call computes the model for one observation.
     """
     moments: dict[str, Tensor] = {}
@@ -54,7 +59,7 @@ def second_moments(
 
 
 def portions(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Module]]:
-    """Yield parts of ``layers`` in their order. The moments of a part have at most ``MOST_BYTES``."""
+    """Split ``layers`` into parts, in order. The second moments of each part take at most ``MOST_BYTES`` of memory."""
     some: dict[str, nn.Module] = {}
     nbytes = 0
     for name, layer in layers.items():
@@ -69,7 +74,7 @@ def portions(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Module]]:
 
 
 def gptq(weights: np.ndarray, moments: Tensor) -> np.ndarray:
-    """Round a weight to q4_0 for inputs with these second moments.
+    """Round a weight matrix to the format q4_0 so that the error is small for inputs with these second moments.
 
     Args:
         weights: float32 [channels, k].

@@ -1,4 +1,4 @@
-"""Quantise a bundle, compare its chunks with the reference's chunks, and run its success gate in closed loop."""
+"""Quantise a bundle, compare its action chunks with the reference's, and test its success in a simulated task."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Quantized:
         recipe: Component -> precision (the quantisation recipe).
         record: The header's record of the quantisation, with the error of the chunk and the success gate.
         proof: Comparison of the source bundle with its own reference.
-        absent: Components of the default recipe without weights that could be quantised.
-        stored: How the weights are stored, as text.
+        absent: Components of the default recipe that contain no weights that can be quantised.
+        stored: The formats of the stored weights, as text.
         verdict: Outcome of the success gate, as text.
         passed: True if the success gate was passed, or if there was no gate.
         nbytes: Sizes of the new and the old file in bytes.
@@ -92,7 +92,7 @@ class Quantized:
 
     @property
     def warnings(self) -> list[str]:
-        """Return the reasons against the recipe."""
+        """Return warnings about the quantisation recipe."""
         return warnings(self.record)
 
 
@@ -110,7 +110,7 @@ def quantize(
     episodes: int = 20,
     say: Callable[[str], None] | None = None,
 ) -> Quantized:
-    """Store components of a policy with fewer bits and measure the loss, as ``sinew quantize`` does.
+    """Store components of a policy with fewer bits and measure how much the actions change, as ``sinew quantize`` does.
 
     Args:
         source: A bundle, a checkpoint or training run, or a name on the Hugging Face Hub.
@@ -206,14 +206,14 @@ def quantize(
 
 
 def _asked(recipe: dict[str, Any]) -> str:
-    """Return a recipe in the form of the option --recipe, without components in fp32."""
+    """Return a recipe as text for the option --recipe, without components in fp32."""
     return ",".join(f"{part}={kind}" for part, kind in recipe.items() if kind != "fp32")
 
 
 def quantized(
     opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path, engine: str | None
 ) -> tuple[Quantization, str]:
-    """Write a bundle in the chosen precisions, and measure its error.
+    """Write a bundle in the chosen precisions, and measure how much its actions differ from the reference.
 
     Args:
         opened: The source bundle.
@@ -236,7 +236,7 @@ def quantized(
 
 
 def validated(opened: Bundle, samples: Samples) -> Validated:
-    """Compare the plan, whose weights will be rounded, with eager float32.
+    """Compare the unquantised rewritten model (the plan), whose weights will be rounded, with the reference in float32.
 
     Raises:
         SinewError: The actions differ. An error in the plan must not count as a loss from fewer bits.
@@ -261,10 +261,10 @@ def validated(opened: Bundle, samples: Samples) -> Validated:
 
 
 def warnings(record: Quantization) -> list[str]:
-    """Return the reasons against a recipe.
+    """Return warnings about a quantisation recipe.
 
     The errors of a quantised head add up over the solver's steps (flow matching and diffusion), so other projects keep
-    the head in floats. Only episodes show the loss of success.
+    the head in floats. Only episodes show how much success is lost.
     """
     kind = record.recipe.get("head", "fp32")
     if kind == "fp32":
@@ -284,7 +284,7 @@ def lacking(opened: Bundle, chosen: dict[str, Any]) -> list[str]:
 
 
 def gated(record: Quantization, out: Path, episodes: int) -> tuple[Quantization, str, bool]:
-    """Run the success gate of the new bundle's task, with the engine that follows its recipe.
+    """Run the success gate: test the new bundle in episodes of its task, with the engine that follows its recipe.
 
     Returns:
         The record with the outcome, the verdict as text, and True if the gate passed or there was no gate.
@@ -308,7 +308,10 @@ def gated(record: Quantization, out: Path, episodes: int) -> tuple[Quantization,
 
 
 def rewritten(record: Quantization, out: Path) -> None:
-    """Write another record into the header of a bundle, and move its exported graphs to the new fingerprint."""
+    """Replace the quantisation record in the header of a bundle.
+
+    The folder of its exported graphs gets the name of the new fingerprint.
+    """
     graphs = graphs_folder(Bundle(out))
     write(Bundle(out), record, out)
     if graphs.exists():
@@ -316,7 +319,7 @@ def rewritten(record: Quantization, out: Path) -> None:
 
 
 def paired_recipe(opened: Bundle, recipe: str) -> dict[str, Any]:
-    """Return component -> precision for static 8-bit pairs.
+    """Parse the recipe for an export with static int8 scales ("pairs"): return the precision of each component.
 
     Raises:
         SinewError: The recipe has precisions other than int8 and fp32, or the bundle is quantised already.
@@ -332,8 +335,7 @@ def paired_recipe(opened: Bundle, recipe: str) -> dict[str, Any]:
 def paired(
     opened: Bundle, folder: Path, chosen: dict[str, Any], count: int, records: Path | None = None
 ) -> list[str]:
-    """Convert the graphs of an export to static 8-bit pairs, in place, and compare them on the CPU with the float32
-    graphs.
+    """Convert the graphs of an export to int8 with static scales ("pairs"), in place, and measure the error.
 
     Args:
         opened: The bundle.
@@ -344,7 +346,7 @@ def paired(
         records: A folder of recordings with the observations, or None.
 
     Returns:
-        The findings, in lines of text.
+        The results of the comparison, in lines of text.
 
     Raises:
         SinewError: Actions differ by more than `sinew validate` allows for int8.
@@ -394,7 +396,10 @@ def paired(
 
 
 def trials(opened: Bundle, samples: Samples) -> Measure:
-    """Return a function that measures a recipe. All measurements use the same observations."""
+    """Return a function that quantises the bundle by a recipe and measures the error.
+
+    It always uses the same observations.
+    """
     reference = Policy(opened, "cpu", engine="eager")
     inputs = list(islice(samples.to(reference)[1], samples.count))
 
@@ -438,7 +443,7 @@ def _measured(
 ) -> tuple[Quantization, str]:
     """Write the bundle, and measure the error of ``engine`` on the written file.
 
-    Graphs are exported from the stored weights, as on any other machine, and stay with the bundle.
+    Graphs are exported from the stored weights, as any other machine would do it, and stay next to the bundle.
 
     Returns:
         The record with the error, and how q4_0 was rounded, as text.
@@ -480,14 +485,15 @@ def _calibrated(
     stream: Iterator[Input],
     folder: Path,
 ) -> tuple[dict[str, Path], int, str]:
-    """Calibrate the q4_0 weights.
+    """Round the weights in q4_0 with the inputs that their layers have for the calibration's observations.
 
     Returns:
-        Layer -> file with its rounded weights, the number of observations, and how q4_0 was rounded, as text.
+        Three values: the file with the rounded weights of each layer, the number of observations, and a text about how
+        q4_0 was rounded.
     """
     if not samples.calibration or "q4_0" not in formats.values():
         return {}, 0, ""
-    # Calibration on random frames has a third more error than rounding each weight alone.
+    # Calibration with random frames gives a third more error than rounding each weight separately.
     if origin == RANDOM:
         return (
             {},
@@ -546,7 +552,9 @@ def _record(recipe: dict[str, Any], bits: Any, errors: list[float], origin: str,
 def measure(
     reference: Policy, engine: Any, observations: Iterable[Input], timings: list[Timing] | None = None
 ) -> list[float]:
-    """Return the relative L2 error of the chunk for each observation, in model units, over the action's own columns.
+    """Return the relative L2 error of the engine's chunk for each observation, without padded columns.
+
+    Chunks are compared in model units (normalised actions).
 
     Args:
         reference: The reference policy.
@@ -563,7 +571,8 @@ def measure(
         if timings is not None:
             timings.append(watch.timing())
         expected, got = expected[:, :width], got[:, :width]
-        # An invalid token sequence gives a chunk of zeros, so 1.0 prevents a division by zero.
+        # A chunk of zeros has the norm 0. An invalid token sequence gives such a chunk. The value 1.0 prevents a
+        # division by zero.
         size = float(np.linalg.norm(expected)) or 1.0
         errors.append(float(np.linalg.norm(got - expected)) / size)
     return errors

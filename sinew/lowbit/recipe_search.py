@@ -47,26 +47,27 @@ def search(
     whole = stored_bytes(opened, {})
     alone: dict[str, dict[str, float]] = {component: {} for component in COMPONENTS}
     times: dict[tuple[str, str], float] = {}
-    # Leave out precisions that round no weight of a component, or that save no bytes.
+    # Skip a precision if it would round no weight of the component, or save no bytes.
     kinds = {
         component: [k for k in CANDIDATES[1:] if stored_bytes(opened, {component: k}) < whole]
         for component in COMPONENTS
     }
-    # Report a budget that no recipe fits before anything is measured.
+    # Raise the error about a budget that is too small now, before the first measurement.
     best(all_points(opened, {c: dict.fromkeys(kinds[c], 0.0) for c in kinds}, defaultdict(float)), limit)
     with scratch.beside(out) as folder:
         trial = folder / "trial.gguf"
         for component in COMPONENTS:
             for kind in kinds[component]:
                 alone[component][kind], stages = measure(opened, {component: kind}, trial)
-                # The other two components compute as the bundle stores them.
+                # Only one component is rounded. The other two compute with the stored weights, so their times are also
+                # valid.
                 for each, taken in stages.items():
                     key = each, kind if each == component else CANDIDATES[0]
                     times[key] = min(taken, times.get(key, taken))
                 tell(
                     f"alone    {component} {kind}: error {alone[component][kind]:.2e}, {times[component, kind]:.1f} ms"
                 )
-        # The time of a component as it is stored is missing if no other component was rounded.
+        # If no other component was rounded, the time of this component with its stored weights was not measured yet.
         for component in COMPONENTS:
             durations = [taken for (each, _), taken in times.items() if each == component]
             times.setdefault((component, CANDIDATES[0]), max(durations, default=0.0))
@@ -106,8 +107,10 @@ def search(
 
 
 def _measured(opened: Bundle, point: Point, measure: Measure, scratch: Path) -> tuple[float, float]:
-    """Return the error and the milliseconds of a point. For an unquantised bundle, the time is the sum of its
-    stages' times."""
+    """Measure the error and the milliseconds of one recipe.
+
+    For an unquantised bundle, the time is the sum of its stages' times.
+    """
     if set(point.recipe.values()) == {"fp32"}:
         return 0.0, point.milliseconds
     error, stages = measure(opened, dict(point.recipe), scratch)

@@ -1,4 +1,8 @@
-"""Choose a precision for each component. Sizes are added, and the squares of the components' errors are added."""
+"""Choose a precision for each component.
+
+The size of a recipe is the sum of the components' sizes. The square of its error is the sum of the squares of the
+components' errors.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**2
 PRECISIONS = ("int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32")
 
 Recipe = Mapping[str, str]
-# The error of the chunk, and for each component the shortest time of its stage in milliseconds.
+# The measured error of the chunk, and for each component the shortest time of its stage in milliseconds.
 Trial = tuple[float, dict[str, float]]
 Measure = Callable[[Bundle, dict[str, str], Path], Trial]
 
@@ -34,7 +38,7 @@ class Point:
         recipe: Component -> precision.
         nbytes: Bytes of all tensors.
         predicted: The error that is predicted from the errors of single components.
-        milliseconds: The sum of the stages' times.
+        milliseconds: The predicted time of a chunk, which is the sum of the stages' times.
     """
 
     recipe: Recipe
@@ -44,7 +48,9 @@ class Point:
 
 
 def parse_recipe(text: str) -> dict[str, str]:
-    """Return component -> precision from text such as ``"vision=int8,language=int8"``. Other components are fp32.
+    """Return the precision of each component from text such as ``"vision=int8,language=int8"``.
+
+    Other components are fp32.
 
     Raises:
         SinewError: The text is invalid.
@@ -114,7 +120,7 @@ def all_points(
 
 
 def pareto(points: list[Point], apart: float = 0.02) -> list[Point]:
-    """Return the points that no other point beats in both size and predicted error, the largest first.
+    """Return the recipes (points) that no other recipe beats in both size and predicted error, the largest first.
 
     Args:
         points: The points.
@@ -131,7 +137,7 @@ def pareto(points: list[Point], apart: float = 0.02) -> list[Point]:
 
 
 def best(points: list[Point], budget: int | None = None, target_ms: float | None = None) -> Point:
-    """Return the point with the least predicted error within the limits.
+    """Return the recipe (point) with the smallest predicted error within the limits of size and time.
 
     Args:
         points: The points.

@@ -1,4 +1,4 @@
-"""Low-bit weights for a bundle's linear layers and token tables, component by component."""
+"""Convert a bundle's linear layers and token tables to low-bit weights, component by component."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from sinew.layers.stores.lowbit import dequantize
 from sinew.lowbit.gptq import WIDEST, gptq, portions, second_moments
 from sinew.models import on_meta
 
-# Precision of a recipe -> format of the stored weights.
+# Key: a precision in a recipe. Value: the format of the stored weights.
 STORED = {
     "int8": "int8",
     "int8-rows": "int8",
     "q8_0": "q8_0",
     "q4_0": "q4_0",
 }
-OTHERWISE = "int8"  # format of rows that do not divide into groups
+OTHERWISE = "int8"  # format of weights whose rows cannot be divided into groups
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """The bytes of a low-bit weight, or of its scales, which are computed when they are written.
+    """The bytes of a low-bit weight, or of its scales. They are computed only when they are written to a file.
 
     Attributes:
         bundle: The source bundle.
@@ -68,8 +68,8 @@ class Rounded:
 def plan_formats(bundle: Bundle, recipe: Mapping[str, str]) -> dict[str, str]:
     """Return the low-bit format of each linear layer and token table that ``recipe`` (component -> precision) rounds.
 
-    Modules that the reference keeps in float32, and tables of positions, are not rounded. Rows that do not divide into
-    groups are stored as int8 with one scale.
+    Modules that the reference keeps in float32, and tables of positions, are not rounded. Rows whose length is not a
+    multiple of the group size are stored as int8 with one scale per row.
     """
     cls = model_class(bundle.manifest.architecture)
     config: Any = from_builtins(bundle.manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
@@ -170,7 +170,7 @@ def lowbit_sources(
 
 
 def weight_errors(before: Bundle, after: Path) -> dict[str, float]:
-    """Return top-level module -> relative L2 error of its low-bit weights in ``after``, compared with ``before``."""
+    """Return the relative L2 error of each top-level module's low-bit weights in ``after``, relative to ``before``."""
     opened = Bundle(after)
     squares: dict[str, tuple[float, float]] = {}
     for module, name in opened.lowbit.items():

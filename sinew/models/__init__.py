@@ -1,4 +1,4 @@
-"""Create a model by the architecture name in a bundle, and compare the model with the bundle's tensors and spec."""
+"""Create the model for the architecture name in a bundle, and check that it fits the bundle's tensors and spec."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def build_on_meta(architecture: str, config: Any) -> Model:
 
 
 def on_meta(cls: Any, config: Any) -> Model:
-    """Create a model of a class without memory for its weights, to read shapes or to assign weights later.
+    """Create a model of the class ``cls`` without memory for its weights.
+
+    Use it to read shapes, or to assign weights later.
 
     Raises:
         SinewError: The class reads the values of a tensor in its constructor.
@@ -51,7 +53,7 @@ def mismatch(
     Args:
         model: The model.
         shapes: Shape of each tensor, by name.
-        aliases: The user's name of a tensor, by the model's name, where the two names differ.
+        aliases: Model's name of a tensor -> the name of this tensor that the user knows, if the two names differ.
     """
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     names = aliases or {}
@@ -70,7 +72,11 @@ def mismatch(
 
 
 def check_agreement(path: Path, manifest: Any, model: Model) -> None:
-    """Raise :class:`BundleError` if a bundle's manifest requires a feature or a size that the model does not have."""
+    """Check that the model has all features and sizes that a bundle's manifest requires.
+
+    Raises:
+        BundleError: The model lacks a feature, or has another size.
+    """
     if problem := next(_disagreements(manifest.spec, manifest.processing, model), ""):
         raise BundleError(f"{path}: {problem}")
 

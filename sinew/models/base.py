@@ -47,7 +47,7 @@ class TextState(NamedTuple):
     Attributes:
         kv: Keys and values of each layer, [B, P, Hkv, D].
         valid: bool [B, P], False for padding.
-        sees: bool [B, P], True for the tokens that the next token of the text attends to.
+        sees: bool [B, P], True for each token to which the next token of the text attends.
         position: int64 [B], position of the next token.
         last: [B, C], hidden state before the final norm, from which the next token is computed.
         state: float32 [B, S], the robot's state.
@@ -68,10 +68,10 @@ class Model(nn.Module):
         config_type: The frozen dataclass that the bundle's ``sinew.config`` is decoded into.
         float32_modules: Top-level modules that stay float32 when the weights are loaded in half precision, because the
             reference implementation also keeps these modules in float32.
-        per_embodiment: Modules of which the original checkpoint has one copy per robot. A bundle contains the copy of
-            one robot.
-        components: Component of a precision recipe for each top-level module. A module without an entry belongs to the
-            head.
+        per_embodiment: Names of modules that the original checkpoint contains several times, once per robot. A bundle
+            contains the modules of one robot.
+        components: The component ("vision", "language" or "head") of each top-level module. A module without an entry
+            belongs to the head.
         solver: The default solver of the family. A loaded model has the solver of its bundle.
         times_per_row: True if ``embed_time`` also accepts one time per action of the chunk, [B, H], and ``act`` accepts
             the result.
@@ -101,7 +101,7 @@ class Model(nn.Module):
 
     @property
     def channels(self) -> int:
-        """Channels of the pixels: three for each set of normalisation statistics."""
+        """Number of channels of the model's input pixels: three for each set of normalisation statistics."""
         return 3
 
     @property
@@ -120,8 +120,9 @@ class Model(nn.Module):
 
     @property
     def views_alike(self) -> bool:
-        """Return True if all views are encoded in the same way, so that an engine may encode one view without the
-        others.
+        """Return True if the model encodes all camera views in the same way.
+
+        An engine may then encode one view without the others.
         """
         return not self.frames
 
@@ -219,7 +220,7 @@ class Model(nn.Module):
         )
 
     def context_of(self, text: TextState) -> Context:
-        """Return the context for :meth:`act`, in which the head reads the prompt and the text after the prompt."""
+        """Return the context for :meth:`act`. With this context, the head reads the prompt and the generated text."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot generate text, because it has no language head"
         )
@@ -242,7 +243,7 @@ class Model(nn.Module):
         return cls.components.get(name.partition(".")[0], "head")
 
     def fold_sites(self) -> list[FoldSite]:
-        """Return the norms whose output is read in another block (:class:`sinew.layers.fold_sites.FoldSite`)."""
+        """Return the norms whose output another block reads, as :class:`sinew.layers.fold_sites.FoldSite`."""
         return []
 
     def cache(self, context: Context) -> Any:
@@ -253,8 +254,8 @@ class Model(nn.Module):
     def embed_images(self, pixels: Tensor) -> Tensor:
         """Encode the camera images.
 
-        A model may add views of its own before the camera views. :meth:`read` gets these views back, and its
-        ``camera_mask`` has no entries for them. An engine may append masked views.
+        A model may add views of its own before the camera views. :meth:`read` then receives them too, but its
+        ``camera_mask`` has entries for camera views only. An engine may append masked views.
 
         Args:
             pixels: float32 [B, V, channels, height, width].
@@ -287,8 +288,8 @@ class Model(nn.Module):
     def embed_time(self, t: Tensor) -> Tensor:
         """Compute the part of a solver step that depends only on the solver's time.
 
-        All observations of a batch have the same solver times, so ``t`` and the argument of ``act`` then have one row.
-        The time is in double precision. A model rounds the time to float32 or to buckets if its reference does so.
+        If all observations of a batch have the same solver time, ``t`` and the argument of ``act`` may have a single
+        row. The time is in double precision. A model rounds the time to float32 or to buckets if its reference does so.
 
         Args:
             t: float64 [B].
@@ -321,8 +322,9 @@ class Model(nn.Module):
     def time_embeddings(
         self, steps: int, committed: Tensor | None = None, device: torch.device | None = None
     ) -> Iterator[Tensor]:
-        """Yield the time embedding of each solver step, each [1, ...]. Each embedding is computed when the caller
-        requests it.
+        """Yield the time embedding of each solver step, [1, ...].
+
+        It is computed only when the caller asks for the next one.
 
         Args:
             steps: Number of solver steps.
@@ -341,7 +343,7 @@ class Model(nn.Module):
             yield self.embed_time(t)
 
     def head_runs(self, steps: int) -> int:
-        """Return the largest number of head runs for a chunk that takes ``steps`` solver steps."""
+        """Return how often the head runs, at most, for one chunk with ``steps`` solver steps."""
         return steps
 
     def run_head(self, x: Tensor, steps: int, time_embeddings: Iterable[Tensor], context: Context) -> None:
@@ -366,7 +368,7 @@ class Regression(Model):
         """Return the actions, float32 [B, H, A], in model units."""
 
 
-# Named tuple of tensors and tuples of tensors. Its field ``token``, int64 [B], is the newest token.
+# Named tuple of tensors and tuples of tensors. The field ``token``, int64 [B], is the newest token.
 Spoken = Any
 
 
@@ -380,8 +382,8 @@ class AutoregressiveModel(Model):
     same number of tokens.
 
     Attributes:
-        choose: Function that chooses a token, int64 [B], from the scores [B, 1, vocabulary]. The default is the token
-            with the highest score. An exploration samples instead (:mod:`sinew_eval.learning.exploration`).
+        choose: A function that chooses the next token, int64 [B], from the scores [B, 1, vocabulary]. The default is
+            the token with the highest score. An exploration samples instead (:mod:`sinew_eval.learning.exploration`).
     """
 
     solver = SINGLE
@@ -394,13 +396,14 @@ class AutoregressiveModel(Model):
 
     @abstractmethod
     def first(self, context: Context) -> Spoken:
-        """Return the state after the first token of the sequence. Its shapes depend only on the shapes of the
-        context.
+        """Generate the first token of the sequence. Return the state after this token.
+
+        The shapes of the state depend only on the shapes of the context.
         """
 
     @abstractmethod
     def next(self, spoken: Spoken, context: Context) -> Spoken:
-        """Return the state after one more token. The shapes stay the same."""
+        """Generate one more token. Return the new state, which has the same shapes as the old state."""
 
     @property
     def chooses_tokens(self) -> bool:

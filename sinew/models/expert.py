@@ -165,7 +165,7 @@ class ExpertModel(Model):
 
     @abstractmethod
     def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
-        """Select the part of the language model's keys and values that the expert reads.
+        """Select the keys and values of the language model that the expert reads.
 
         Args:
             cache: Keys and values of each layer of the language model.
@@ -184,7 +184,7 @@ class ExpertModel(Model):
 
     @abstractmethod
     def context(self, prefix: Prefix) -> ExpertContext:
-        """Add the rotations and masks of a solver step, which depend only on the prefix's length and mask."""
+        """Return the context of the solver steps: the prefix, and rotations and masks for the expert's tokens."""
 
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
@@ -273,8 +273,9 @@ class ExpertModel(Model):
         return self.act(x, self.embed_time(t), self.context(prefix))
 
     def state_token(self, state: Tensor) -> Tensor | None:  # [B, S] -> [B, 1, C]
-        """Return the state as a token of the expert. An expert that does not read the state overrides this with
-        None.
+        """Return the state as an input token of the expert.
+
+        Subclasses return None if their expert does not read the state.
         """
         return self.state_proj(state)[:, None]
 
@@ -297,7 +298,7 @@ def _instruction(valid: Tensor, opens_block: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         valid: bool [B, P], False for padding.
-        opens_block: bool [B, P], True where a block starts after the instruction.
+        opens_block: bool [B, P], True for the first token of each attention block after the instruction.
 
     Returns:
         A mask of the views and the instruction, bool [B, P], and the index of their last token, int64 [B]. The first

@@ -2,8 +2,8 @@
 
 The language model reads views, state and instruction once, causally. In each solver step its layers run over one token
 per action of the chunk, and these tokens attend to the prefix. Rotary positions have three axes. A text token advances
-all three axes, and the tokens of a view are on a grid. Views may have different sizes: all pixels have one size, with
-each picture in the top left corner of its pixels.
+all three axes, and the tokens of a view are on a grid. Views may have different sizes. They are stored in arrays of one
+size, with each picture in the top left corner.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sinew.layers.rope import Rotation, rotate_axes
 from sinew.layers.sizes import check_sizes
 from sinew.models.base import Model
 
-ROW, COLUMN, BEFORE, BEHIND = range(4)  # columns of the table of image tokens
+ROW, COLUMN, BEFORE, BEHIND = range(4)  # indices of the four columns in the table of image tokens
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Qwen25VL(Model):
 
     @abstractmethod
     def among(self, rows: Tensor) -> Tensor:
-        """Return the mask of the chunk's tokens among each other.
+        """Return the attention mask between the tokens of the chunk.
 
         Args:
             rows: bool [B, H], all True.
@@ -226,8 +226,8 @@ def image_places(grids: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, 
         grids: Rows and columns of the tokens of each view.
 
     Returns:
-        Four numbers for each image token: its row, its column, the positions that all earlier views take, and the
-        positions that the earlier views and its own view take.
+        Four numbers for each image token: its row, its column, the number of positions before its view, and the number
+        of positions up to the end of its view.
     """
     places, before = [], 0
     for rows, cols in grids:

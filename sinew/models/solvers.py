@@ -1,4 +1,4 @@
-"""Solvers: the meaning of a head's output as data, and the one loop that every engine runs.
+"""Solvers: a description of what a head's output means, and the loop over solver steps that all engines share.
 
 A head runs several times (flow matching, diffusion) or once (regression). Every solver step has the form
 
@@ -22,7 +22,7 @@ __all__ = ["FLOW", "MOST_EARLIER", "SINGLE", "Guidance", "NoiseLevels", "Solver"
 
 
 class Guidance(Protocol):
-    """A function that steers a solution: it computes the output of a step in place of ``act(x)``.
+    """A function that steers the solver: at each step, it computes the output that replaces ``act(x)``.
 
     ``act`` is the head at this step, with its time embedding and context already bound. So ``torch.func.vjp(act, x)``
     is the vector-Jacobian product that real-time chunking needs. An engine with a guidance runs without inference mode,
@@ -65,7 +65,7 @@ def solve(
         x [B, H, A] after all steps.
     """
     x = drawn(noise, 0)
-    earlier: list[Array] = []  # the x of the steps before, the newest first
+    earlier: list[Array] = []  # the values of x at earlier steps, the newest first
     for step, time_embedding in zip(steps, time_embeddings, strict=True):
         if guidance is None:
             output = act(x, time_embedding)

@@ -15,7 +15,7 @@ from sinew.models.base import AutoregressiveModel
 
 
 class ReadPrompt(NamedTuple):
-    """The prompt in the form that the next tokens read.
+    """The results of reading a prompt, which the generation of tokens needs.
 
     Attributes:
         kv: Keys and values of each layer, [B, P, Hkv, D].
@@ -36,7 +36,7 @@ class DecodedTokens(NamedTuple):
     Attributes:
         token: int64 [B], the newest token.
         before: int64 [1], the number of generated tokens before the newest one. These tokens have keys and values.
-        kv: Keys and values of each layer, [B, T, Hkv, D], of which the first ``before`` rows are filled.
+        kv: Keys and values of each layer, [B, T, Hkv, D]. Only the first ``before`` of the T rows are filled.
     """
 
     token: Tensor
@@ -45,7 +45,10 @@ class DecodedTokens(NamedTuple):
 
 
 class DecoderSpeaker(AutoregressiveModel):
-    """Generates the token with the highest score. Each token attends to the prompt and to the tokens before it."""
+    """A model that generates, one after another, the tokens with the highest scores.
+
+    Each token attends to the prompt and to the tokens before it.
+    """
 
     language: Decoder
 
@@ -61,7 +64,7 @@ class DecoderSpeaker(AutoregressiveModel):
         return self.choose(self.logits(self.language.norm(h)))
 
     def first(self, context: ReadPrompt) -> DecodedTokens:
-        # The last token needs no keys and values, because no token reads them.
+        # No memory is needed for keys and values of the last token, because no later token attends to it.
         capacity = max(self.action_tokens.most - 1, 1)
 
         def empty(x: Tensor) -> Tensor:  # [B, P, Hkv, D] -> [B, T, Hkv, D]

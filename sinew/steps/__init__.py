@@ -1,2 +1,4 @@
-"""Processing steps between an observation and a model, and between a model and an action. Each step is one class in
-one file."""
+"""The processing steps that convert an observation to a model's inputs, and a model's outputs to actions.
+
+Each step is one class in one file.
+"""

@@ -28,7 +28,7 @@ class Codes(Store):
     """Low-bit weights whose products are integer products: each row of activations is rounded to int8. Results are
     float32.
 
-    Rewrites do not apply, because scaled or joined weights would have other codes.
+    Engines must not scale or join such weights, because their codes would change.
 
     Attributes:
         name: Name of the format.
@@ -82,7 +82,7 @@ class Codes(Store):
 
 @dataclass(frozen=True)
 class Panels(Codes):
-    """int8 codes that are stored in the layout of the kernels, so that no product has to convert the layout."""
+    """A store of int8 weights in the kernels' memory layout, so that no product has to convert the layout."""
 
     @property
     def order(self) -> str:
@@ -97,11 +97,12 @@ class Panels(Codes):
 
 @dataclass(frozen=True)
 class Bf16Panels(Panels):
-    """bfloat16 weights in the layout of the kernels. Activations are rounded to bfloat16, and products are added in
-    float32.
+    """A store of bfloat16 weights in the memory layout that the kernels read.
+
+    Activations are rounded to bfloat16, and products are added in float32.
 
     Attributes:
-        sums: The order of the sums, one of :data:`lowbit.HALVES`.
+        sums: The order in which products are added, one of :data:`lowbit.HALVES`.
     """
 
     sums: str = BF16_PANELS
@@ -144,7 +145,10 @@ def codes_of(layer: nn.Module | None) -> Codes | None:
 
 
 def apart(layers: Sequence[nn.Module]) -> str | None:
-    """Return the reason why layers with the same input cannot share the rounded input. None if they can share it."""
+    """Return the reason why several layers with the same input cannot use one rounded copy of this input.
+
+    None if they can.
+    """
     stores = [codes_of(layer) for layer in layers]
     if None in stores:
         return "weights in floats"
@@ -152,7 +156,7 @@ def apart(layers: Sequence[nn.Module]) -> str | None:
 
 
 def together(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
-    """Return the product of each layer with x [..., K], which is rounded once.
+    """Return the product of each layer with x [..., K]. The input x is rounded only once, for all layers.
 
     The layers must be able to share the rounded input, that is, :func:`apart` must return None.
     """

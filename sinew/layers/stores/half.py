@@ -61,8 +61,9 @@ HALF = Half()
 
 
 class _Product(torch.autograd.Function):
-    """:func:`product` with a gradient for ``x``, so that guidance does not store float32 weights for the backward
-    pass.
+    """An autograd function for :func:`product` with a gradient for ``x`` only.
+
+    Autograd would otherwise store the float32 weights for the backward pass of real-time chunking.
     """
 
     @staticmethod

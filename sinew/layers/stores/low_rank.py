@@ -19,7 +19,7 @@ from sinew.layers.stores.store import Held, Store
 
 
 class Factored(NamedTuple):
-    """The tensors of a matrix with an adapter, outside of a module."""
+    """The tensors of a weight matrix with a LoRA adapter, for code that has no module."""
 
     weight: Tensor
     scale: Tensor | None
@@ -31,7 +31,7 @@ class Factored(NamedTuple):
 class LowRank(Store):
     """A weight [rows, width] in another store, plus the factors of a LoRA adapter.
 
-    Rewrites do not apply, because a scaled or joined weight would need other factors.
+    Engines must not scale or join such a weight, because the factors would have to change too.
 
     Attributes:
         stored: The store of the base weight.

@@ -31,7 +31,7 @@ from torch import Tensor
 
 PANELS = "int8-panels"  # int8 in the order of lay_out, for kernels that read this order
 BF16_PANELS = "bf16-panels"  # bfloat16 in the order of lay_out
-BF16_TILES = "bf16-tiles"  # layout of BF16_PANELS, added in another order
+BF16_TILES = "bf16-tiles"  # the layout of BF16_PANELS; products are added in another order
 HALVES = (BF16_TILES, BF16_PANELS)  # summation orders of bfloat16, the faster one first
 # Number of channels in a panel, and number of values of k that are adjacent in a panel.
 CHANNELS, TOGETHER = 16, 4
@@ -41,7 +41,7 @@ TINY = 1e-30  # lower bound of the largest activation of a row
 
 
 def codes(weight: Tensor, name: str, k: int) -> Tensor:
-    """Unpack the codes of stored rows.
+    """Unpack the low-bit integers (codes) of stored rows.
 
     Args:
         weight: uint8 [N, bytes].
@@ -93,7 +93,10 @@ def lay_out(weight: Tensor) -> Tensor:
 
 
 def _turned(units: Tensor, height: int) -> Tensor:
-    """Transpose blocks of ``height`` rows of 32-bit units [N, M]. A height of M / 16 reverses the operation."""
+    """Transpose blocks of ``height`` rows of 32-bit units [N, M].
+
+    A second call with a height of M / 16 reverses the first call.
+    """
     return units.view(len(units) // CHANNELS, height, -1).transpose(1, 2).contiguous().view(units.shape)
 
 
@@ -112,7 +115,7 @@ def _laid_back(panels: Tensor) -> Tensor:
 
 
 def group_scales(weight: Tensor, k: int) -> Tensor:
-    """Return the scales that stored rows contain, float32 [N, k / 32]."""
+    """Return the scales that are stored in the rows of a weight, float32 [N, k / 32]."""
     halves = weight.view(weight.shape[0], k // 32, -1)[..., :2].contiguous()
     return halves.view(torch.float16)[..., 0].float()
 
@@ -154,7 +157,8 @@ def quantize_rows(x: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
         smallest: Lower bound of the largest activation of a row.
 
     Returns:
-        Whole numbers as float32 [M, K], and the scale of each row, [M, 1]. The scale is NaN if the row is not finite.
+        Whole numbers as float32 [M, K], and the scale of each row, [M, 1]. The scale is NaN if a number of the row is
+        not finite.
     """
     largest = x.abs().amax(-1, keepdim=True)
     finite = torch.isfinite(largest)
@@ -168,7 +172,9 @@ def quantize_rows(x: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
 def reference(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, name: str, smallest: float
 ) -> Tensor:
-    """Compute the product in plain PyTorch. This function defines the bits that the kernels must compute.
+    """Compute the product of activations and a low-bit weight in plain PyTorch.
+
+    The kernels must give exactly the same bits.
 
     Args:
         x: float32 [M, K].
@@ -201,7 +207,7 @@ def reference(
 
 
 def _in_pairs(x: Tensor, weights: Tensor) -> Tensor:
-    """Add products in the order of :data:`BF16_PANELS`.
+    """Compute x times the transposed weights, and add the products in the order of :data:`BF16_PANELS`.
 
     Each sum is computed in float64, which has enough bits for a correct rounding to float32.
 
@@ -221,7 +227,7 @@ def _in_pairs(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def _in_tiles(x: Tensor, weights: Tensor) -> Tensor:
-    """Add products as :func:`_in_pairs` does, in the order of :data:`BF16_TILES`."""
+    """Compute the result of :func:`_in_pairs`, but add the products in the order of :data:`BF16_TILES`."""
     x, weights = _normal(_normal(x).bfloat16().double()), _normal(weights).double()
     y = torch.zeros(len(x), len(weights))
     for first in range(0, x.shape[1], TILE):

@@ -68,5 +68,5 @@ class Rows(Store):
         return None
 
     def _given(self, rows: Tensor) -> Tensor:
-        """Convert stored rows to the dtype and device of the model. Rows on the meta device stay there."""
+        """Convert stored rows to the dtype and device of the model. Rows on the meta device stay on it."""
         return rows.to(device=rows.device if rows.is_meta else self.device, dtype=self.of)

@@ -48,9 +48,9 @@ class Store:
     """One way to store a matrix W [rows, width].
 
     Attributes:
-        joins: True if products are linear in the stored ``weight``, so that rewrites may scale its columns or join
-            its rows with others.
-        coded: True if ``weight`` is bytes that encode weights, not floats.
+        joins: True if products are linear in the stored ``weight``. An engine may then scale its columns, or join its
+            rows with the rows of another weight.
+        coded: True if the tensor ``weight`` contains bytes that encode the weights. False if it contains floats.
     """
 
     joins: ClassVar[bool] = False
@@ -76,7 +76,7 @@ class Store:
 
     @abstractmethod
     def take(self, held: Held, ids: Tensor | tuple[int, ...]) -> Tensor:
-        """Return rows [..., width] of W.
+        """Return selected rows of W, [..., width].
 
         Args:
             held: The owner of the tensors.
@@ -89,13 +89,16 @@ class Store:
         """Return W as float32 [rows, width]."""
 
     def form(self, rows: int, device: torch.device) -> dict[str, Tensor]:
-        """Return the tensors of the store by name, without values. The result is empty if the store only has the
-        floating-point tensor ``weight``, [rows, width].
+        """Create the tensors that the store needs, by name, without values.
+
+        The result is empty if the store needs only the floating-point tensor ``weight``, [rows, width].
         """
         return {}
 
     def precision(self, part: str, dtype: str) -> str | None:
-        """Return the precision of a tensor for reports. None if no computation uses this precision.
+        """Return the precision in which the model computes with a tensor, for reports.
+
+        None if no computation uses it.
 
         Args:
             part: Name of the tensor.

@@ -15,7 +15,7 @@ State = TypeVar("State")
 
 
 class ActionTokens(Tagged):
-    """The meaning of the tokens that an autoregressive head generates for a chunk.
+    """Converts the tokens that an autoregressive head generates to an action chunk.
 
     Attributes:
         most: Number of tokens of the longest sequence.
@@ -34,7 +34,7 @@ class ActionTokens(Tagged):
         """Return the chunk that a token sequence encodes, float32 [rows, dims] in model units.
 
         Args:
-            said: The tokens without the end token, int64 [n].
+            said: The generated tokens without the end token, int64 [n].
 
         Raises:
             SinewError: The training project's code rejects the sequence.
@@ -69,9 +69,9 @@ class ActionTokens(Tagged):
         token: Callable[[State], np.ndarray],
         after_token: Callable[[np.ndarray], None],
     ) -> np.ndarray:
-        """Generate tokens, int64 [B, n], until each of the B sequences has ended, at most ``most`` tokens.
+        """Generate tokens until each of the B sequences has ended, or has ``most`` tokens. Return int64 [B, n].
 
-        Tokens after the end of a sequence, while other sequences continue, have no meaning.
+        When a sequence has ended and others continue, its further tokens have no meaning.
 
         Args:
             state: The model's state after the first token.

@@ -19,13 +19,13 @@ Array = TypeVar("Array")  # a tensor or an array of integers
 class BinTokens(ActionTokens):
     """Tokens that are bins of [-1, 1]. A sequence has one token for each number of the chunk, action by action.
 
-    The token ``below - 1`` is the lowest bin, and smaller tokens are higher bins.
+    The token ``below - 1`` is the lowest bin, and each smaller token id is the next higher bin.
 
     Attributes:
         rows: Number of actions of a chunk.
         dims: Number of values of an action.
         points: Number of points in [-1, 1]. The intervals between them are the bins.
-        below: The first token id above the bins.
+        below: The first token id after the ids of the bins. The bins have lower ids.
     """
 
     rows: Side
@@ -57,7 +57,7 @@ class BinTokens(ActionTokens):
 
 
 def bin_centres(ids: Array, points: int, below: int) -> Array:
-    """Return values in [-1, 1] for token ids, int64. An id outside the bins counts as the nearest bin."""
+    """Return the centre of each token's bin, in [-1, 1]. An id outside of the bins counts as the nearest bin."""
     tokens: Any = ids
     intervals = points - 1
     bins = (below - 1 - tokens).clip(0, intervals - 1)

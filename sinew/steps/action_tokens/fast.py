@@ -22,12 +22,11 @@ LONGEST = 8 << 20  # largest accepted length of a tokenizer in characters; the p
 
 @dataclass(frozen=True)
 class FastTokens(ActionTokens):
-    """FAST tokens: the tokens spell characters. Each character is a coefficient of the chunk's transform along time,
-    step by step.
+    """FAST tokens: decoded to text, each character is one coefficient of the chunk's cosine transform along time.
 
     The rules are LeRobot's: extra characters are cut, and missing characters are zeros. Ids after the tokenizer's last
-    id are ignored. An id before its first id makes a chunk of zeros, which un-normalisation converts to the mean
-    action.
+    id are ignored. If an id is before its first id, the whole chunk is zeros, which un-normalisation converts to the
+    mean action.
 
     Attributes:
         most: Number of tokens of the longest sequence.
@@ -36,10 +35,10 @@ class FastTokens(ActionTokens):
         dims: Number of values of an action.
         zero: The language model's id of FAST's token 0. Its other tokens have lower ids.
         tokenizer: FAST's own tokenizer, a whole ``tokenizer.json``.
-        least: The coefficient of character 0.
-        scale: Factor of the coefficients.
+        least: The coefficient that the character with code 0 means. The next code means the next integer.
+        scale: The number by which the integers are divided to get the coefficients.
         begins: Ids with which a sequence must begin.
-        leaves_out: A run of ids without meaning, at any place.
+        leaves_out: A sequence of ids without meaning, which is removed wherever it occurs.
     """
 
     most: Side
@@ -80,7 +79,7 @@ class FastTokens(ActionTokens):
         return inverse_dct(coefficients.reshape(self.rows, self.dims) / self.scale).astype(np.float32)
 
     def characters(self, said: np.ndarray) -> list[float]:
-        """Return the coefficients that a token sequence spells. Their number depends on the sequence."""
+        """Decode a token sequence to coefficients. Their number depends on the sequence."""
         ids = [self.zero - token for token in without(said.tolist(), self.leaves_out)]
         if min(ids, default=0) < 0:
             return []

@@ -1,4 +1,4 @@
-"""The interface of a step that changes a camera frame, and the recipe that is a list of such steps."""
+"""The interface of one processing step for camera frames, and the recipe: a list of such steps and a normalisation."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class ImageStep(Tagged):
 
     @property
     def on_host(self) -> str:
-        """Return the reason why engines compute a recipe with this step by numpy on the host, or "" if a device can
-        compute it."""
+        """Return the reason why recipes with this step run in numpy on the CPU, or "" if a GPU can compute it."""
         return "Sinew computes its library's order of sums and roundings in numpy only"
 
     @property
@@ -43,7 +42,7 @@ class ImageStep(Tagged):
 
     @property
     def only(self) -> tuple[int, int] | None:
-        """Return the only height and width that the step accepts, or None if it accepts any size."""
+        """Return the height and width that a frame must have for this step, or None if any size is accepted."""
         return None
 
     def size(self, height: int, width: int) -> tuple[int, int]:
@@ -57,7 +56,7 @@ class ImageStep(Tagged):
     def taken(self, frame: np.ndarray) -> np.ndarray:
         """Return a frame in the form that the step accepts, uint8 or float32 [h, w, 3].
 
-        Floats become the bytes that they were computed from.
+        If the step accepts only uint8, a float frame is converted to uint8.
         """
         if self.takes == "floats":
             return to_unit(frame)
@@ -120,7 +119,10 @@ class ImageRecipe:
         return len(self.mean)
 
     def of_camera(self, index: int) -> ImageRecipe:
-        """Return the recipe for the camera with this index in the policy. It has no differences between cameras."""
+        """Return the recipe for one camera, by the camera's index in the policy.
+
+        The resulting recipe has no fields that differ between cameras.
+        """
         own = self
         if self.cameras:
             own = replace(own, mean=self.cameras[index].mean, std=self.cameras[index].std, cameras=())
@@ -133,18 +135,22 @@ class ImageRecipe:
 
     @property
     def picture(self) -> tuple[int, int]:
-        """Return the height and width of the picture, without the black border of a corner."""
+        """Return the height and width of the picture, without the black area that the step ``Corner`` adds."""
         return (self.steps[-1].only if self.steps else None) or (self.height, self.width)
 
     @property
     def to_picture(self) -> tuple[ImageStep, ...]:
-        """Return the steps that convert a frame to :attr:`picture`. If the list is empty, frames must have that
-        size."""
+        """Return the steps that convert a frame to the size :attr:`picture`.
+
+        Without such steps, frames must have this size.
+        """
         return self.steps[:-1] if self.steps and self.steps[-1].only else self.steps
 
     def size_after(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width of the picture that a frame of this size becomes. It is :attr:`picture` for
-        suitable frames."""
+        """Return the height and width of the picture after the steps, for a frame of this size.
+
+        The result is :attr:`picture` if the frame's size fits the recipe.
+        """
         fits = (height, width) == (self.height, self.width)
         for step in self.to_picture:
             if not (fits and step.other_sizes):
@@ -152,10 +158,12 @@ class ImageRecipe:
         return height, width
 
     def enough(self, height: int, width: int) -> tuple[int, int]:
-        """Return the least height and width of a frame with the same aspect ratio that the policy does not enlarge.
+        """Return the smallest useful size of a frame with this aspect ratio.
 
-        The first step that changes sizes decides. If that step does not shrink the frame, or crops it, the result is
-        the frame's own size.
+        A smaller frame would be enlarged by the recipe.
+
+        The first step that changes the frame's size decides. If that step does not shrink the frame, or crops it, the
+        result is the frame's own size.
         """
         first = next((step for step in self.steps if not step.keeps_size), None)
         picture = None if first is None else first.resized(height, width)
@@ -165,7 +173,7 @@ class ImageRecipe:
         return min(height, math.ceil(height * scale - 1e-6)), min(width, math.ceil(width * scale - 1e-6))
 
     def problems(self) -> Iterator[str]:
-        """Yield the contradictions between the recipe's fields."""
+        """Yield a message for each contradiction between the recipe's fields."""
         if len(self.mean) not in (3, 6, 9, 12) or len(self.mean) != len(self.std):
             yield f"mean, std: expected three numbers for each of 1 to 4 groups, got {len(self.mean)}, {len(self.std)}"
         taken, end = set(), None

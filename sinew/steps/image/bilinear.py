@@ -64,16 +64,14 @@ def resize_bilinear(frame: np.ndarray, height: int, width: int, out: np.ndarray 
 
 
 def _fit(frame: np.ndarray, out: np.ndarray, shape: tuple[int, ...]) -> bool:
-    """Return whether compiled kernels can read bytes of pixels from this frame, and write lines of planes to
-    ``out``."""
+    """Return True if compiled kernels support the memory layouts of this uint8 frame and of ``out``."""
     lies = (frame.dtype, out.dtype, out.shape, out.strides[2], out.flags.behaved)
     return lies == (np.uint8, np.float32, shape, 4, True) and compiled.pixels_lie_together(frame)
 
 
 @lru_cache(maxsize=64)
 def row_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the source rows that a resize reads, ascending, and for each target row its two source rows and their
-    weights.
+    """Return all source rows that a resize reads, and for each target row two of these rows with their weights.
 
     The two source rows are indices into the first array. The weights are float32 [target, 1].
     """
@@ -99,7 +97,7 @@ def column_taps(size: int, target: int, channels: int) -> tuple[np.ndarray, np.n
 
 @lru_cache(maxsize=64)
 def mixing(size: tuple[int, int], target: tuple[int, int]) -> Mixing:
-    """Return the arrays for a bilinear resize from ``size`` to ``target``, both (height, width)."""
+    """Return the index and weight arrays for a bilinear resize from ``size`` to ``target``, both (height, width)."""
     (*lines, row_weights), (*columns, weight) = (taps(*each) for each in zip(size, target, strict=True))
     return Mixing.of(
         size[1], lines, row_weights, columns, np.stack([1 - weight, weight]) * np.float32(2**-24)

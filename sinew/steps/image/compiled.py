@@ -1,7 +1,7 @@
 """The interface of compiled kernels for steps that change a frame, and the kernels in use.
 
-The kernels equal numpy in every bit. They do not check their arguments, so numpy computes frames with another memory
-layout.
+The results of kernels and numpy have the same bits. Kernels do not check their arguments, so frames with another memory
+layout are resized by numpy.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ class Mixing(NamedTuple):
         arrays: lines int32 [2, height], row_weights float32 [height], starts int32 [values / 4, 2], picks uint8 [2,
             values, 4], column_weights float32 [2, values].
         addresses: The addresses of the arrays. They are stored because reading an address takes microseconds.
-        reach: Number of bytes that a kernel loads for four values: 16, 8, or 0 if lines are too short for wide loads.
-        mixed: 0 for planes, 1 for bytes (OpenCV's weights), 2 for bytes (TensorFlow's crop).
+        reach: Number of bytes that a kernel loads at once for four values: 16 or 8. It is 0 if lines are too short for
+            this.
+        mixed: The form of the result: 0 for float planes, 1 for uint8 with OpenCV's weights, 2 for uint8 as in
+            TensorFlow's crop.
     """
 
     arrays: tuple[np.ndarray, ...]
@@ -42,7 +44,7 @@ class Mixing(NamedTuple):
             row_weights: Weights of the rows.
             columns: Both source columns of each target column.
             weights: Weights of the columns.
-            mixed: See the class.
+            mixed: The form of the result, as in the attribute ``mixed``.
         """
         line, wide = 3 * size, 3 * len(columns[0])
         pixel, colour = np.divmod(np.minimum(np.arange(-(-wide // 8) * 8), wide - 1), 3)
@@ -83,7 +85,7 @@ class ResizeWeights(NamedTuple):
     def of(
         cls, size: int, spans: Iterable[tuple[int, Sequence[Any] | np.ndarray]], bits: int = 0
     ) -> ResizeWeights:
-        """Return the weights for a list of spans.
+        """Return the weights of a resize along one axis from a list of spans (runs of source pixels with weights).
 
         Args:
             size: Number of source pixels.
@@ -116,11 +118,11 @@ class FrameKernels(NamedTuple):
     jpeg: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
 
 
-in_use: list[FrameKernels] = []  # one entry, or none if numpy changes the frames
+in_use: list[FrameKernels] = []  # the kernels in use, as one entry; empty if numpy computes frames
 
 
 def install(kernels: FrameKernels | None) -> None:
-    """Set the kernels that change frames. They must equal numpy in every bit. With None, numpy changes frames."""
+    """Set the kernels for frames. Their results must have the same bits as numpy's results. None uses numpy again."""
     in_use[:] = [] if kernels is None else [kernels]
 
 
@@ -135,7 +137,7 @@ def pixels_lie_together(frame: np.ndarray) -> bool:
     return lies == (3, 3 * frame.itemsize, frame.itemsize) and frame.size > 0 and frame.flags.aligned
 
 
-MOST_KEPT = 16 << 20  # bytes; a larger buffer is not kept for the next call
+MOST_KEPT = 16 << 20  # largest size in bytes of a buffer that is kept for the next call
 _kept = threading.local()
 
 

@@ -26,7 +26,7 @@ class Grid(MethodStep):
         yield from within(1, self.max_pixels).problems("min_pixels", self.min_pixels)
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the sides that Qwen's ``smart_resize`` chooses."""
+        """Return the height and width that Qwen's ``smart_resize`` chooses for a frame."""
         unit = self.unit
         rows, cols = max(round(height / unit), 1) * unit, max(round(width / unit), 1) * unit
         if rows * cols > self.max_pixels:

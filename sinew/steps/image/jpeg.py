@@ -1,9 +1,9 @@
-"""A JPEG round trip in numpy: a frame as TensorFlow reads it back after it wrote the frame.
+"""A JPEG round trip in numpy: compress a frame and decompress it again, exactly as TensorFlow does.
 
 OpenVLA-OFT's evaluation encodes every frame with ``tf.image.encode_jpeg`` (quality 95, chroma halved both ways,
 accurate forward transform). It reads the frame back with ``tf.io.decode_image``, which uses libjpeg's *fast* inverse
 transform. Pillow reads with the accurate inverse transform, and its result differs in most pixels. Entropy coding is
-lossless, so it is left out. Every value equals TensorFlow's (fixture ``tf_preprocess``).
+lossless, so this module does not compute it. Every value equals TensorFlow's (fixture ``tf_preprocess``).
 
 Source of the arithmetic: libjpeg (IJG) jccolor, jcsample, jfdctint, jcdctmgr, jddctmgr, jidctfst, jdsample, jdcolor.
 """
@@ -111,7 +111,10 @@ def _to_rgb(y: np.ndarray, cb: np.ndarray, cr: np.ndarray) -> np.ndarray:
 
 
 def _halve(plane: np.ndarray) -> np.ndarray:
-    """Return the mean of each 2 x 2 square, [h / 2, w / 2]. Columns are rounded down and up in turn."""
+    """Return the mean of each 2 x 2 square, [h / 2, w / 2].
+
+    Even columns round halves down, and odd columns round them up.
+    """
     total = plane[::2, ::2] + plane[::2, 1::2] + plane[1::2, ::2] + plane[1::2, 1::2]
     return (total + 1 + np.arange(total.shape[1]) % 2) >> 2
 
@@ -140,7 +143,7 @@ def _code(plane: np.ndarray, quant: np.ndarray, factors: np.ndarray) -> np.ndarr
 
 @lru_cache
 def steps(quality: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the steps of luma and chroma for a JPEG quality, three arrays [2, 8, 8].
+    """Return the quantisation steps of luma and chroma for a JPEG quality, three arrays [2, 8, 8].
 
     Returns:
         The quantiser's steps (``jpeg_quality_scaling`` of libjpeg), float32 inverses of 8 times these steps, and int32
@@ -163,7 +166,8 @@ def _forward_matrix() -> np.ndarray:
     """Return the accurate forward transform of eight values before its rounding, float64 [8, 8] of integers.
 
     libjpeg factors the transform into butterflies (Loeffler, Ligtenberg and Moschytz 1989) with constants of 13 bits.
-    Up to the rounding at the end, they are exact integer arithmetic, so their product is the same transform.
+    Before the rounding at the end, all operations are exact integer arithmetic. One matrix product therefore gives the
+    same transform.
     """
     c = partial(_fixed, bits=FORWARD_BITS)
     eye = np.eye(8)
@@ -189,8 +193,10 @@ def _forward_matrix() -> np.ndarray:
 
 
 def _forward(blocks: np.ndarray) -> np.ndarray:
-    """Return the coefficients times 8 of blocks of integers, float64 [8, 8, n]. Rows first, then columns, exact
-    below 2^53."""
+    """Compute the forward transform of blocks of integers. Return the coefficients times 8, float64 [8, 8, n].
+
+    Rows are transformed first, then columns. The result is exact below 2^53.
+    """
     matrix = _forward_matrix()
     rows = np.matmul(matrix, blocks)  # sums over u: [8 v, 8, n]
     rows = np.floor(rows * 2.0 ** (PASS_BITS - FORWARD_BITS) + 0.5)

@@ -21,8 +21,8 @@ class Letterbox(SizedStep):
         interpolation: "bilinear" has half-pixel centres, no antialiasing and float results (torch's default).
             "pil_bilinear" is Pillow's resize of uint8, antialiased when it shrinks, with black bars on both sides
             (openpi's clients and server).
-        pad: Position of the picture. "top_left" has all bars before it (LeRobot SmolVLA), "center" has bars on both
-            sides (openpi).
+        pad: Position of the bars. "top_left": all bars are above or left of the picture (LeRobot SmolVLA). "center":
+            bars are on both sides (openpi).
         pad_value: Value of the bars for pixels in [0, 1], one number or one per colour.
     """
 
@@ -35,7 +35,7 @@ class Letterbox(SizedStep):
 
     @property
     def centred(self) -> bool:
-        """Return True if both sides have bars."""
+        """Return True if the bars are on both sides of the picture."""
         return self.pad == "center" or self.interpolation == "pil_bilinear"
 
     @property
@@ -49,8 +49,9 @@ class Letterbox(SizedStep):
         return (0.0,) * 3 if self.interpolation == "pil_bilinear" else self.colour
 
     def inner(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size of the picture between the bars: the frame's size divided by the larger ratio, cut to whole
-        pixels.
+        """Return the size of the picture between the bars: the frame's size divided by one ratio, cut to whole pixels.
+
+        The ratio is the larger of the two ratios of frame size to target size.
 
         LeRobot's and openpi's ``resize_with_pad`` round in the same way.
         """

@@ -1,8 +1,8 @@
 """Resize uint8 images with exactly the rounding of OpenCV's INTER_AREA and torch's antialiased kernels.
 
-A policy's training images have the rounding of the library that prepared them. Both libraries compute in fixed point or
-in a defined order of float32 sums, so a few numpy operations give every value. Tables are cached. Images are [h, w, C]
-in the whole module.
+A policy's training images have the rounding of the library that prepared them. Both libraries compute in fixed point,
+or add float32 numbers in a defined order. A few numpy operations therefore give exactly the same values. Tables are
+cached. Images are [h, w, C] in the whole module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Table = Callable[[int, int], Neighbours]  # (size, target) -> source pixels and 
 
 
 def resample(image: np.ndarray, passes: Iterable[tuple[int, ResizeWeights]]) -> np.ndarray:
-    """Resize an image, uint8 or float32 [h, w, C], along one axis after another.
+    """Resize an image, uint8 or float32 [h, w, C], along each axis in ``passes``, one axis after the other.
 
     Args:
         image: The image.
@@ -55,7 +55,7 @@ def _fit(image: np.ndarray, axis: int, taps: ResizeWeights) -> bool:
 
 def by_numpy(image: np.ndarray, axis: int, taps: ResizeWeights) -> np.ndarray:
     """Compute one pass with numpy. Compiled kernels equal the result."""
-    # Taking whole lines is faster than taking columns, so turn the image for many taps.
+    # Reading whole rows is faster than reading columns. For many weights per pixel, transpose the image first.
     if axis == 1 and taps.weights.shape[1] > 6:
         turned = by_numpy(np.ascontiguousarray(image.transpose(1, 0, 2)), 0, taps)
         return np.ascontiguousarray(turned.transpose(1, 0, 2))
@@ -97,8 +97,10 @@ def _sums(size: int, target: int) -> ResizeWeights:
 
 @lru_cache(maxsize=64)
 def _overlaps(size: int, target: int) -> ResizeWeights:
-    """Return the weights of an average by overlap. As in OpenCV, an overlap of less than a thousandth of a pixel is
-    left out."""
+    """Return the weights of a resize in which each source pixel counts by its overlap with the target pixel.
+
+    As in OpenCV, an overlap of less than a thousandth of a pixel is left out.
+    """
     scale = size / target
     spans: list[tuple[int, list[float]]] = []
     for at in range(target):
@@ -188,8 +190,8 @@ def resize_pillow(image: np.ndarray, height: int, width: int, method: str) -> np
     """Resize uint8 [h, w, 3] to uint8 [height, width, 3] as Pillow before version 13, with its filter ``method``.
 
     The arithmetic is that of torch's kernel, which was derived from Pillow, except for weights with ``PILLOW_BITS``
-    binary places. Without compiled kernels, Pillow itself computes. Policies were trained on columns first. Pillow 13
-    begins with rows if they shrink much more. Source: Pillow ``Resample.c``.
+    binary places. Without compiled kernels, Pillow itself computes. The training images of policies were resized by
+    columns first. Pillow 13 begins with rows if rows shrink much more. Source: Pillow ``Resample.c``.
     """
     if compiled.in_use:
         return _resized(image, height, width, antialias_taps, method, PILLOW_BITS)
@@ -303,7 +305,10 @@ def _cubic(x: np.ndarray) -> np.ndarray:
 
 
 def _fused_cubic(x: np.ndarray) -> np.ndarray:
-    """Return the cubic kernel in float32. Each product with its sum is rounded once, as fused instructions do it."""
+    """Return the cubic kernel in float32.
+
+    Each product and the following sum are rounded together, as in fused instructions.
+    """
     square = _fused(1.5, x, -2.5) * x
     near = _fused(square, x, 1.0)
     far = _fused(_fused(_fused(-0.5, x, 2.5), x, -4.0), x, 2.0)

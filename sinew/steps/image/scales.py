@@ -15,8 +15,10 @@ from sinew.steps.image.methods import Method, MethodStep, resize
 
 @dataclass(frozen=True)
 class Scales(MethodStep):
-    """Resize a frame to a square of each of ``sides`` by ``method``. The squares are one below another, with black
-    at the right."""
+    """Resize a frame to a square of each of ``sides`` by ``method``.
+
+    The squares are arranged in one column. The area at the right of smaller squares is black.
+    """
 
     sides: Annotated[tuple[Side, ...], SOME]
     method: Method = "pil_bicubic"

@@ -66,9 +66,9 @@ def lanczos3(x: np.ndarray) -> np.ndarray:
 def sinf(x: np.ndarray) -> np.ndarray:
     """Return the sine with the rounding of glibc's ``sinf``, float32, for float32 x in [0, 120).
 
-    glibc's value is not the correctly rounded sine, and numpy's value is a third one. Source: ARM optimized routines,
-    sincosf, whose double-precision polynomials glibc has used since 2.28. Whole quarter turns are subtracted, then sine
-    or cosine is computed.
+    glibc's value can differ from the correctly rounded sine, and also from numpy's value. Source: ARM optimized
+    routines, sincosf, whose double-precision polynomials glibc has used since 2.28. Whole quarter turns are subtracted,
+    then sine or cosine is computed.
     """
     wide = x.astype(np.float64)
     turns = np.where(x < F32(np.pi / 4), 0, np.rint(wide * (2 / np.pi))).astype(np.int64)
@@ -102,7 +102,7 @@ def centre_crop(frame: np.ndarray, area: float, height: int, width: int) -> np.n
 
 @lru_cache(maxsize=64)
 def crop_mixing(size: Size, area: float, target: Size) -> tuple[Mixing, np.ndarray, np.ndarray]:
-    """Return the arrays for the compiled kernel, and the rows and columns outside the frame."""
+    """Return the index and weight arrays for the kernel, and the target rows and columns outside of the frame."""
     (*rows, fy, past_y), (*columns, fx, past_x) = map(_corners, size, target, (area, area))
     return Mixing.of(size[1], rows, fy, columns, fx, 2), past_y, past_x
 

@@ -1,4 +1,4 @@
-"""The interface of a step that changes a prompt, and the recipe that is a list of such steps."""
+"""The interface of a step that writes or changes a prompt, and the recipe: a list of steps with token options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class PromptText(NamedTuple):
         instruction: The instruction after the steps so far.
         text: The text that the steps so far have written.
         state: The normalised state, [D].
-        advantage: One of the advantages of a step (:attr:`PromptStep.advantages`), or "".
+        advantage: The request's advantage: a name for the quality of the actions to generate
+            (:attr:`PromptStep.advantages`), or "".
     """
 
     instruction: str
@@ -33,17 +34,19 @@ class PromptText(NamedTuple):
     advantage: str = ""
 
     def saying(self, text: str) -> PromptText:
-        """Return the prompt with more text at its end."""
+        """Return a copy of the prompt with ``text`` appended to its text."""
         return self._replace(text=self.text + text)
 
 
 class HeldTokens(NamedTuple):
-    """Special tokens that a prompt must contain exactly ``times`` times. An instruction must not add one.
+    """A special token that a prompt must contain exactly ``times`` times.
+
+    The user's instruction must not add such a token.
 
     Attributes:
-        what: The tokens' name in error messages.
+        what: The token's name in error messages.
         token: The token's id.
-        times: The number of tokens.
+        times: How often the prompt must contain the token.
     """
 
     what: str
@@ -52,7 +55,9 @@ class HeldTokens(NamedTuple):
 
 
 class PromptStep(Tagged):
-    """A change of the instruction, a part of the text that is tokenised, or a change of its tokens.
+    """One step from an instruction to tokens.
+
+    It changes the instruction, writes a part of the text, or changes the tokens.
 
     Attributes:
         reads_state: True if the step's result depends on the state.
@@ -68,7 +73,7 @@ class PromptStep(Tagged):
 
     @property
     def names(self) -> tuple[int, ...]:
-        """Ids of tokens that the step uses. The vocabulary must contain them."""
+        """The ids of all tokens that the step uses. The model's vocabulary must contain these ids."""
         return ()
 
     @property
@@ -78,12 +83,15 @@ class PromptStep(Tagged):
 
     @property
     def advantages(self) -> tuple[str, ...]:
-        """Return the names of the advantages that the step has text for."""
+        """Return the names of the advantages for which the step can write text.
+
+        An advantage is a label for the quality of the actions that the policy should generate.
+        """
         return ()
 
     @property
     def usual_advantage(self) -> str:
-        """Return the advantage of a request that names none, or ""."""
+        """Return the advantage that is used for a request without an advantage, or "" for none."""
         return ""
 
     def forward(self, said: PromptText) -> PromptText:
@@ -91,7 +99,7 @@ class PromptStep(Tagged):
 
     @property
     def whole(self) -> int:
-        """Return the number of tokens that every prompt has because of the step, or 0 if the number varies."""
+        """Return the fixed number of tokens to which this step fills every prompt, or 0 if the number varies."""
         return 0
 
     def tokens(self, ids: list[int], text: str) -> list[int]:
@@ -106,14 +114,14 @@ class PromptStep(Tagged):
 
 @dataclass(frozen=True)
 class TextRecipe:
-    """The prompts of a language head, as in its training.
+    """The prompts with which a language head (text output) was trained.
 
     Attributes:
         subtask: Steps that write the prompt for a subtask, or () if the head generates no subtasks.
         action: Text between the subtask and the action head's input.
         question: Steps that write the prompt for an answer, with the question as the instruction, or () if the head
             answers no questions.
-        most: Number of tokens of a text if the request states no number.
+        most: Largest number of tokens of a generated text, if the request states no number.
     """
 
     subtask: tuple[PromptStep, ...] = ()
@@ -122,7 +130,7 @@ class TextRecipe:
     most: Annotated[int, within(1, MAX_SAID)] = 48
 
     def problems(self) -> Iterator[str]:
-        """Yield the errors in the prompts."""
+        """Yield a message for each error in the prompts."""
         for name, what in (("subtask", "instruction"), ("question", "question")):
             steps: tuple[PromptStep, ...] = getattr(self, name)
             if steps and not any(step.slot == "{prompt}" for step in steps):
@@ -145,9 +153,9 @@ class PromptRecipe:
         vocab_size: Number of rows of the model's token table. Larger ids are rejected.
         pad_token_id: Id of the padding token.
         steps: The steps.
-        padding: The padding of training. Inference may leave it out.
-        padding_side: Side of the padding, also for engines that run only a few lengths. "left" is for models whose
-            sequence continues after the prompt.
+        padding: The padding of prompts in training. Inference may skip the padding.
+        padding_side: The side of the prompt on which padding is added, also by engines that run only a few lengths.
+            "left" is for models whose sequence continues after the prompt.
         add_special_tokens: True if the tokenizer adds its special tokens.
         eos_token_id: Token that ends a text of the language head, or -1.
         text: Prompts of the language head, or None if the bundle has no language head or the prompts are unknown.
@@ -175,7 +183,7 @@ class PromptRecipe:
 
     @cached_property
     def usual_advantage(self) -> str:
-        """Return the advantage of a request that names none, or ""."""
+        """Return the advantage that is used for a request without an advantage, or "" for none."""
         return next((step.usual_advantage for step in self.steps if step.advantages), "")
 
     @cached_property
@@ -194,7 +202,7 @@ class PromptRecipe:
         return tuple(HeldTokens(what, token, count) for (what, token), count in counts.items())
 
     def problems(self) -> Iterator[str]:
-        """Yield the contradictions between the recipe's steps and its vocabulary."""
+        """Yield a message for each contradiction between the recipe's steps and its vocabulary."""
         last = self.vocab_size - 1
         for name, token, least in (
             ("pad_token_id", self.pad_token_id, 0),
@@ -230,10 +238,10 @@ class PromptRecipe:
                 yield f"{where}: expected at most {MAX_SIZE} tokens for all views, got {times}"
 
     def __str__(self) -> str:
-        """Return the changes that the template does not show."""
+        """Return as text those changes by the steps that the template does not show."""
         return ", ".join(str(step) for step in self.steps if not step.slot)
 
 
 def template(steps: tuple[PromptStep, ...]) -> str:
-    """Return the text that steps write, with placeholders in braces."""
+    """Return the text that a list of steps writes, with placeholders such as ``{prompt}`` for parts that vary."""
     return "".join(step.slot for step in steps)
