@@ -142,8 +142,8 @@ def gate(
 
     Args:
         path: The file.
-        env: Environment that the person typed. "" for none.
-        adapter: Adapter that the person typed. "" for none.
+        env: Environment that the person typed. "" if there is none.
+        adapter: Adapter that the person typed. "" if there is none.
         env_options: Arguments of the environment's constructor that the person typed.
         reset_options: Options of the reset that the person typed.
 

@@ -92,8 +92,8 @@ def crossing(program: PublishedProgram) -> dict[tuple[str, str], int]:
         program: The program.
 
     Returns:
-        (stage that writes, stage that reads) -> bytes of whole memory blocks. The prefix's keys and values count in
-        the program's format of the cache.
+        A dict. The key is (stage that writes, stage that reads), and the value is the number of bytes of whole memory
+        blocks. The prefix's keys and values count in the program's format of the cache.
     """
     scale = cache_scale(program)
     sizes = {}

@@ -136,7 +136,7 @@ def asynchronous(
         size: Bytes of an observation and of a chunk.
         route: Links between robot and machine.
         control_hz: Control steps per second.
-        chunk: Actions in a chunk.
+        chunk: Number of actions in a chunk.
         replan: Control steps between two requests.
         duration_s: Simulated time, in seconds.
         in_flight: Maximum number of requests on their way. None for no maximum: a request is sent when the first line

@@ -80,7 +80,7 @@ def play(
 
     Args:
         robots: Number of robots.
-        seconds: Size of a batch -> time of its inference, in seconds.
+        seconds: Function that returns the time of an inference in seconds, from the size of its batch.
         hertz: Requests per second of each robot.
         deadline_s: Maximum time from request to answer, in seconds.
         max_batch: Largest batch.
@@ -160,7 +160,7 @@ def most_robots(
     """Find the largest number of robots that the server answers in time.
 
     Args:
-        seconds: Size of a batch -> time of its inference, in seconds.
+        seconds: Function that returns the time of an inference in seconds, from the size of its batch.
         hertz: Requests per second of each robot.
         deadline_s: Maximum time from request to answer, in seconds.
         max_batch: Largest batch.
@@ -264,12 +264,12 @@ def measured(source: str, threads: int | None, engine: str, sizes: Sequence[int]
 
     Args:
         source: The policy.
-        threads: Compute threads. None for the engine's choice.
+        threads: Number of compute threads. None for the engine's choice.
         engine: The engine.
         sizes: Sizes of the batches.
 
     Returns:
-        Size -> seconds.
+        The seconds of an inference, by the size of its batch.
 
     Raises:
         SinewError: The policy cannot compute several requests in one batch.

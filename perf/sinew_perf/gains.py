@@ -55,7 +55,7 @@ class Gain:
         before_ms: Predicted milliseconds before the change.
         after_ms: Predicted milliseconds after the change.
         fidelity: Effect on the actions.
-        instead: Name of the other change in whose place this one can be made. "" for none.
+        instead: Name of the other change in whose place this one can be made. "" if there is none.
         missing_bytes: Bytes by which the program exceeds the machine's memory. 0 if it fits.
     """
 
@@ -114,7 +114,7 @@ class _Option:
         line: Option or command that a user types.
         fidelity: Effect on the actions.
         apply: Returns the program after the change.
-        group: Group of alternatives, of which one is chosen. "" for none.
+        group: Group of alternatives, of which one is chosen. "" if there is none.
     """
 
     name: str
@@ -135,7 +135,7 @@ def order(
     Args:
         source: The policy.
         machine: The machine.
-        server: Second machine that may compute a part. None for none.
+        server: Second machine that may compute a part. None if there is none.
         route: Links to the second machine.
 
     Returns:

@@ -25,7 +25,7 @@ class Hardware:
     Attributes:
         name: Name for ``--hardware``.
         title: Name for people.
-        peak: Number format -> FLOP/s.
+        peak: The largest possible number of FLOP/s, by number format.
         bandwidth: Memory bandwidth in bytes/s.
         memory_gib: Nominal memory, in GiB.
         source: Source of the numbers.

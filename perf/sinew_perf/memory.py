@@ -97,7 +97,7 @@ class MemoryReport:
     Attributes:
         name: Name of the policy.
         shapes: Shapes of a request.
-        chunk: Actions in a chunk.
+        chunk: Number of actions in a chunk.
         weights: Weights by component and format.
         cache: Blocks that contain the prefix's keys and values. A block counts completely, even if they are only a
             part of it, for example if one product computes Q, K and V.

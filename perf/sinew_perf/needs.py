@@ -100,7 +100,7 @@ def budget(control_hz: float, replan: int, task: str = "") -> Budget:
 
     Args:
         control_hz: Control steps per second. 0 if ``task`` is given.
-        replan: Actions executed per chunk.
+        replan: Number of actions executed per chunk.
         task: Key of ``TASKS``, which then determines the rate: its largest control rate, and its tolerable latency if
             ``replan`` is 1.
 
@@ -185,7 +185,7 @@ def needs(
 
     Args:
         source: Policy, as in :meth:`PublishedProgram.load`.
-        machines: Name -> machine.
+        machines: The machines by name.
         rate_hz: Required chunks per second.
         efficiency: Share of the roofline that the software reaches. None for the share that Sinew's engines reached
             (:func:`sinew_perf.shares.used`).

@@ -67,7 +67,7 @@ def placements(
         route: Links between both.
         codec: Encoding of the camera frames.
         control_hz: Control steps per second.
-        replan: Actions executed per request. None for half a chunk.
+        replan: Number of actions executed per request. None for half a chunk.
         cap_hz: Maximum rate of System 2, for the placements with two systems.
         camera_ms: Milliseconds from light to a frame in memory.
         actuation_ms: Milliseconds from a command to its effect.

@@ -36,7 +36,7 @@ def roofline(
 
     Args:
         machines: The machines.
-        timings: Name of a machine -> times of the components.
+        timings: The times of the components on each machine, by the machine's name.
         path: File of the figure.
         formats: Formats of the arithmetic. The roofline is that of the fastest.
         title: Title of the figure.

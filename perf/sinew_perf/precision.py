@@ -112,8 +112,8 @@ def by_stage(dtypes: str | Mapping[str, str]) -> dict[str, Precision]:
     """Return the precision of each stage.
 
     Args:
-        dtypes: One text for all stages, or component (vision, language, head) -> text. A component without a text
-            uses that of language, or bf16.
+        dtypes: One text for all stages, or a dict with a text for each component (vision, language, head). A component
+            without a text uses that of language, or bf16.
 
     Raises:
         SinewError: A component or a format is unknown.

@@ -55,10 +55,10 @@ class PublishedProgram:
         name: Name of the policy or model.
         model: Model on the meta device.
         shapes: Shapes of a request by default.
-        precision: Stage -> precision. None to use the formats of the model's weights.
+        precision: The precision of each stage. None to use the formats of the model's weights.
         engine: "eager", or "plan" for the model with its rewrites.
         prepared: The plan of an engine that already has one. None to build a plan.
-        like: Program with the same calls and other formats, whose trace is used. None for none.
+        like: Program with the same calls and other formats, whose trace is used. None if there is none.
         family: Name of the architecture. "" for a model in memory.
     """
 

@@ -19,7 +19,7 @@ class TracedRequest:
     Attributes:
         cameras: Number of camera frames in an observation.
         prompt_tokens: Length of the prompt. 0 for a policy without a prompt.
-        chunk: Actions in a chunk.
+        chunk: Number of actions in a chunk.
         steps: Number of solver steps.
     """
 

@@ -105,8 +105,8 @@ def staleness(latency_s: float, replan: int, chunk: int, control_hz: float) -> S
 
     Args:
         latency_s: Seconds from frame to chunk.
-        replan: Actions executed per chunk.
-        chunk: Actions in a chunk.
+        replan: Number of actions executed per chunk.
+        chunk: Number of actions in a chunk.
         control_hz: Control steps per second.
 
     Raises:

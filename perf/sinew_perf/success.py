@@ -66,7 +66,7 @@ class Way:
         handover: Chunk merging.
         replan: Rule for the next request.
         control_hz: Control steps per second. An answer takes effect at the next control step.
-        measured: Latency in control steps -> (successes, episodes), in rising order.
+        measured: For each latency in control steps, in rising order: (number of successes, number of episodes).
     """
 
     handover: str

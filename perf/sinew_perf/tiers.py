@@ -68,9 +68,9 @@ class Tier:
         measured: Measurements of the paper.
         params: Parameters in billions.
         steps: Number of solver steps.
-        ms: Board -> milliseconds of an inference by the roofline.
+        ms: Predicted milliseconds of an inference by the roofline, for each board.
         prefix_share: Share of the prefix on ``SHARES_ON``, in percent.
-        intensity: Stage -> FLOP per byte.
+        intensity: FLOP per byte of memory traffic, for each stage.
         memory: Memory on the Orin Nano, in MiB.
         tier: "fits", "alone" or "no" by this memory.
     """

@@ -21,7 +21,7 @@ def of_records(
         records: Folder of the recording.
         out: New folder of the data set.
         hz: Requests per second. None for the rate of `sinew run --frames`, or the control rate of ``bundle``.
-        bundle: Bundle that names the joints if the recording does not. None for none.
+        bundle: Bundle that names the joints if the recording does not. None if there is none.
         corrections: True to keep only the control steps in which a person drove the robot
             (:func:`sinew_eval.dataset.records.episodes`).
 

@@ -44,7 +44,7 @@ class DatasetFrame:
     """One control step. If the first frame has an optional value, all frames must have it.
 
     Attributes:
-        images: Camera -> frame, uint8 [height, width, 3].
+        images: The frame of each camera, by the camera's name, uint8 [height, width, 3].
         state: State of the robot, [S].
         action: Action, [A].
         task: Instruction.

@@ -33,7 +33,7 @@ class Shot:
 
     Attributes:
         pose: Pose of the scene, for the renderer.
-        images: Camera -> frame that the policy received.
+        images: The frame of each camera that the policy received, by the camera's name.
         prompt: Instruction.
         actions: Executed actions up to this step, float32 [n, D].
         latency_ms: Latencies of all requests so far, in milliseconds.

@@ -39,7 +39,7 @@ class ReportView:
         also: Further players that play episodes at the same time, each with its own connection and environment.
 
     Attributes:
-        stages: Stage -> milliseconds of every request.
+        stages: For each stage of the inference, its milliseconds in every request.
         frames: Frames of the film, for ``animation.write_gif``.
         pauses: Pauses of the film, for ``animation.write_gif``.
     """

@@ -148,7 +148,8 @@ def read_log(log: Path) -> dict[tuple[str, int], Episode]:
         log: The file. It may be missing.
 
     Returns:
-        (key of the variant, seed) -> episode. A line that is cut short is skipped, and its episode is played again.
+        A dict. The key is (key of the variant, seed), and the value is the episode. A line that is cut short is
+        skipped, and its episode is played again.
     """
     return dict(episode_log.episodes_of(episode_log.read_log_file(log))) if log.exists() else {}
 

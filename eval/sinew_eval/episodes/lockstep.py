@@ -76,7 +76,7 @@ class Meeting:
     """Collects the requests of all seats (the threads of the episodes) and answers them when every seat waits.
 
     Attributes:
-        answers: Kind of a request (one of :data:`ORDER`) -> function that answers all waiting requests of this kind.
+        answers: For each kind of request (:data:`ORDER`), the function that answers all waiting requests of this kind.
         together: Kinds that are answered only when every seat waits with a request of this kind.
     """
 

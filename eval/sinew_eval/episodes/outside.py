@@ -262,8 +262,8 @@ def own_hashes(typed: TypedNames) -> set[str]:
 
 
 def _hashed(files: Sequence[str], pending: set[str]) -> dict[str, str]:
-    """Find a file for each SHA-256 in ``pending``. Return hash -> file. If several files have the hash, the last one
-    counts.
+    """Find a file for each SHA-256 in ``pending``. Return a dict with the hash as key and the file as value. If several
+    files have the hash, the last one counts.
     """
     return {f"sha256:{hash_}": file for file in files if pending and (hash_ := file_hash(file)) in pending}
 

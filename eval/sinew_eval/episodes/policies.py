@@ -302,7 +302,7 @@ def stated_facts(target: str, env_id: str) -> dict[str, Any]:
         env_id: Environment, which determines the expert for the target ``expert``.
 
     Returns:
-        Field of ``EXECUTION_FIELDS`` -> value, or None if the policy states nothing.
+        For each field in ``EXECUTION_FIELDS``, the policy's value, or None if the policy states nothing.
     """
     if target == EXPERT:
         specs = (spec.to_dict() for start, (spec, _) in EXPERTS.items() if env_id.startswith(start))

@@ -30,7 +30,7 @@ class LoggedPlayer(EpisodePlayer):
     Args:
         task: The task.
         target: File or address, as :func:`sinew.records.viewers.rerun_log.target_of` returns it.
-        labels: Variant -> prefix of its entities. Empty for a single variant.
+        labels: For each variant, the prefix of the names of its entities. Empty for a single variant.
 
     Raises:
         SinewError: The recording cannot be opened, see :class:`RerunLog`.

@@ -28,7 +28,7 @@ def opener(
         env_id: The environment.
         adapting: Name of its adapter. "" for the adapter that the id implies.
         options: Arguments of the environment's constructor.
-        cameras: Camera of the policy -> camera of the environment.
+        cameras: For each camera of the policy, the camera of the environment.
         episodes: Number of episodes after which the robot ends the run. None for no end.
 
     Returns:
@@ -64,7 +64,7 @@ class SimulatedRobot:
         adapter: Its adapter.
         episodes: Number of episodes after which the robot ends the run. None for no end.
         seed: Seed of the first episode. The others follow.
-        cameras: Camera of the policy -> camera of the environment. None if the names are equal.
+        cameras: For each camera of the policy, the camera of the environment. None if the names are equal.
         options: Options of the environment's reset.
     """
 

@@ -70,7 +70,7 @@ class Episode:
         misses: Number of chunks that came after the remaining actions had run out.
         delays: For each chunk, the number of control steps from its request to its arrival.
         latency_ms: Time of each inference, on the clock.
-        chunk_size: Actions in a chunk.
+        chunk_size: Number of actions in a chunk.
         late_ticks: Number of control steps that began late.
         wall_s: Duration in seconds.
         seam: Largest change of a command between the last action of a chunk and the first action of the next chunk, in
@@ -190,7 +190,7 @@ class EpisodeSettings:
             statement.
         future: True to send the state that the robot will have when the answer arrives.
         edge_adapter: File with a small network that refines the newest chunk in every control step
-            (docs/edge-and-cloud.md). "" for none.
+            (docs/edge-and-cloud.md). "" if there is none.
         envelope: Filter, speed and limits of ``sinew_client.control.Settings``.
     """
 
@@ -468,7 +468,8 @@ def reactions(episodes: Sequence[Episode]) -> dict[str, Any]:
         episodes: Episodes of one variant.
 
     Returns:
-        Name of a loop -> p50, p95, p99 and maximum in milliseconds, the count, and a histogram.
+        For each loop of the stream ("image", "sensor"): p50, p95, p99 and maximum of its reaction times in
+        milliseconds, their count, and a histogram.
     """
     found: dict[str, Any] = {}
     for name in LOOPS:

@@ -329,7 +329,7 @@ def rows_between(replan: int | str, chunk_size: int) -> int:
 
     Args:
         replan: Replan rule, as :func:`parse_replan` returns it.
-        chunk_size: Actions in a chunk.
+        chunk_size: Number of actions in a chunk.
     """
     if isinstance(replan, int):
         return min(replan or chunk_size, chunk_size)
@@ -464,7 +464,7 @@ def _checked(where: str, values: Any, expected_fields: Mapping[str, tuple[str, A
     Args:
         where: Name of the record, for messages.
         values: The record.
-        expected_fields: Field -> (description of the expected value, test of the value).
+        expected_fields: For each allowed field: (description of the expected value, function that tests a value).
 
     Returns:
         The fields.

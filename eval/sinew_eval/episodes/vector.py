@@ -60,10 +60,10 @@ class VectorParts:
         """Reset the parts that requested it.
 
         Args:
-            requests: Number of a part -> (seed, options).
+            requests: For each part that requested a reset, by its number: (seed, options).
 
         Returns:
-            Number of a part -> (observation, info).
+            For each of these parts: (observation, info).
         """
         options = next(iter(requests.values()))[1]
         observations, infos = self._reset({part: seed for part, (seed, _) in requests.items()}, options)
@@ -73,10 +73,11 @@ class VectorParts:
         """Step all parts at the same time.
 
         Args:
-            requests: Number of a part -> its action. A part whose episode has ended repeats its last action.
+            requests: The action of each part that requested a step, by the part's number. A part whose episode has
+                ended repeats its last action.
 
         Returns:
-            Number of a part -> result of its step, for the parts in ``requests``.
+            The result of the step for each part in ``requests``, by the part's number.
         """
         for part, action in requests.items():
             self._last[part] = np.asarray(action, self._rest.dtype)

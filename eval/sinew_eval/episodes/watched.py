@@ -52,7 +52,7 @@ class WatchedMoment:
 
     Attributes:
         step: Number of steps before this one.
-        images: Camera -> frame of the policy, uint8 [H, W, 3] or floats in [0, 1].
+        images: The policy's frame of each camera, by the camera's name, uint8 [H, W, 3] or floats in [0, 1].
         state: State of the robot, [S].
         action: Executed action, float32 [A]. Zeros at the end of the episode.
         prompt: Instruction.

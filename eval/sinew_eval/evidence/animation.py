@@ -21,7 +21,7 @@ def compose(
 
     Args:
         scene: Picture of the scene, uint8 [size, size, 3].
-        images: Camera -> frame of the policy, stacked on the right.
+        images: The policy's frame of each camera, by the camera's name. They are stacked on the right.
         prompt: Instruction.
         status: Text of the second line.
         success: Outcome, which colours the second line. None while the episode runs.
@@ -51,7 +51,7 @@ def write_gif(frames: Sequence[Image.Image], path: Path, fps: float, pauses: Map
         frames: The pictures.
         path: File to write.
         fps: Pictures per second.
-        pauses: Index of a picture -> its duration in seconds.
+        pauses: For some pictures, by index: how long this picture is shown, in seconds.
     """
     palette = _palette(frames)
     indexed = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]

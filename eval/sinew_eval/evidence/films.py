@@ -49,7 +49,7 @@ def chosen(results: Sequence[Sequence[Episode]], count: int) -> list[int]:
     come first.
 
     Args:
-        results: Episodes of each variant.
+        results: The episodes of each variant.
         count: Maximum number of failures, and of successes.
 
     Returns:
@@ -78,7 +78,7 @@ def shoot(
     Args:
         task: The task.
         variants: The variants.
-        results: Episodes of each variant.
+        results: The episodes of each variant.
         count: Maximum number of failures, and of successes.
         control_hz: Control steps per second.
         elsewhere: Player in another interpreter. None to play in this interpreter.

@@ -60,7 +60,7 @@ class Standing:
         name: Name of the policy.
         file: File name of the bundle, or address of the server.
         variant: Fields of the variant.
-        wins: Seed -> True if the episode succeeded.
+        wins: For each seed, True if its episode succeeded.
         entry: The row, ready for JSON.
     """
 
@@ -113,8 +113,8 @@ def boards(paths: Sequence[Path]) -> list[dict[str, Any]]:
     ``entries`` are ranked by success, then by milliseconds per step. Entries with equal success have the same rank.
     ``pairs`` compares each two entries over the seeds that both played: the difference of success with its 95 %
     interval (Newcombe's method 10), McNemar's exact test, and the number of additional pairs that would show a
-    difference of this size. ``p_anytime`` is the p-value of a sequential session of trials. ``trials`` contains seed
-    -> success by label, for trials on a robot.
+    difference of this size. ``p_anytime`` is the p-value of a sequential session of trials. For trials on a robot,
+    ``trials`` contains for each seed the success of each label.
 
     Args:
         paths: Reports, or folders with reports.
@@ -523,7 +523,7 @@ def markup(record: Mapping[str, Any], paths: Mapping[str, Path]) -> str:
 
     Args:
         record: The boards and the date.
-        paths: Short name -> file of each report (:func:`named_reports`).
+        paths: The file of each report, by its short name (:func:`named_reports`).
     """
     return page.page("Leaderboard", _parts(record, paths), record)
 

@@ -271,7 +271,7 @@ def compare(
         results: Episodes of the repetition, for each variant.
 
     Returns:
-        conditions: name -> (recorded value, present value), for conditions that differ. variants: for each, the
+        conditions: for each condition that differs, by name: (recorded value, present value). variants: for each, the
             episodes with equal
         commands, those with the same outcome after the same steps, those with the same outcome, and the trials whose
         outcome changed. passed: True if no outcome changed.

@@ -193,7 +193,7 @@ def versions_of(python: Path) -> dict[str, str]:
         python: The Python executable.
 
     Returns:
-        Name of a package -> version.
+        The version of each package, by the package's name.
 
     Raises:
         SinewError: The interpreter does not run.

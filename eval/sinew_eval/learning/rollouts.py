@@ -168,7 +168,7 @@ class RolloutPolicy(Policy):
         """Replace weights between two inferences.
 
         Args:
-            weights: Name in the bundle -> tensor or array.
+            weights: The new tensors or arrays, by the weight's name in the bundle.
         """
         with self.lock:
             self.engine.exchange(weights)

@@ -191,7 +191,7 @@ def evaluate(
         seed: First seed.
         adapter: Meaning of the environment's observation: a mapping as in docs/eval.md, its .json file, or a class as
             ``package.module:Class``. None for an environment whose observation is images, state and prompt.
-        replan: Actions executed per inference, or another rule, as ``sinew eval --replan``.
+        replan: Number of actions executed per inference, or another rule, as ``sinew eval --replan``.
         latency: Simulated time from request to chunk, as ``sinew eval --latency``.
         handover: Chunk merging, as ``sinew eval --handover``.
         motion: Reference of the actions, as ``sinew eval --motion``; None takes the policy's.

@@ -77,7 +77,7 @@ class Gate:
         """Return the task to play. Actions are executed unchanged.
 
         Args:
-            typed: Names that the person typed. None for none.
+            typed: Names that the person typed. None if there is none.
 
         Returns:
             The task.

@@ -43,7 +43,7 @@ def document(
         task: The task.
         control_hz: Control steps per second.
         variants: The variants. The first one is the baseline of comparisons.
-        results: Episodes of each variant.
+        results: The episodes of each variant.
         workers: Number of processes that played.
         command: Command line of the run.
         simulator: Versions of the packages in the interpreter that played, if it is another one.
@@ -145,7 +145,7 @@ def versions(simulator: Mapping[str, str] | None = None) -> dict[str, str]:
             "simulator", and the simulation packages of this interpreter are left out, because they are not used.
 
     Returns:
-        Package -> version.
+        The version of each package, by the package's name.
     """
     here = {"python": platform.python_version()}
     for name in (*PACKAGES, *suites.SIMULATION) if simulator is None else PACKAGES:
@@ -200,7 +200,7 @@ def by_task(episodes: Sequence[Episode]) -> dict[str, dict[str, Any]]:
         episodes: The episodes.
 
     Returns:
-        Name -> success, in alphabetical order. Whole tasks come first.
+        The success of each task or part, by name, in alphabetical order. Whole tasks come first.
     """
     groups: dict[str, list[Episode]] = defaultdict(list)
     for episode in episodes:
@@ -226,7 +226,7 @@ def comparison(
 
     Args:
         variants: The variants.
-        results: Episodes of each variant.
+        results: The episodes of each variant.
         index: Index of the compared variant.
 
     Returns:

@@ -34,8 +34,8 @@ def mcnemar(first: Mapping[int, bool], second: Mapping[int, bool]) -> McNemar:
     carry no information. With b and c discordant pairs and n = b + c, p = min(1, 2 P[Binomial(n, 1/2) <= min(b, c)]).
 
     Args:
-        first: Seed -> success of the first variant.
-        second: Seed -> success of the second variant.
+        first: For each seed, True if the first variant succeeded.
+        second: For each seed, True if the second variant succeeded.
 
     Returns:
         The counts and the p-value.
@@ -127,8 +127,8 @@ def paired_difference(first: Mapping[int, bool], second: Mapping[int, bool]) -> 
     with their correlation.
 
     Args:
-        first: Seed -> success of the first variant.
-        second: Seed -> success of the second variant.
+        first: For each seed, True if the first variant succeeded.
+        second: For each seed, True if the second variant succeeded.
 
     Returns:
         Success of the first variant minus success of the second variant, and the lower and upper end of the interval.
@@ -157,7 +157,7 @@ def amortized_rate(steps: float, latency_ms: float) -> float:
     """Return the control rate that inference alone would allow, in Hz. It is an upper bound of the real rate.
 
     Args:
-        steps: Actions executed per inference.
+        steps: Number of actions executed per inference.
         latency_ms: Time of an inference, in milliseconds.
     """
     return 1e3 * steps / latency_ms if latency_ms > 0 else math.inf

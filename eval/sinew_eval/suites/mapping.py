@@ -14,7 +14,7 @@ class Mapping:
     """Names and conventions of an environment. "/" joins the keys of nested dicts, and "" is the whole observation.
 
     Attributes:
-        images: Camera of the policy -> key of a uint8 frame.
+        images: For each camera of the policy, the key of its uint8 frame in the observation.
         state: Keys whose values are concatenated. "key|name" converts a value with a function of
             ``conventions.STATES``.
         prompt: Instruction. "" to use the environment's ``task_description``.
@@ -24,7 +24,7 @@ class Mapping:
         success: Key of ``info`` that states success.
         control_hz: Control steps per second. None if the environment states the rate.
         max_steps: Maximum number of control steps. None if the environment states it.
-        known_as: Key of a frame -> other names of the same camera in published policies.
+        known_as: For each key of a frame, the other names that published policies use for the same camera.
         unseen: Names of policies' cameras for which this environment has no frame. The policies run without them.
         turned: True to turn frames by 180 degrees, because they are upside down.
         action: A function of ``conventions.ACTIONS``. Or a map from a unit of the policy's actions, or an

@@ -40,7 +40,7 @@ class Design:
         image_size: Width and height of a frame, in pixels.
         state_dim: Number of values in the state.
         action_dim: Number of values in an action.
-        chunk_size: Actions in a chunk.
+        chunk_size: Number of actions in a chunk.
         control_hz: Control steps per second.
         words: Vocabulary of the tokenizer.
         vectors: Names and units of the values, as for `sinew convert --vectors`.
@@ -107,7 +107,7 @@ def write_weights(folder: Path, model: SmolVLA, state: dict[str, Tensor]) -> Non
     Args:
         folder: Folder of the checkpoint.
         model: The model, for the names of its weights.
-        state: Module path -> weight.
+        state: The weights, by their module path.
     """
     weights = dict(model.state_dict())
     tensors = {upstream_name(name): state[name].detach().float().contiguous() for name in weights}

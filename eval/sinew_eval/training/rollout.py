@@ -137,7 +137,7 @@ def run_episodes(
         actor: The policy.
         make_env: Makes an environment.
         seeds: Seeds of the episodes.
-        replan: Actions executed per chunk.
+        replan: Number of actions executed per chunk.
         options: Returns the reset options for a seed.
 
     Returns:

@@ -19,7 +19,7 @@ class ShardWriter:
 
     Attributes:
         folder: Folder of the shard.
-        fields: Name -> vector of each frame.
+        fields: For each name of a field, the list with its vector for every frame.
         run_end: For each frame, the index after the last frame of its run.
         run_done: For each frame, True if its run ended because the task was done.
         episode: For each frame, the number of its episode.

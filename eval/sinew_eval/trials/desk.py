@@ -42,7 +42,7 @@ class VerdictInput:
         waits: True if a person or a program starts each trial.
         asks: True if a person confirms each verdict. The verdict can be changed until then.
         limit: Control steps after which a trial has failed. None for no limit.
-        judge: File or FIFO with verdicts. None for none.
+        judge: File or FIFO with verdicts. None if there is none.
 
     Attributes:
         state: SET_UP, RUNS, JUDGED or OVER.
@@ -193,7 +193,7 @@ class VerdictInput:
         Args:
             turn: The trial.
             task: Name of the task on leaderboards.
-            chunk_size: Actions in a chunk.
+            chunk_size: Number of actions in a chunk.
             latencies: Milliseconds of each answer.
         """
         report, machine, tally = self.loop.report(), self.loop.robot, self.tally

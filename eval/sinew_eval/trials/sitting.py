@@ -74,7 +74,7 @@ class TrialSession:
         order: Number that determines the order of the trials. None to draw one.
         sequential: True to end as soon as a sequential test shows a difference between two policies
             (:func:`anytime_p`).
-        rules: Name -> value of the options that define how each trial is driven and ends.
+        rules: Values of the options that define how each trial is driven and ends, by the option's name.
 
     Raises:
         SinewError: The folder contains another plan.

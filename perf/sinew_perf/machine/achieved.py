@@ -29,7 +29,7 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
 
     Args:
         policy: The open policy.
-        threads: Compute threads.
+        threads: Number of compute threads.
         described: The field ``policy`` of the benchmark's report.
 
     Returns:

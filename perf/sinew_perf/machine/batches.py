@@ -17,7 +17,7 @@ def predicted(source: str, threads: int, engine: str, max_batch: int) -> tuple[d
 
     Args:
         source: The policy.
-        threads: Compute threads of the calibration.
+        threads: Number of compute threads of the calibration.
         engine: Engine of the calibration.
         max_batch: Largest batch.
 

@@ -39,10 +39,10 @@ def calibrate(
     Args:
         source: A bundle, or a preset with random weights.
         directory: Folder of the calibrations. None for the user's folder.
-        threads: Compute threads. None for :func:`threads_of`.
+        threads: Number of compute threads. None for :func:`threads_of`.
         dtype: Compute type.
         engine: Engine. Engines other than eager need a bundle.
-        runs: Runs of each stage. The median counts.
+        runs: Number of runs of each stage. The median counts.
         requests: Sizes to measure. None for :func:`default_requests`, or for
             :func:`sinew_perf.machine.measure_engine.requests_of` with engines other than eager.
         report: Called with a line of progress.
@@ -109,7 +109,7 @@ def measure_samples(
         model: The model.
         program: Program of the same model.
         requests: Sizes to measure. Requests that share a stage give one sample for it.
-        runs: Runs of each stage.
+        runs: Number of runs of each stage.
     """
     shapes = program.shapes
     return with_work(
@@ -132,9 +132,9 @@ def engine_samples(
         source: The bundle.
         engine: The engine.
         dtype: Compute type.
-        threads: Compute threads.
+        threads: Number of compute threads.
         requests: Sizes to measure. None for the default.
-        runs: Runs of each stage.
+        runs: Number of runs of each stage.
         say: Called with a line of progress.
     """
     from sinew.policy import load

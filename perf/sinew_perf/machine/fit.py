@@ -297,7 +297,7 @@ def load(
 
     Args:
         processor: Name of the processor.
-        threads: Compute threads.
+        threads: Number of compute threads.
         directory: Folder of the calibrations. None for the user's folder.
         engine: The engine.
 

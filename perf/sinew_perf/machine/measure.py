@@ -35,8 +35,8 @@ class Speeds:
     Attributes:
         processor: Name of the processor.
         device: "cpu" or "cuda".
-        threads: Compute threads.
-        peak_flops: Format -> FLOP/s of a large matrix product.
+        threads: Number of compute threads.
+        peak_flops: FLOP/s of a large matrix product, by number format.
         bandwidth: Bytes/s of a copy, reading and writing counted.
         overhead: Seconds of one operator on one element.
         load: Load average over one minute during the measurement.
@@ -58,7 +58,7 @@ class MeasuredSizes:
     Attributes:
         views: Number of camera frames.
         tokens: Prompt tokens.
-        chunk: Actions in a chunk.
+        chunk: Number of actions in a chunk.
     """
 
     views: int
@@ -101,7 +101,7 @@ def measure_speeds(dtypes: Iterable[str] = ("fp32",), device: str = "cpu", runs:
     Args:
         dtypes: Formats whose products are measured.
         device: "cpu" or "cuda".
-        runs: Runs of each measurement.
+        runs: Number of runs of each measurement.
 
     Raises:
         SinewError: A format is unknown.
@@ -141,7 +141,7 @@ def measure_stages(
         name: Name of the policy.
         requests: Sizes to measure.
         size: Height and width of a camera frame, in pixels.
-        runs: Runs of each stage. The median counts.
+        runs: Number of runs of each stage. The median counts.
     """
     device = model.device
     found: list[StageTime] = []

@@ -37,7 +37,7 @@ def measure_engine(policy: Any, requests: Iterable[MeasuredSizes], runs: int = 3
     Args:
         policy: The open policy.
         requests: Sizes to measure.
-        runs: Runs of each request. The median counts.
+        runs: Number of runs of each request. The median counts.
 
     Raises:
         SinewError: The policy does not accept a request, or the engine does not measure its stages.

@@ -44,7 +44,7 @@ def measure(count: int, device: str, threads: int | None = None) -> list[SyncSet
     Args:
         count: Number of sums.
         device: "cpu" or "cuda".
-        threads: Compute threads of a CPU. None for torch's own number.
+        threads: Number of compute threads of a CPU. None for torch's own number.
 
     Raises:
         SinewError: The device is missing, or a chain has a wrong result.

@@ -249,7 +249,7 @@ class KinematicsOptions:
         """Parse the options from a mapping, such as the JSON object of the setting ``kinematics_options``.
 
         Args:
-            given: Field -> value; None for the defaults.
+            given: The value of each field, by the field's name. None takes the defaults.
 
         Returns:
             The options.

@@ -368,7 +368,8 @@ def lerobot_config(made: Any, options: Mapping[str, Any]) -> Any:
 
     Args:
         made: The class of the configuration.
-        options: Field -> value, as on LeRobot's command line. Cameras are objects with their ``type``.
+        options: The value of each field, by the field's name, as on LeRobot's command line. Cameras are objects with
+            their ``type``.
 
     Returns:
         The configuration.
