@@ -13,12 +13,11 @@ from typing import Any
 # These entries of a server's metadata affect the bits of an answer. If all are equal, answers are equal bit for bit.
 KEYS = "version engine device precision providers threads max_batch hardware instructions libraries"
 
-# Tolerance for a model output of size 1, by the precision.
-# A sum of K products in another order differs by about sqrt(K) roundings of its size. D sums one after another differ
-# by sqrt(D) times that, because errors with random signs add up like a random walk. K = 2^12 and D = 2^10 bound every
-# family here, except for the widest products of the largest family (K = 2^14, which differ twice as much). This gives
-# 2^11 roundings of 2^-24. Half precision and integers are summed in float32 and rounded once per sum, which gives 2^5
-# of their own roundings.
+# Key: precision. Value: allowed difference for a model output of size 1. If a sum of K products is computed in another
+# order, it differs by about sqrt(K) roundings of its size. D sums one after another differ by sqrt(D) times that,
+# because errors with random signs add up like a random walk. K = 2^12 and D = 2^10 bound every family here, except for
+# the widest products of the largest family (K = 2^14, which differ twice as much). This gives 2^11 roundings of 2^-24.
+# Half precision and integers are summed in float32 and rounded once per sum, which gives 2^5 of their own roundings.
 TOLERANCES = {"fp32": 2.0**-13, "fp16": 2.0**-6, "bf16": 2.0**-3, "int8": 2.0**-3}
 LOWER = {"int8-rows": "int8", "fp8": "int8"}
 

@@ -19,8 +19,8 @@ from sinew.core.rate_limited_log import RateLimitedLog
 
 BACKLOG = 32  # the queue has at most this many records; further records are dropped and counted
 BACKLOG_BYTES = 256 << 20  # the frames of waiting records may have at most this many bytes
-CLOSE_S = 5.0  # closing waits at most this long for the remaining records
-RETRY_S = 10.0  # writing is tried again this long after a failure
+CLOSE_S = 5.0  # `close` waits at most this many seconds for the remaining records
+RETRY_S = 10.0  # after a failure, writing is tried again after this many seconds
 
 
 class Entry(NamedTuple):

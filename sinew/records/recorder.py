@@ -91,7 +91,7 @@ class Record:
 
 
 class _Meta(msgspec.Struct):
-    """The types of the fields of ``meta``.
+    """Defines the types of the fields of ``meta``, the JSON text in a record.
 
     Attributes:
         recorded: Seconds since the epoch. The upper bound follows from MCAP, which stores nanoseconds.

@@ -151,8 +151,8 @@ class DeviceLock:
             self._members.pop(member, None)
 
     def beside(self, member: object) -> list[Any]:
-        """Return the first ready request of each other member. These requests wait for the end of this member's
-        inference.
+        """Return the first ready request of each scheduler other than ``member``. These requests wait for the end of
+        this scheduler's inference.
         """
         with self._changed:
             others = [waiting for each, waiting in self._members.items() if each is not member]

@@ -26,7 +26,7 @@ ACTIVE_S = 5.0  # seconds after its last request during which an owner counts as
 
 @dataclass(slots=True)
 class _Account:
-    """The account of an owner.
+    """The account of an owner: how much computing time it has used.
 
     Attributes:
         used: Virtual time in seconds.
@@ -192,7 +192,7 @@ class FairQueue(Generic[T]):
             )
 
     def drain(self) -> list[T]:
-        """Remove all items, and return them."""
+        """Remove all items from the queue, and return them."""
         with self._lock:
             items = [item for line in self._lines.values() for item in line]
             self._lines.clear()

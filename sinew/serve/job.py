@@ -44,7 +44,7 @@ class Home(Protocol):
         """End a job, because no client waits for its result any more."""
 
     def ready(self, decoded: list[ServingJob]) -> None:
-        """Queue decoded jobs of one client for inference."""
+        """Put decoded jobs of one client into the queue for inference."""
 
 
 class RequestGroup:

@@ -8,7 +8,9 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """Settings of a policy's scheduler and safety, with the names and the defaults of the flags of ``sinew serve``."""
+    """Settings of a policy's queue, batches and limits of actions. Names and defaults are those of the flags of ``sinew
+    serve``.
+    """
 
     queue: int = 64
     max_batch: int | Literal["auto"] = 1

@@ -58,7 +58,8 @@ class KeptRecords(Collector):
 
 
 class PolicyIdentities(Collector):
-    """The bundle that runs under each name, so that an update and a rollback show in a graph.
+    """A metric with the identity of the bundle that runs under each policy name. A graph of this metric shows updates
+    and rollbacks.
 
     Args:
         identities: :meth:`sinew.serve.policies.Policies.identities`.
@@ -171,7 +172,7 @@ class Metrics:
             stage.observe(getattr(timing, f"{name}_ms") / 1e3)
 
     def add(self, collector: Collector) -> None:
-        """Include another collector in the exposition."""
+        """Add the metrics of another collector to :meth:`exposition`."""
         self._registry.register(collector)
 
     def connection(self, wire: str, change: int) -> None:
@@ -200,7 +201,9 @@ class Metrics:
             return sum(now - heard <= SESSION_S for heard in self._heard.values())
 
     def exposition(self) -> bytes:
-        """Return all metrics in Prometheus' text format, ``CONTENT_TYPE``."""
+        """Return all metrics as bytes in Prometheus' text format. ``CONTENT_TYPE`` is the content type of this
+        format.
+        """
         self.count()
         # Read the description each time, because a hot-swap may have changed the policy.
         metadata = self._metadata()

@@ -65,7 +65,9 @@ class Deployment:
 
     @property
     def identity(self) -> dict[str, str]:
-        """Identity of the bundle (:attr:`sinew.policy.Policy.identity`); {} without a bundle."""
+        """Facts that identify the policy's bundle, such as its hash (:attr:`sinew.policy.Policy.identity`); {} without
+        a bundle.
+        """
         return self.metadata.get("server", {}).get("identity", {})
 
     def __post_init__(self) -> None:
@@ -120,7 +122,7 @@ class Policies:
         return len(self._deployed) > 1 or bool(first.changed) or first.state is not None
 
     def put(self, name: str, deployment: Deployment) -> Scheduler | None:
-        """Let ``deployment`` answer all further requests with a name.
+        """Let ``deployment`` answer all further requests that name the policy ``name``.
 
         Returns:
             The replaced scheduler, which the caller must drain; None if there is none.

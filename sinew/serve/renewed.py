@@ -19,7 +19,7 @@ Keys = str | Callable[[], tuple[str, ...]]
 
 
 class ReloadedFile(Generic[Read]):
-    """The content of files, which are read again whenever they change. Thread-safe.
+    """Stores the content of files, and reads the files again whenever they change. Thread-safe.
 
     Args:
         paths: The files.

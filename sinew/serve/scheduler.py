@@ -413,7 +413,9 @@ class Scheduler:
                 self._finish(each, outcome)
 
     def _begin(self, job: ServingJob, jobs: list[ServingJob]) -> bool:
-        """Move a request from the waiting to the running requests, and to ``jobs``. Return False if it did not wait."""
+        """Move a request from the waiting to the running requests, and add it to ``jobs``. Return False if the request
+        was not waiting.
+        """
         with self._lock:
             waits = self._admission.leave(job)  # False if it was superseded, cancelled or rejected by stop()
             if waits:

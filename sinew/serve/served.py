@@ -82,7 +82,9 @@ class ServedPolicy(Protocol):
         raise SinewError(f"a batch of {len(members)}: {self.unbatched}")
 
     def dummy_observation(self) -> Observation:
-        """Return an observation with the usual cost, to measure batches."""
+        """Return an artificial observation whose inference takes as long as usual. It is used to warm the policy up and
+        to time batches.
+        """
         raise SinewError(self.unbatched)
 
     def reset(self, session: str) -> None:

@@ -216,7 +216,7 @@ _BOTH = {"names": ("state.names", "action.names"), "units": ("state.units", "act
 
 
 class Forms:
-    """The forms of the policies in use, by name.
+    """Stores the form (cameras, sizes, units ...) of each policy in use, by the policy's name.
 
     If a policy does not state a part, the part of an earlier policy still applies, because its robots are the same.
     """
@@ -259,11 +259,11 @@ class Forms:
         return tuple(differences.values())
 
     def put(self, name: str, spec: PolicySpec) -> None:
-        """Record the form of the policy that is now in use."""
+        """Store the form (cameras, sizes, units ...) of the policy that is now in use."""
         self._stated[name] = {**self._stated.get(name, {}), **form(spec)}
 
     def forget(self, name: str) -> None:
-        """Forget the form of a name, because its policy was unloaded."""
+        """Remove the stored form of a policy, because the policy was unloaded."""
         self._stated.pop(name, None)
 
 

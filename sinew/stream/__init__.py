@@ -1,5 +1,5 @@
-"""Full streaming inference: a slow loop computes prefixes, a fast loop runs the action head, and neither waits for
-the other.
+"""Full streaming inference. A slow loop computes prefixes (the part of the model that reads frames and text), and a
+fast loop runs the action head. Neither loop waits for the other.
 
 Source: section 6 of "Running VLAs at Real-time Speed" (Ma et al. 2025). :class:`Session` is the stream of one
 robot, without sockets, clocks or threads. :class:`Loops` runs the two loops for any number of streams. See

@@ -1,4 +1,6 @@
-"""A stream to a policy in this process, with the interface of ``sinew_client.streams.StreamLink``."""
+"""A stream to a policy that runs in this process. It has the interface of ``sinew_client.streams.StreamLink``, which
+connects to a server.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ UNREAD = 256  # largest number of waiting windows; older windows are dropped
 
 
 class LocalLink:
-    """Runs the two loops of one session on its own threads.
+    """Computes one stream in this process: it runs the slow loop and the fast loop of the session on its own threads.
 
     Args:
         session: The session.
@@ -60,7 +62,7 @@ class LocalLink:
         return True
 
     def windows(self) -> list[StreamWindow]:
-        """Return the windows since the last call, oldest first."""
+        """Return the windows (groups of waypoints) that have arrived since the last call, oldest first."""
         windows = []
         while self._windows:
             windows.append(self._windows.popleft())

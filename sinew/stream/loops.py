@@ -1,4 +1,5 @@
-"""The two loops of all streams: one thread computes prefixes, and one thread runs heads.
+"""The two loops that compute for all streams: one thread computes prefixes (the model's result for a frame), and one
+thread runs heads (actions from a prefix).
 
 Each thread has its own pool of compute threads, so on a CPU a head runs at the same time as a prefix. In both
 loops, streams take turns by cost: the owner that has used the least time comes first. The cost of a head run is the
@@ -31,8 +32,8 @@ READ, RUN = 0, 1  # indices of the slow loop (prefixes) and of the fast loop (he
 
 
 class WindowListener(Protocol):
-    """Receives the windows and the errors of a stream. The threads of the two loops call its methods, so the
-    methods must not block.
+    """Interface of an object that receives the windows (groups of waypoints) and the errors of a stream. The threads of
+    the two loops call its methods, so the methods must not block.
     """
 
     def window(self, window: Window) -> None: ...
@@ -136,7 +137,7 @@ class Loops:
         owner: Hashable = None,
         turns: Callable[[], Pausable] = _Free,
     ) -> None:
-        """Add a stream.
+        """Add a stream, so that both loops compute for it.
 
         Args:
             session: The session.

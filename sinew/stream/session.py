@@ -1,4 +1,5 @@
-"""One robot's stream: its newest inputs, the prefix of the newest frame, and head runs with this prefix.
+"""The stream of one robot: its newest inputs, the prefix of the newest frame, and the head runs with this prefix. The
+prefix is the model's result for a frame and the instruction. A head run computes actions from it.
 
 Three callers never wait for each other. The robot adds frames and samples, and only the newest ones are used.
 The slow loop calls :meth:`Session.read`, which computes a new prefix and then replaces the prefix in use. The
@@ -103,7 +104,8 @@ class _Frame:
 
 @dataclass(frozen=True, eq=False)
 class StreamPrefix:
-    """The prefix of one frame, which the head reads.
+    """The prefix of one frame: the model's result for the frame and the instruction, from which the head computes
+    actions.
 
     Attributes:
         context: Context of the frame for the head.
@@ -190,7 +192,7 @@ class Session:
         self._prefix: StreamPrefix | None = None
         self._swapped: float  # time at which the present prefix came into use
         self._seen: tuple[Any, str] | None = None  # frame and prompt of the newest prefix
-        self._used: tuple[Any, ...] = ()  # prefix and sample of the last head run
+        self._used: tuple[Any, ...] = ()  # the prefix (and sample) that the last head run has used
 
     def push_frame(self, images: Images | Callable[[], Images], taken: float) -> None:
         """Store a frame in place of the previous one.
@@ -345,12 +347,13 @@ class Session:
         return StreamPrefix(context, sample.state, prepared.noise, prepared.steps, frame.time, text)
 
     def swap(self, prefix: StreamPrefix) -> None:
-        """Put a prefix into use for all head runs that begin from now on."""
+        """Replace the prefix in use. Head runs that begin from now on use the new prefix."""
         self._prefix, self._swapped = prefix, self._clock()
         self.prefixes += 1
 
     def run(self, pause: Callable[[], None] | None = None) -> Window | None:
-        """Run the head once with the newest prefix and sample. Return None if there is no new input.
+        """Run the head once with the newest prefix and the newest sample, and return the resulting waypoints. Return
+        None if there is no new input.
 
         Args:
             pause: Called after each evaluation of a whole solution. An exception of this function ends the run.

@@ -1,4 +1,5 @@
-"""Split inference: a server computes vision and prefix, and the robot runs the head (docs/edge-and-cloud.md).
+"""Split inference: a server computes the large first part of the model (vision and prefix), and the robot computes the
+actions with the small second part, the head (docs/edge-and-cloud.md).
 
 The server sends the context and no actions. The robot needs the same bundle and maps its file to memory, but
 reads only the weights of the head.
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 
 def read_context(policy: Policy, prepared: Prepared, form: str) -> bytes:
-    """Compute the context of an observation on the server, for a head on the robot.
+    """Compute the context of an observation on the server. The context is the input of the head, which runs on the
+    robot.
 
     Args:
         policy: The policy.
@@ -65,7 +67,7 @@ def read_context(policy: Policy, prepared: Prepared, form: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SplitTiming:
-    """Measurements of one request.
+    """Measurements of one request of split inference.
 
     Attributes:
         nbytes: Bytes of the context.
@@ -104,9 +106,10 @@ class SplitCalls:
 
 
 def template_of(policy: Policy) -> tuple[Any, Any]:
-    """Return the shapes of a policy's context for the longest prompt, and for a prompt with one more token.
+    """Return two contexts that show the shapes of a policy's context: one for the longest prompt, and one for a prompt
+    with one more token.
 
-    The tensors are on torch's meta device, so they take no memory.
+    Their tensors are on torch's meta device, so they take no memory.
 
     Raises:
         SinewError: The policy does not support split inference.
@@ -120,7 +123,8 @@ def template_of(policy: Policy) -> tuple[Any, Any]:
 
 
 class SplitPolicy(OpenPolicy):
-    """A policy whose context comes from a server, and whose head runs on this machine.
+    """A policy that is split between two machines: a server computes the context, and this machine runs the head, which
+    computes the actions.
 
     Args:
         policy: The bundle on this machine, on a PyTorch engine.

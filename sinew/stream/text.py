@@ -1,4 +1,5 @@
-"""The text of a stream: each prefix generates one token, in the same pass over the same weights.
+"""Generates the text of a stream. Each computation of a prefix also generates one token of the text, in the same pass
+over the weights.
 
 Source: section 6 of "Running VLAs at Real-time Speed" (Ma et al. 2025). A token is appended to the prompt of the
 next pass. This pass reads the whole text again together with the newest frame, so keys and values of an older
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StreamedText:
-    """The text of a stream at one prefix.
+    """The generated text of a stream at the time of one prefix.
 
     Attributes:
         running: The text that is being generated.
@@ -45,7 +46,9 @@ class TextDecoder:
         self._prompt: str | None = None
 
     def begin(self, prompt: str) -> list[int]:
-        """Return the tokens that follow the prompt in the next pass."""
+        """Return the tokens that the model reads after the prompt in the next pass: the text that was generated so
+        far.
+        """
         if prompt != self._prompt:
             self._prompt = prompt
             self._next(self.text.said)

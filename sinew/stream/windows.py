@@ -59,7 +59,8 @@ class Window:
 
 
 class Rolling:
-    """A window of H actions, each with its own noise level. After a run, action i has the level i / H.
+    """Denoises a window of H actions step by step, where each action has its own noise level. After a run, action i has
+    the level i / H.
 
     Level 1 is noise, and level 0 is clean. Action 0 of a window is final, and the later actions are the best
     present estimates. If m nodes have passed since the last run, m actions are appended as noise. If less than one
@@ -126,8 +127,8 @@ class Rolling:
 
 
 class Chunks:
-    """Whole chunks of an ordinary checkpoint, converted to the stream's rate. Each chunk continues the waypoints
-    that were sent before.
+    """Computes whole chunks with an ordinary checkpoint, and converts them to waypoints at the stream's rate. Each
+    chunk continues the waypoints that were sent before.
 
     Args:
         engine: The engine of the policy.

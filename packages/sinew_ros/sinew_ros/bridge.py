@@ -116,7 +116,7 @@ class Bridge:
             logger.info("%s", robot.text())
         chosen = {name: value for name, value in settings.to_dict().items() if name not in FOLLOWS}
         if settings.limits is None and (settings.motion or {}).get("kind") == "offsets":
-            # The policy's limits apply to delta actions, but the topics may carry positions.
+            # Remove the policy's limits: they apply to delta actions, but the topics may carry positions.
             chosen["limits"] = {}
         # Each goal of the action contains its own instruction, so the contract needs no prompt.
         prompt = contract.prompt or (None if goals is not None and not policy.get("default_prompt") else "")
@@ -171,7 +171,7 @@ class Bridge:
         """Start to drive the robot, or hold it until the next call with True. Repeated calls with the same value
         have no effect.
         """
-        # Compare with the last request and not with the loop's state, because the loop reacts later.
+        # Compare with the last call of this method and not with the loop's state, because the loop reacts later.
         if on == self._enabled:
             return
         self._enabled = on

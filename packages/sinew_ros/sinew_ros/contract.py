@@ -140,9 +140,9 @@ class Contract:
         start: True to drive at once. False waits for true on the enable topic.
         stamps: "header" uses the stamp of a message as its exposure time. "arrival" uses the arrival time, for
             drivers that do not stamp.
-        names: Topics of prompt, enable, status and success.
-        kinematics: The arm and the meaning of the action's values, for a policy that outputs poses; None
-            otherwise.
+        names: Names of the topics for the prompt, enabling, the status and the success.
+        kinematics: For a policy that outputs poses: the arm that converts them to joint values, and the meaning of the
+            action's values. None for other policies.
         goals: Settings for goals of the action.
     """
 

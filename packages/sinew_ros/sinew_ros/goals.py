@@ -273,7 +273,7 @@ class Goals:
             self._end(run, bridge)
 
     def _watch(self, run: Run) -> None:
-        """Send feedback until the goal ends."""
+        """Send feedback messages of a running goal until the goal ends."""
         every = 1.0 / run.settings.feedback
         due = time.monotonic() + every
         while not run.over.wait(min(run.left(), max(0.0, due - time.monotonic()))):

@@ -198,7 +198,7 @@ class Managed:
                 # Keep an error of the loop, because it may be the cause of this error.
                 self._error = self._error or error
                 self._go(done + 2)
-                # Transition 61 is the failure of error processing: this node does not repair errors.
+                # Transition 61 reports that error processing has failed, because this node does not repair errors.
                 self._go(61)
                 self._leave()
                 self._ended.set()

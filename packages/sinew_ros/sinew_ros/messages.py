@@ -25,7 +25,7 @@ ENCODINGS = {
 
 
 class Refused(Exception):  # noqa: N818 - reads as the sentence it is
-    """A message that cannot be used. The text is a short reason. Messages are counted by this reason."""
+    """Error for a message that cannot be used. The text is a short reason. Messages are counted by this reason."""
 
 
 def stamp(message: Any) -> float:

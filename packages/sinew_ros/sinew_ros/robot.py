@@ -1,4 +1,6 @@
-"""A robot with ROS topics: the methods that the control loop requires, over the newest messages."""
+"""A robot with ROS topics. It has the methods that the control loop requires, and reads the newest message of each
+topic.
+"""
 
 from __future__ import annotations
 

@@ -244,7 +244,8 @@ class RerunLog:
         if not stream.is_enabled():
             raise SinewError("rerun: the environment variable RERUN turns recording off; unset it")
         if isinstance(self.target, Path):
-            self.target.open("xb").close()  # fails with a clear error if the folder is missing, unlike Rerun
+            # Raises a clear error if the folder is missing, which Rerun does not.
+            self.target.open("xb").close()
             stream.save(self.target)
         else:
             stream.connect_grpc(self.target)

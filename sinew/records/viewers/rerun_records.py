@@ -51,7 +51,7 @@ class Answers:
         self._action = () if action is None else tuple(action.names)
         self._number = 0
         self._roots: dict[str, tuple[str, ...]] = {}
-        # Prefix of a session's entities -> time and actions of its last chunk.
+        # Key: prefix of a session's entities. Value: time and actions of the session's last chunk.
         self._running: dict[tuple[str, ...], tuple[float, np.ndarray]] = {}
 
     def add(

@@ -308,7 +308,7 @@ class Feed:
         return pictures
 
     def _seen(self, frame: np.ndarray) -> np.ndarray:
-        """Return a frame after the policy's preprocessing, uint8 [H, W, 3]."""
+        """Return a frame as the model sees it, after the policy's preprocessing, uint8 [H, W, 3]."""
         recipe = self.image
         if recipe is None:
             return frame if frame.dtype == np.uint8 else (frame * 255).round().clip(0, 255).astype(np.uint8)

@@ -1,8 +1,9 @@
-"""Compares the frames and states of requests with the training data, for one line per session on the dashboard.
+"""Compares the frames and states of requests with the training data. The dashboard shows the result as one line per
+session.
 
-The comparison runs only with a viewer. For every fifth answered request of a session, it uses eight by eight cells
-of each frame, and the state. It runs after the reply. The result of thirty such requests is computed when a viewer
-receives it.
+The comparison runs only while a viewer is connected, and only after the reply. It uses every fifth answered request of
+a session: the means of eight by eight cells of each frame, and the state. After thirty such requests, the findings are
+computed when a viewer receives them.
 """
 
 from __future__ import annotations
@@ -100,6 +101,6 @@ class Wiring:
         ]
 
     def forget(self) -> None:
-        """Drop all sessions, because the last viewer has gone."""
+        """Drop the statistics of all sessions, because the last viewer has disconnected."""
         with self._lock:
             self._sessions.clear()

@@ -1,4 +1,4 @@
-"""The text that a server prints when it is ready."""
+"""Creates the text that a server prints when it is ready."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Codec(Protocol):
         """
 
     def open_streams(self) -> Any:
-        """Create ``streams`` for the first message of ``stream_kinds``, and return it."""
+        """Create the object ``streams`` when the first message of a stream arrives, and return it."""
 
     def authorize(self, header: Any) -> None:
         """Check the key of a request.

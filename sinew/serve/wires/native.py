@@ -77,7 +77,7 @@ _NATIVE_FIELDS = {_FIELD[name] for name in ("prompt", "camera_names", "raw_state
 
 
 class Kind(IntEnum):
-    """The kind of a request. The numbers are the same as in ``PredictRequest.Kind``."""
+    """Kinds of requests in the native protocol. The numbers are the same as in ``PredictRequest.Kind``."""
 
     INFER = 0
     METADATA = 1
@@ -135,7 +135,7 @@ class NativeCodec:
         self.service = service
 
     def open_streams(self) -> Streams:
-        """Return the object that takes messages of ``stream_kinds``."""
+        """Return the object that processes the messages of streams (``stream_kinds``)."""
         from sinew.serve.wires.streams import Streams
 
         self.streams = self.streams or Streams(self.service, self)

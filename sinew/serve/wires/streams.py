@@ -58,7 +58,7 @@ _ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
 
 
 class StreamParser(Protocol):
-    """The codec that reads and writes the messages of streams."""
+    """Interface of a codec that reads and writes the messages of streams."""
 
     def parse(self, payload: memoryview) -> tuple[Any, list[memoryview]]:
         """Return a message without its images, and the images."""
@@ -111,8 +111,8 @@ class StreamingRobot:
     _label_sent: bool = False
 
     def window(self, window: Window) -> None:
-        """Send one window on the fast loop. An empty window is sent too, because the robot measures the delay with
-        each window.
+        """Send one window (a group of waypoints) to the robot. The fast loop calls this method. An empty window is sent
+        too, because the robot measures the delay with each window.
         """
         if self.ended:
             return

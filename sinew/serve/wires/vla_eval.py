@@ -159,7 +159,7 @@ class Conversation:
         self._once, self._quiet = LogOnce(logger), RateLimitedLog(logger)
 
     def dialect(self) -> Dialect:
-        """Return the dialect of this connection."""
+        """Return the message handlers (:class:`Dialect`) of this connection."""
         return replace(
             DIALECT, read=self.read, observation=self.observation, seen=self.seen, answer=self.answer,
             error=self.error, kept=self.kept, connect=None,
@@ -275,7 +275,7 @@ class Conversation:
         self._step += 1
 
     def _forget(self) -> None:
-        """Forget the actions and the history, because an episode begins or ends."""
+        """Remove the stored actions and the observation history, because an episode begins or ends."""
         self._left.clear()
         self._history.clear()
         self._sizes.clear()
@@ -513,7 +513,7 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
 
 
 def _cameras(spec: PolicySpec) -> list[str]:
-    """Return the names of the policy's cameras in ``images``."""
+    """Return the names of the policy's cameras in the field ``images`` of a message."""
     return [key.removeprefix("images/") for key in field_names.camera_keys(spec, NAME).values()]
 
 

@@ -38,7 +38,9 @@ def state_folder() -> Path:
 
 
 class Agreements:
-    """The agreements of at most ``hosts`` hosts. Above this number, the host with the oldest agreement is removed."""
+    """Stores the agreements with the clients of at most ``hosts`` hosts. Above this number, the host with the oldest
+    agreement is removed.
+    """
 
     def __init__(self, hosts: int):
         self._most = hosts

@@ -251,7 +251,7 @@ def _numbered(count: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The agreement with which a robot has opened its session.
+    """The settings on which a robot and the server have agreed for one session.
 
     Attributes:
         contract: The contract of the policy.

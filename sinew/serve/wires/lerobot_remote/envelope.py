@@ -71,7 +71,9 @@ class RemoteError(SinewError):
 
 
 class UnreadableError(RemoteError):
-    """A message without a readable envelope. The server cannot answer it, because the sender is unknown."""
+    """Error for a message without a readable envelope (its header). The server cannot answer it, because the sender is
+    unknown.
+    """
 
 
 def malformed(name: str, expected: str, value: object) -> RemoteError:
@@ -268,7 +270,7 @@ def _read(payload: bytes | memoryview) -> tuple[Envelope, Mapping[str, Any]]:
 
 
 class _Room:
-    """The remaining bytes for the decoded arrays of one message."""
+    """Counts how many bytes the decoded arrays of one message may still use."""
 
     __slots__ = ("left",)
 

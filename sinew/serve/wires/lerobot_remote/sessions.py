@@ -116,7 +116,7 @@ class RemoteSession(Account):
         self.sequence = sequence
 
     def hears(self) -> bool:
-        """Return True if the robot has subscribed to its answers."""
+        """Return True if the robot has subscribed to the keys on which its answers are published."""
         return bool(self.act.matching_status.matching and self.language.matching_status.matching)
 
     def undeclare(self) -> None:

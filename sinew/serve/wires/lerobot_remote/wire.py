@@ -139,7 +139,7 @@ class LeRobotRemoteWire:
         ]
 
     def _deployment(self, spec: PolicySpec) -> str:
-        """Return the name of the deployment by which robots find the first policy."""
+        """Return the name under which robots find the first policy (its deployment name in LeRobot's protocol)."""
         words = re.sub(r"[^A-Za-z0-9_.-]+", "-", spec.name).strip("-_.")
         return self._settings.deployment or words[:128] or DEFAULT
 
@@ -520,7 +520,7 @@ class LeRobotRemoteWire:
             session.running.job.abandon()  # the robot cannot receive the answer
 
     def _end(self, session: RemoteSession) -> None:
-        """Remove a session. All further requests of the session are stale."""
+        """Remove a session. All further requests of the session are rejected as stale."""
         if self._sessions.pop(session.name, None) is None:
             return
         if session.running is not None and session.running.job is not None:

@@ -55,7 +55,9 @@ class PickledName:
 
 
 class BuiltObject:
-    """An object that a later BUILD completes, such as a numpy array or an instance of a dataclass."""
+    """An object that is not complete until the pickle's opcode BUILD sets its state, such as a numpy array or an
+    instance of a dataclass.
+    """
 
     def build(self, state: Any) -> None:
         """Set the state of the object, from the argument of the opcode BUILD.
