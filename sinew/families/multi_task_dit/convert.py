@@ -1,7 +1,8 @@
 """Convert LeRobot multi-task DiT checkpoints to bundles.
 
-The checkpoint contains all weights. CLIP's configuration and tokenizer are in the folder or repository that the
-checkpoint's configuration names, or in the folder of ``--vlm``. The modulations of all blocks are joined into one layer
+The checkpoint contains all weights. CLIP's configuration and tokenizer come from the folder or the hub repository that
+the checkpoint's configuration names, or from the folder that the user passes with ``--vlm``. In each block, a linear
+layer computes scales, shifts and gates ("modulations"). The converter joins these layers of all blocks into one layer
 for the solver's time and one layer for the condition.
 """
 
@@ -36,8 +37,8 @@ recognises = of_type(*NAMES)
 OPTIONS = ("vlm", "tokenizer", "stats", "stats_key", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 FILES = "config.json tokenizer*.json vocab.json merges.txt"
-# The value of "eos_token_id" in OpenAI's configurations. With this value CLIP reads the text feature at the token with
-# the highest id.
+# The value of "eos_token_id" in OpenAI's old configurations. It is not the id of a token: with this value, CLIP reads
+# the text feature at the token with the highest id.
 OLD_END = 2
 SCHEMA = Schema(
     # Defaults of LeRobot's configuration_multi_task_dit.py.
@@ -62,7 +63,8 @@ SCHEMA = Schema(
         "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
     },
     required="n_obs_steps horizon n_action_steps",
-    # CLIP's tokenizer pads with the end token. With padding on the left, every prompt would have the same features.
+    # CLIP's tokenizer pads with the end token, at which the text feature is read. With padding on the left, this would
+    # be the first token, so every prompt would have the same feature.
     fixed={"tokenizer_padding_side": "right"},
     unread="sigma_min timestep_sampling_strategy timestep_sampling_s timestep_sampling_alpha timestep_sampling_beta"
     " dropout vision_encoder_lr_multiplier image_crop_is_random tokenizer_padding tokenizer_truncation scheduler_name"
@@ -98,7 +100,7 @@ RULES = (
 
 
 class Clip(NamedTuple):
-    """The parts of CLIP that the converter reads.
+    """The configurations and the tokenizer of the checkpoint's CLIP models.
 
     Attributes:
         vision: Configuration of the vision tower.
@@ -203,7 +205,7 @@ def solution(checkpoint: LeRobotCheckpoint) -> dict[str, object]:
     if checkpoint.one_of("objective", "diffusion", "flow_matching") == "diffusion":
         return noise_levels(checkpoint)
     kind = checkpoint.one_of("integration_method", "euler", "rk4")
-    # Each interval of the Runge-Kutta method evaluates the head four times, and Sinew counts evaluations.
+    # Sinew counts how often the head is evaluated. Each step of the Runge-Kutta method ("rk4") evaluates it four times.
     steps = checkpoint.size("num_integration_steps") * (4 if kind == "rk4" else 1)
     return {"solver": Solver(kind, start=0.0, end=1.0), "solver_steps": steps}
 
@@ -255,7 +257,7 @@ def blocks(record: JsonRecord) -> dict[str, int]:
 
 
 def end_token(clip: Clip) -> int:
-    """Return the id of the token at whose first occurrence the text feature is read.
+    """Return the id of the token that ends a prompt. The text feature is read at the first such token.
 
     Raises:
         ConvertError: The tokenizer ends prompts with another token.
@@ -305,7 +307,8 @@ def tower(number: int, separate: bool) -> str:
 
 
 def modulations(sources: Mapping[str, TensorSource], config: MultiTaskDiTConfig) -> dict[str, TensorSource]:
-    """Join the modulations of all blocks into one layer for the time and one layer for the condition.
+    """Join the linear layers that compute the scales, shifts and gates of all blocks into one layer for the time and
+    one layer for the condition.
 
     Raises:
         ConvertError: The layer of a block is missing.

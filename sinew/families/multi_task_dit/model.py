@@ -49,7 +49,7 @@ class MultiTaskDiTConfig:
         max_state_dim: Number of values in the states of all observation steps together.
         max_action_dim: Size of an action.
         rope_theta: Base of the rotary positions. 0 if there are no rotary positions.
-        places: True if there are learned position embeddings.
+        places: True if learned position embeddings are added to the action tokens.
     """
 
     vision: ClipVisionConfig
@@ -96,7 +96,7 @@ class MultiTaskDiTConfig:
 
     @property
     def modulation_size(self) -> int:
-        """Return the number of values that modulate all blocks."""
+        """Return the number of scales, shifts and gates of all blocks together."""
         return self.head.num_layers * PARTS * self.head.hidden_size
 
 
@@ -104,7 +104,8 @@ class MultiTaskContext(NamedTuple):
     """The tensors that the solver steps read.
 
     Attributes:
-        modulation: Contribution of the condition to the modulation of all blocks, float32 [B, modulation_size].
+        modulation: The part of all scales, shifts and gates that follows from the condition, float32 [B,
+            modulation_size].
         rotation: Cosines and sines of the rotary positions. Empty without rotary positions.
     """
 
@@ -113,7 +114,7 @@ class MultiTaskContext(NamedTuple):
 
 
 class ModulatedBlock(nn.Module):
-    """A transformer block with modulated norms and gated branches."""
+    """A transformer block whose norms are scaled and shifted, and whose attention and MLP are multiplied by a gate."""
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -121,7 +122,16 @@ class ModulatedBlock(nn.Module):
         self.mlp = GeluMLP(config.hidden_size)
 
     def forward(self, x: Tensor, modulation: Tensor, rotate: Rotation | None) -> Tensor:
-        """Run the block on x [B, H, C] with its modulation, [B, 6, C]. Returns [B, H, C]."""
+        """Run the block.
+
+        Args:
+            x: Input, [B, H, C].
+            modulation: Shift, scale and gate of the attention, then of the MLP, [B, 6, C].
+            rotate: Rotary positions; None without them.
+
+        Returns:
+            Output, [B, H, C].
+        """
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation.unbind(dim=1)
         turn = () if rotate is None else (rotate,)
         attended = self.attn(modulated(x, scale, shift, NORM_EPS), *turn)

@@ -1,4 +1,5 @@
-"""Convert OmniVLA's directories: OpenVLA's files, and torch files with the action head and the pose projector.
+"""Convert OmniVLA checkpoints: directories with the files of OpenVLA, and torch files with the action head and the pose
+projector.
 
 Source: NHirose/OmniVLA (inference/run_omnivla.py, prismatic/extern/hf/, prismatic/models/action_heads.py).
 """

@@ -1,9 +1,10 @@
 """Convert OmniVLA-edge's file ``omnivla-edge.pth``, in which torch stored only the model's tensors.
 
-The sizes are read from the tensors. The number of heads and the camera rate are constants in OmniVLA's runner. The text
-encoder is OpenAI's CLIP ViT-B/32, which is a separate model: ``--vlm`` names its folder in transformers' layout.
-Sources: NHirose/OmniVLA and LadissonLai/OmniVLA (inference/model_omnivla_edge.py, run_omnivla_edge.py,
-utils_policy.py), lukemelas/EfficientNet-PyTorch (model.py, utils.py), openai/CLIP (clip/model.py, clip/clip.py).
+The sizes are read from the tensors. The number of attention heads and the camera rate are constants in OmniVLA's
+inference script. The text encoder is OpenAI's CLIP ViT-B/32, which is a separate model: ``--vlm`` names its folder in
+transformers' layout. Sources: NHirose/OmniVLA and LadissonLai/OmniVLA (inference/model_omnivla_edge.py,
+run_omnivla_edge.py, utils_policy.py), lukemelas/EfficientNet-PyTorch (model.py, utils.py), openai/CLIP (clip/model.py,
+clip/clip.py).
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # pixel statistics of 
 # Side of a frame and side of the newest frame with text, in pixels: imgsize and imgsize_clip in OmniVLA's runner.
 SIDE, LARGE_SIDE = 96, 224
 HEADS = 4  # the transformer's mha_num_attention_heads
-HEAD_DIM = 64  # CLIP's code computes the number of heads from this width
+HEAD_DIM = 64  # width of an attention head; CLIP's code computes the number of heads from it
 # The tensors of a batch norm, in the order of the arguments of folded().
 PARTS = ("weight", "bias", "running_mean", "running_var")
 TOWERS = {"obs_encoder": "frames", "goal_encoder_img": "image", "goal_encoder": "satellite"}
-# EfficientNet's name of a convolution -> the name of the norm after it, and Sinew's name of the folded convolution.
+# Key: EfficientNet's name of a convolution. Value: (name of the norm after it, Sinew's name of the convolution with the
+# merged norm).
 CONVS = {
     "_conv_stem": ("_bn0", "stem"),
     "_expand_conv": ("_bn0", "expand"),
@@ -66,7 +68,7 @@ CONVS = {
     "_conv_head": ("_bn1", "head"),
 }
 GATES = {"_se_reduce": "squeeze", "_se_expand": "excite"}
-# Kind of goal -> the layer that reads it, by the name in the checkpoint and by Sinew's name.
+# Key: kind of goal. Value: (name in the checkpoint, Sinew's name) of the layer that reads goals of this kind.
 READ = {
     "pose": (r"local_goal\.0", "pose_proj"),
     "satellite": ("compress_obs_enc_map", "satellite_proj"),
@@ -99,8 +101,8 @@ TEXT = (
     Rule(r"text_model\.final_layer_norm\.(.+)", (r"language.norm.\1",)),
     Rule(r"text_projection\.(.+)", (r"language.project.\1",)),
 )
-# Unused tensors: ImageNet classifiers, a distance that the runner discards, the layer that torch copied to make the
-# stack, and CLIP's vision tower.
+# Tensors that inference does not use: ImageNet classifiers, a predicted distance that OmniVLA's script discards, the
+# layer that torch copied to create the stack of layers, and CLIP's vision tower.
 UNUSED_TENSORS = (
     *(f"{tower}._fc." for tower in TOWERS),
     *("dist_predictor.", "decoder.sa_layer.", "film_model.final_classifier."),
@@ -196,7 +198,7 @@ class TensorSizes:
         return source.shape
 
     def count(self, pattern: str) -> int:
-        """Return the number of different numbers that the group of the pattern matches."""
+        """Return how many different numbers the group of ``pattern`` matches in the names of the tensors."""
         return len({int(m[1]) for name in self.tensors if (m := re.match(pattern, name))})
 
 
@@ -350,7 +352,8 @@ def norm_parts(own: dict[str, TensorSource], name: str) -> list[TensorSource]:
 
 
 def tower_tensors(own: dict[str, TensorSource], theirs: str, ours: str) -> dict[str, TensorSource]:
-    """Remove a tower's tensors from ``own``, and return them with each norm folded into the convolution before it."""
+    """Remove the tensors of a vision tower from ``own``, and return them. Each norm is merged into the convolution
+    before it."""
     out = {}
     for name in [name for name in own if name.startswith(theirs) and name.endswith("weight")]:
         if name not in own:
@@ -388,8 +391,8 @@ def as_one(
 def film_tensors(own: dict[str, TensorSource]) -> dict[str, TensorSource]:
     """Remove the tensors of the FiLM network from ``own``, and return them with their norms converted.
 
-    A norm after an activation becomes a factor and a summand. A norm after a convolution is folded into the
-    convolution.
+    A norm after an activation becomes a multiplication and an addition. A norm after a convolution is merged into the
+    weights of the convolution.
     """
     out = {}
     for theirs, ours in (("initial", "begin"), ("intermediate", "end")):
@@ -415,7 +418,8 @@ def film_tensors(own: dict[str, TensorSource]) -> dict[str, TensorSource]:
 def factors(
     part: int, scale: np.ndarray, shift: np.ndarray, mean: np.ndarray, variance: np.ndarray
 ) -> np.ndarray:
-    """Return the factor (part 0) or the summand (part 1) of a frozen batch norm, float64 [C, 1, 1]."""
+    """Return the factor (``part`` 0) or the added number (``part`` 1) to which a frozen batch norm is equal, float64
+    [C, 1, 1]."""
     both = folded(np.ones((len(scale), 1, 1, 1)), scale, shift, mean, variance, FILM_EPS)
     return both[part].reshape(-1, 1, 1)
 

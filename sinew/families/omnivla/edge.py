@@ -33,13 +33,13 @@ from sinew.models.base import Regression
 
 @dataclass(frozen=True)
 class FilmConfig:
-    """Sizes of the FiLM network, whose features the text scales and shifts.
+    """Sizes of the FiLM network, which reads a camera frame and the text. The text scales and shifts its features.
 
     Attributes:
         channels: Channels of the features that the text changes.
         blocks: Number of FiLM blocks.
         widths: Channels of the convolutions after the FiLM blocks.
-        rows: Rows and columns of the feature map that the text changes.
+        rows: Number of rows, and number of columns, of the feature map that the text changes.
     """
 
     channels: int
@@ -69,7 +69,7 @@ class EdgeConfig:
         history: Number of observation steps.
         side: Side of a frame in pixels.
         head: Sizes of the transformer blocks.
-        reduced: Widths of the layers after the transformer.
+        reduced: Widths of the output layers after the transformer.
         chunk_size: Steps of a path.
         max_state_dim: Number of values in the states of all observation steps together. If there are several goals, the
             last value of each state is the goal's number.
@@ -138,7 +138,8 @@ class EdgeContext(NamedTuple):
 
     Attributes:
         rows: [B, T + K, C], the tokens of frames and goals.
-        there: bool [B, T + K], True for the tokens that the goal uses.
+        there: bool [B, T + K], True for tokens of frames, and for tokens of the goal kinds that the requested goal
+            uses.
         goal: float32 [B, 1], the goal's number.
     """
 
@@ -148,7 +149,8 @@ class EdgeContext(NamedTuple):
 
 
 class ChannelScale(nn.Module):
-    """A frozen batch norm as a factor and a summand. It cannot be folded, because an activation comes before it."""
+    """A frozen batch norm, computed as a multiplication and an addition. It cannot be merged into the convolution,
+    because an activation comes between them."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -172,7 +174,7 @@ class HalvingConv(nn.Module):
 
 
 class FilmBlock(nn.Module):
-    """A residual block whose features the text scales and shifts."""
+    """A residual block of convolutions. The text scales and shifts its features."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -255,7 +257,7 @@ class OmniVLAEdge(Regression):
     """OmniVLA-edge.
 
     Attributes:
-        reads: [goals, K], 1 if the goal uses the kind.
+        reads: [goals, K], 1 if a goal (row) uses a kind of input (column), else 0.
     """
 
     config_type = EdgeConfig

@@ -16,7 +16,7 @@ GOALS = (
     "language",
     "language+pose",
 )
-# Size of a pose and of a step of a path: x, y, cosine and sine.
+# Number of values in a pose and in a step of a path: x, y, and cosine and sine of the heading.
 POSE = 4
 # The kinds of inputs, in the order of OmniVLA's tokens.
 KINDS = ("pose", "satellite", "image", "language")
@@ -28,13 +28,15 @@ def kinds(goals: Sequence[int]) -> tuple[str, ...]:
 
 
 def table(goals: Sequence[int]) -> list[list[bool]]:
-    """Return for each goal a list that tells which of :func:`kinds` it reads. Clients never request unsupported
-    goals.
+    """Return one list for each goal in ``GOALS``: for each of the result of ``kinds(goals)``, True if the goal reads
+    this kind.
+
+    Rows of unsupported goals are not used, because clients cannot request these goals.
     """
     return [[kind in goal.split("+") for kind in kinds(goals)] for goal in GOALS]
 
 
 def check_goals(goals: Sequence[int]) -> None:
-    """Raise ValueError unless the numbers are different and belong to goals."""
+    """Raise ValueError if a number is not the index of a goal, or occurs twice."""
     if not goals or len(set(goals)) < len(goals) or not all(0 <= goal < len(GOALS) for goal in goals):
         raise ValueError(f"goals: expected different numbers from 0 to {len(GOALS) - 1}, got {list(goals)}")

@@ -40,7 +40,7 @@ class OmniVLAConfig(OFTConfig):
 
 
 class GoalStates(NamedTuple):
-    """The states that the head reads.
+    """The hidden states and the goal's number, which the head reads.
 
     Attributes:
         hidden: [B, H, A * C], final states of the language model, one row per step.
@@ -70,7 +70,7 @@ class OmniVLA(OpenVLAOFT):
     """OmniVLA.
 
     Attributes:
-        reads: [goals, kinds], 1 if the goal uses the kind.
+        reads: [goals, kinds], 1 if a goal (row) uses a kind of input (column), else 0.
     """
 
     config_type = OmniVLAConfig

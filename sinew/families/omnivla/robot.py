@@ -1,4 +1,5 @@
-"""Constants of OmniVLA's runners, which are in no file: the scale of a goal's pose and of a path, and the rates.
+"""Constants in OmniVLA's inference scripts, which no file of a checkpoint contains: the scale of a goal's pose and of a
+path, and the control rate.
 
 Source: NHirose/OmniVLA (inference/run_omnivla.py).
 """

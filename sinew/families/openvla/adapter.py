@@ -35,7 +35,7 @@ class AdapterConfig(PrismaticConfig):
 
     Attributes:
         num_queries: Number of action queries.
-        stop_token: Id of the token whose embedding ends the sequence.
+        stop_token: Id of the token whose embedding is the last one of the input sequence.
         rotary: True for the "Pro" head, which has rotary positions.
     """
 
@@ -45,7 +45,7 @@ class AdapterConfig(PrismaticConfig):
 
 
 class LayerStates(NamedTuple):
-    """Hidden states of the language model that the head reads.
+    """The hidden states of all layers of the language model, which the head reads.
 
     Attributes:
         task: [layers, B, V * N, C], the first rows of each layer's output.
@@ -57,7 +57,8 @@ class LayerStates(NamedTuple):
 
 
 def turned(x: Tensor) -> Tensor:
-    """Rotate x [B, L, H, D] by the positions 0 .. L - 1, with the reference's mixture of two rotary layouts.
+    """Apply rotary position embeddings to x [B, L, H, D] for the positions 0 .. L - 1, like the reference, which mixes
+    two rotary layouts.
 
     Neighbouring channels 2j and 2j + 1 form a pair, but channel c has the frequency c mod D/2. So the two channels of a
     pair turn by different angles. Source: VLA-Adapter, action_heads.py.
@@ -110,7 +111,7 @@ class BridgeBlock(nn.Module):
         keys = [
             turn(heads(self.k_self(x))),
             turn(heads(self.k_query(queries))),
-            # The gate scales only the scores of these keys.
+            # The learned gate scales only the attention scores of these keys, which come from the views.
             turn(heads(self.k_task(task))) * self.gate.tanh(),
         ]
         values = [heads(self.v_self(x)), heads(self.v_query(queries)), heads(self.v_task(task))]
@@ -121,7 +122,8 @@ class BridgeBlock(nn.Module):
 
 
 class BridgeHead(nn.Module):
-    """The action head: blocks between two projections. Its input is zero, and so a constant."""
+    """The action head: blocks between two projections. Its input is always zero, so the result of its first
+    projection is a constant."""
 
     def __init__(self, size: int, output_size: int, num_blocks: int, rotary: bool):
         super().__init__()

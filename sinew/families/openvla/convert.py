@@ -1,9 +1,10 @@
 """Convert OpenVLA, OpenVLA-OFT and VLA-Adapter checkpoints to bundles.
 
 All three have ``model_type: openvla``. The files next to the weights distinguish them: OpenVLA has no head, OFT has an
-MLP head, and the weights of VLA-Adapter contain action queries. OFT with discrete parallel decoding has no head either,
-so the user must request it (``--set decoding=parallel``). No file contains the number of cameras, the chunk length or
-the kind of statistics. They follow from the sizes of the head and the state projector (``ROBOTS``), or from options.
+MLP head, and the weights of VLA-Adapter contain action queries. OFT with discrete parallel decoding, which predicts
+action tokens, has no head either. So the user must request it (``--set decoding=parallel``). No file contains the
+number of cameras, the chunk length or the kind of statistics. They follow from the sizes of the head and the state
+projector (``ROBOTS``), or from options.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ SETTINGS = {
         values=("in_turn", "parallel"),
     ),
 }
-# Most tokens of the instruction and the prompt around it. OpenVLA itself has no limit.
+# Largest number of tokens of the instruction with the prompt around it. OpenVLA itself has no limit.
 MAX_TOKENS = 128
 CROP_AREA = 0.9
 # Side of LIBERO's and Bridge's frames in pixels. Frames of other sizes are resized.
@@ -110,7 +111,7 @@ def recognises(path: Path) -> bool:
 
 
 class HeadPart(NamedTuple):
-    """The parts of a conversion that differ between the policies.
+    """The parts of a conversion that differ between OpenVLA, OpenVLA-OFT and VLA-Adapter.
 
     Attributes:
         architecture: Name of the architecture.
@@ -255,7 +256,8 @@ def notes(checkpoint: PrismaticCheckpoint, robot: RobotConstants) -> tuple[str, 
 
 
 def camera_reason(checkpoint: PrismaticCheckpoint) -> str:
-    """Return the origin of the cameras, for a note. The training project's files do not contain the cameras."""
+    """Return a text for a note: it states how the number and the names of the cameras were found. The training
+    project's files do not contain the cameras."""
     if checkpoint.options.cameras:
         return ", as set by --cameras"
     return ", the training project's cameras for a robot of these sizes; pass yours in their order with --cameras"
@@ -264,7 +266,7 @@ def camera_reason(checkpoint: PrismaticCheckpoint) -> str:
 def sizes(
     checkpoint: PrismaticCheckpoint, action: dict[str, TensorSource], state: dict[str, TensorSource]
 ) -> tuple[int, int]:
-    """Return the sizes of an action and of the state, from the tensors of the head and the projector."""
+    """Return (size of an action, size of the state), read from the tensors of the head and the state projector."""
     try:
         state_dim = state["fc1.weight"].shape[1] if state else 0
         if action:
@@ -334,7 +336,7 @@ def token_head(
 
 
 def action_tokens(checkpoint: PrismaticCheckpoint, shared: dict[str, Any]) -> dict[str, Any]:
-    """Return the token ids of the bins of an action."""
+    """Return the fields of the configuration that map action tokens to the bins of action values."""
     return {
         "action_bins": checkpoint.config["n_action_bins"],
         "action_tokens_end": shared["vocab_size"] - checkpoint.config["pad_to_multiple_of"],
@@ -358,7 +360,8 @@ def adapter_head(
         Rule(BLOCK + r"([qo]_proj\..*)", (rf"{to}\2",)),
         Rule(BLOCK + r"([kv])_(self|task)\.(.*)", (rf"{to}\2_\3.\4",)),
         Rule(BLOCK + r"([kv])_adapter\.(.*)", (rf"{to}\2_query.\3",)),
-        # In the first version of the head, own tokens, queries and views share one projection.
+        # In the first version of VLA-Adapter's head, its own tokens, the action queries and the views share one
+        # projection.
         Rule(
             BLOCK + r"([kv])_proj\.(.*)",
             tuple(rf"{to}\2_{source}.\3" for source in ("self", "query", "task")),

@@ -71,8 +71,8 @@ class PrismaticConfig:
 class OpenVLAConfig(PrismaticConfig):
     """Sizes of OpenVLA.
 
-    The bins divide [-1, 1] between ``action_bins`` points. The lowest bin has the token ``action_tokens_end - 1``, and
-    each higher bin has the next lower token.
+    Each action value is a token, which stands for a bin. The bins divide [-1, 1] at ``action_bins`` equally spaced
+    points. The lowest bin has the token ``action_tokens_end - 1``, and each higher bin has the next lower token.
 
     Attributes:
         action_bins: Number of points.
@@ -92,7 +92,7 @@ class OFTConfig(PrismaticConfig):
     """Sizes of OpenVLA-OFT.
 
     Attributes:
-        stop_token: Id of the token whose embedding ends the sequence.
+        stop_token: Id of the token whose embedding is the last one of the input sequence.
         action_bins: 0 if a regression head returns the actions. Otherwise actions are tokens, as in
             :class:`OpenVLAConfig`.
         action_tokens_end: As in :class:`OpenVLAConfig`.
@@ -194,7 +194,10 @@ class PrismaticVLM(Model):
         return x, torch.cat([valid for _, valid in pieces], dim=1)
 
     def stop(self, token: int, batch: int) -> Tensor:
-        """Return the embedding of the stop token, [B, 1, C]. ``rows`` avoids an index tensor (see layers/linear.py)."""
+        """Return the embedding of the stop token, [B, 1, C].
+
+        The method ``rows`` of the token table reads a row without an index tensor (see layers/linear.py).
+        """
         return self.language.embed_tokens.rows((token,)).expand(batch, 1, -1)
 
 
@@ -212,7 +215,7 @@ def last_row(x: Tensor, token_mask: Tensor, behind: int) -> Tensor:
 
 
 class ActionStates(NamedTuple):
-    """Hidden states that the head reads.
+    """The hidden states of the language model that the head reads.
 
     Attributes:
         hidden: [B, H, A * C], final states of the language model, one row per action of the chunk.
@@ -334,4 +337,4 @@ class OpenVLA(PrismaticVLM, DecoderSpeaker):
         return self.language.embed_tokens(token)
 
     def logits(self, h: Tensor) -> Tensor:
-        return self.lm_head(h)  # scores of the whole vocabulary
+        return self.lm_head(h)  # a score for each token of the vocabulary

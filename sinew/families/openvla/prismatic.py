@@ -51,7 +51,7 @@ class RobotConstants:
     cameras: tuple[str, ...]
 
 
-# (size of an action, size of the state) -> constants in prismatic/vla/constants.py.
+# Key: (size of an action, size of the state). Value: the constants of this robot in prismatic/vla/constants.py.
 ROBOTS = {
     # Constants for LIBERO.
     (7, 8): RobotConstants(8, "bounds_q99", ("full_image", "wrist_image")),
@@ -135,7 +135,7 @@ class PrismaticCheckpoint:
 
     @cached_property
     def statistics(self) -> tuple[str, dict[str, Any]]:
-        """The key and the statistics of one data set, chosen by --stats-key if there are several."""
+        """(Name of a data set, its statistics). ``--stats-key`` selects the data set if the file contains several."""
         own, option = self.path / "dataset_statistics.json", self.options.stats
         file = option or (own if own.exists() else None)
         if file is not None:
@@ -159,7 +159,8 @@ class PrismaticCheckpoint:
     def action_units(self, dim: int) -> tuple[str, ...]:
         """Return the units of actions, or () if the statistics have no mask.
 
-        In RLDS data sets the gripper is an opening, and the mask excludes the gripper from the normalisation.
+        In RLDS data sets the gripper's value is how far it is open, and the mask excludes this value from the
+        normalisation.
         """
         _, table = self.statistics
         entry = table.get("action") if isinstance(table, dict) else None
@@ -177,7 +178,7 @@ class PrismaticCheckpoint:
             vector: "action" or "proprio".
             dim: Size of the vector.
             mode: "bounds_q99" or "bounds".
-            eps: Epsilon of the scale.
+            eps: Small number that is added to the width of a range to avoid a division by zero.
             clip: True clips the result to [-1, 1].
             masked: True applies the mask in the statistics.
 
@@ -278,7 +279,8 @@ def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list
 
 
 def tower_rules(prefix: str, target: str) -> tuple[Rule, ...]:
-    """Return the rules from timm's VisionTransformer to :class:`sinew.layers.vit.VisionTransformer`."""
+    """Return the rules that rename the tensors of timm's VisionTransformer to those of
+    :class:`sinew.layers.vit.VisionTransformer`."""
     theirs, layer = re.escape(prefix), target + r"layers.\1."
     block, places = theirs + r"blocks\.(\d+)\.", f"{target}position_embedding.weight"
     return (

@@ -41,7 +41,7 @@ from sinew.steps.prompt.suffix import Suffix
 from sinew.steps.prompt.template import sentence
 
 WHOSE_TOKENIZER = "PaliGemma's tokenizer.json"
-# Gemma and SigLIP use these values, which are constants in openpi's code.
+# Epsilon of the norms of Gemma and SigLIP, and base of Gemma's rotary positions. Both are constants in openpi's code.
 NORM_EPS, ROPE_THETA = 1e-6, 10_000.0
 VARIANTS = {"gemma_300m": (1024, 4096, 18, 8, 1, 256), "gemma_2b": (2048, 16384, 18, 8, 1, 256)}
 WIDTHS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
@@ -159,7 +159,7 @@ EMBEDDING, HEAD = (
     f"{PALIGEMMA}language_model.embed_tokens.weight",
     "paligemma_with_expert.paligemma.lm_head.weight",
 )
-# Heads of the language models. Actions do not depend on their logits.
+# Output layers of the language models. Actions do not depend on them.
 UNUSED_TENSORS = ("paligemma_with_expert.paligemma.lm_head.", "paligemma_with_expert.gemma_expert.lm_head.")
 
 
@@ -243,7 +243,7 @@ def paligemma_head(
 
 
 def with_text(recipe: Processing, head: LMHead, options: ConvertOptions, subtasks: bool) -> Processing:
-    """Add the prompts for text generation to the recipe if the bundle contains the language head.
+    """Return the recipe, with the prompts for text generation if the bundle contains the language head.
 
     Args:
         recipe: The processing recipe.
@@ -264,10 +264,10 @@ def with_text(recipe: Processing, head: LMHead, options: ConvertOptions, subtask
 
 
 def with_memory_of(config: PI0Config, recipe: Processing) -> Processing:
-    """Adapt the recipe to a model with memory.
+    """Return the recipe for a model with memory, which reads several observation steps; unchanged for other models.
 
-    Each observation step has a state and the frames of all cameras. LeRobot masks empty cameras, so the recipe has
-    none.
+    Each observation step has a state and the frames of all cameras. LeRobot masks empty cameras, so the recipe contains
+    no empty cameras.
     """
     if not isinstance(config, PI05Config) or config.memory is None:
         return recipe
@@ -299,7 +299,7 @@ def current_config(old: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensors(sources: dict[str, TensorSource], architecture: str) -> dict[str, TensorSource]:
-    """Return the weights under openpi's names.
+    """Return a dict of the weights, with openpi's names.
 
     LeRobot adds the prefix ``model.``. Early pi0 checkpoints name the action-time MLP ``time_mlp``. Checkpoints with
     tied weights store the token table under the name of the head.
@@ -345,7 +345,8 @@ def model_config(architecture: str, record: dict[str, Any], arch: dict[str, Any]
 
 
 def paligemma(record: Mapping[str, Any], arch: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields ``vision``, ``language`` and ``vocab_size`` of a model based on PaliGemma."""
+    """Return a dict with the fields ``vision``, ``language`` and ``vocab_size`` of the configuration of a model
+    based on PaliGemma."""
     resolution = record.get("image_resolution", [224, 224])
     if resolution[0] != resolution[1]:
         raise ConvertError(

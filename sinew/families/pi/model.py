@@ -47,7 +47,8 @@ class PI0Config(FlowConfig):
         vision: Sizes of the SigLIP tower.
         language: Sizes of the Gemma language model.
         expert: Sizes of the action expert.
-        lm_head: Storage of PaliGemma's language head, which generates text. openpi ties the head to the token table.
+        lm_head: How the language head of PaliGemma, which generates text, is stored: "", "own" or "tied". In openpi it
+            is the same tensor as the token table ("tied").
     """
 
     vision: ViTConfig
@@ -128,7 +129,7 @@ class PI0(ExpertModel):
         return x, valid, torch.zeros_like(valid)
 
     def prefix_mask(self, valid: Tensor, opens_block: Tensor) -> Tensor:
-        return key_mask(valid, valid.shape[1])  # a pi prefix is one block
+        return key_mask(valid, valid.shape[1])  # every token of the prefix attends to every valid token
 
     def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
         return Prefix(tuple(cache), valid, valid.sum(dim=1), self.state_token(state))
@@ -144,7 +145,8 @@ class PI0(ExpertModel):
     def embed_time(
         self,
         t: Tensor,
-        # pi0: [B] -> [B, C], [B, H] -> [B, H, C]. pi0.5: [B] -> [B, norms, 3C], [B, H] -> [B, norms, H, 3C].
+        # Input shape [B] or [B, H]. Output shape for pi0: [B, C] or [B, H, C]. Output shape for pi0.5: [B, norms, 3C]
+        # or [B, norms, H, 3C].
     ) -> Tensor:
         return self.sinusoids(t)
 
@@ -169,7 +171,8 @@ class PI0(ExpertModel):
         return ExpertContext(prefix.kv, (rotate,), (sees,), prefix.state)
 
     def modulations(self, time_embedding: Tensor) -> tuple[list[tuple], tuple]:
-        """Return the time's arguments for each layer and for the final norm. pi0's norms have no such arguments."""
+        """Return, for each layer and for the final norm, the arguments that depend on the solver's time. pi0's norms
+        have no such arguments."""
         return [()] * len(self.expert.layers), ()
 
     def act(self, x: Tensor, time_embedding: Tensor, context: ExpertContext) -> Tensor:
@@ -193,7 +196,7 @@ class Memory:
     """Sizes of pi0.5's memory.
 
     Attributes:
-        moments: Number T of observation steps, including the newest.
+        moments: Number of observation steps that the policy reads, including the newest.
         cameras: Number of views of each step.
         temporal_every: Every n-th layer of the tower attends across frames. 0 means that the tower reads only the
             newest frames.
@@ -299,7 +302,7 @@ class PI05(PI0):
         return x, valid, torch.zeros_like(valid)
 
     def state_token(self, state: Tensor) -> None:
-        return None  # pi0.5 has the state in the prompt
+        return None  # pi0.5 has no state token here, because its prompt contains the state
 
     def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:
         return self.action_in_proj(x)
@@ -308,7 +311,8 @@ class PI05(PI0):
         return F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(self.sinusoids(t)))))
 
     def embed_time(self, t: Tensor) -> Tensor:
-        """Return the modulation of every norm, in the order in which the norms run.
+        """Return the scales, shifts and gates of every norm for the solver's time ``t``, in the order in which the
+        norms run.
 
         Args:
             t: [B], or [B, H] for one time per action.

@@ -51,7 +51,7 @@ class VideoTransformer(VisionTransformer):
                 x = layer(x.flatten(0, 1)).unflatten(0, (B, T))
             else:
                 x = across_frames(cast(ViTLayer, layer), x, ages, newest=number == last)
-        x = x[:, -1]  # [B, P, C]; no later layer mixes frames
+        x = x[:, -1]  # keep only the newest frame, [B, P, C], because no later layer reads other frames
         for layer in self.layers[last:]:
             x = layer(x)
         return self.norm(x)

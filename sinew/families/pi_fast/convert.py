@@ -55,7 +55,7 @@ SCHEMA = Schema(
         "action_feature_names": None,
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
     },
-    # With another temperature LeRobot samples the tokens.
+    # With any other temperature, LeRobot would choose the tokens at random.
     fixed={"temperature": 0.0},
     # Fields that do not change the actions. "dtype" is the dtype of LeRobot's computation. The policy has no action
     # expert. "max_action_dim" and "max_action_tokens" only concern training. Without "use_kv_cache" LeRobot generates
@@ -123,7 +123,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def action_tokenizer(checkpoint: LeRobotCheckpoint) -> tuple[TokenizerFiles, Path]:
-    """Find FAST's tokenizer, and the file with its scale and lowest token."""
+    """Return FAST's tokenizer, and the path of the file that contains its scale and its lowest token."""
     options, name = checkpoint.options, checkpoint["action_tokenizer_name"]
     default_folder = checkpoint.path / Path(str(name)).name if name else checkpoint.path / "action_tokenizer"
     folder = options.action_tokenizer or default_folder

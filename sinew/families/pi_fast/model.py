@@ -39,12 +39,12 @@ class PI0FastConfig:
         max_tokens: Largest number of generated tokens.
         start_token: Id of the token after the prompt.
         end_token: Id of the token that ends the sequence.
-        zero_token: Id of the token for FAST's token 0.
+        zero_token: Id, in the language model's vocabulary, of the token that stands for FAST's token 0.
         action_tokenizer: Content of FAST's ``tokenizer.json``.
-        lowest: FAST's lowest token value.
-        scale: FAST's scale of the coefficients.
-        begins: Ids of the tokens that must begin a sequence. May be empty.
-        leaves_out: Ids of the tokens that are removed before decoding.
+        lowest: Lowest quantised coefficient that FAST's tokenizer can represent.
+        scale: Factor by which FAST multiplies the coefficients before it rounds them.
+        begins: Ids of the tokens with which a generated sequence must begin. May be empty.
+        leaves_out: Ids of tokens that are removed before the remaining tokens are decoded to actions.
     """
 
     vision: ViTConfig

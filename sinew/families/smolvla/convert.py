@@ -58,7 +58,7 @@ PREFIXES = (
 )
 TABLE = "model.vlm_with_expert.vlm.model.text_model.embed_tokens.weight"
 HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
-# Actions do not depend on the logits of the language head.
+# Actions do not depend on the language head, so this tensor is not needed.
 UNUSED_TENSORS = ("model.vlm_with_expert.vlm.lm_head.",)
 VLM_FILES = "config.json tokenizer.json tokenizer_config.json"
 
@@ -78,7 +78,7 @@ SETTINGS = {
     "committed_rows": COMMITTED_ROWS_SETTING,
     "ignore": IGNORE_SETTING,
     "lm_head": LM_HEAD_SETTING,
-    # The training of SmolVLA does not define a prompt for questions, so the user may set one.
+    # SmolVLA was not trained with a prompt for questions, so the user may choose one.
     "question_prompt": PROMPT_SETTINGS["question_prompt"],
 }
 SCHEMA = Schema(
@@ -106,7 +106,7 @@ SCHEMA = Schema(
         "max_period": 4.0,
     },
     fixed={"adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False},
-    # The function committed_rows reads the first of these fields.
+    # The conversion's function committed_rows reads the first of these fields separately.
     unread=" ".join(("rtc_training_max_delay", "load_vlm_weights", *OWN_OPTIONS)),
     steps={
         "smolvla_new_line_processor": ProcessorStep(required=True),
@@ -212,8 +212,8 @@ def model_config(
             max_action_dim=checkpoint.size("max_action_dim"),
             min_period=checkpoint["min_period"],
             max_period=checkpoint["max_period"],
-            # If attention_mode does not contain "cross", every layer attends to the actions. If the period is 0 or
-            # less, no layer does.
+            # If attention_mode does not contain "cross", every layer is a self layer, which attends to the actions. If
+            # the period ``every`` is 0 or less, no layer is a self layer.
             self_attn_every_n_layers=max(every, 0) if "cross" in checkpoint["attention_mode"] else 1,
             prefix_length=max(checkpoint["prefix_length"], 0),
             image_start_tokens=special.get("image_start_tokens", ()),
@@ -224,7 +224,10 @@ def model_config(
 
 
 def expert_intermediate_size(width: int) -> int:
-    """Return 4 * 2/3 of the width, rounded up to a multiple of 256, as LeRobot's ``get_intermediate_size``."""
+    """Return the width of the hidden layer of the expert's MLP, computed like LeRobot's ``get_intermediate_size``.
+
+    It is 4 * 2/3 of ``width``, rounded up to a multiple of 256.
+    """
     return -(-int(4 * int(2 * width / 3)) // 256) * 256
 
 

@@ -38,17 +38,18 @@ class SmolVLAConfig(FlowConfig):
         vision: Sizes of the SigLIP tower.
         language: Sizes of the language model.
         expert: Sizes of the action expert.
-        pixel_shuffle: Patches along a side of one image token.
+        pixel_shuffle: One image token is made from a square of patches. This is the number of patches along its side.
         self_attn_every_n_layers: Layer i of the expert is a self layer if i % n == 0. 0 means that there is no self
             layer.
         prefix_length: Shorter prefixes are padded at the end to this length. 0 means no padding.
-        image_start_tokens: Tokens before each view. May be empty.
-        image_end_tokens: Tokens after each view. May be empty.
+        image_start_tokens: Ids of the tokens before each camera view. May be empty.
+        image_end_tokens: Ids of the tokens after each camera view. May be empty.
         state_in_head: True if the state is a token of the expert, before the actions, instead of the last token of the
             prefix. A newer state then needs no new prefix. For streams (docs/stream.md); LeRobot has no such option.
         rolling: True if the policy was trained with one time per action, and on action windows that a newer state
             contradicts. For streams; LeRobot has no such option.
-        lm_head: Storage of the language head, which generates subtasks, answers and the text of a stream.
+        lm_head: How the language head, which generates text, is stored: "", "own" or "tied" (the same tensor as the
+            token table).
     """
 
     vision: ViTConfig
@@ -81,11 +82,15 @@ class SmolVLAConfig(FlowConfig):
 
     @property
     def stride(self) -> int:
-        """Language layers per expert layer. Expert layer e reads the keys and values of language layer e * stride."""
+        """Number of language model layers for each layer of the expert.
+
+        Expert layer e reads the keys and values of language layer e * stride.
+        """
         return self.language.num_layers // self.expert.num_layers
 
     def is_self_layer(self, index: int) -> bool:
-        """Return True if the expert attends to the actions at the *language* layer ``index``."""
+        """Return True if the layer of the expert that belongs to language layer ``index`` is a self layer, which
+        attends to the actions."""
         return self.self_attn_every_n_layers > 0 and index % self.self_attn_every_n_layers == 0
 
 
@@ -205,9 +210,8 @@ class SmolVLA(ExpertModel):
         return sinusoidal_embedding(t, config.expert.hidden_size, config.min_period, config.max_period)
 
     def context(self, prefix: Prefix) -> ExpertContext:
-        """Add the rotations and masks of a solver step: first those of the self layers, then those of the cross
-        layers.
-        """
+        """Return the prefix with the rotary positions and masks for solver steps: first those of the self layers,
+        then those of the cross layers."""
         config = self.config.expert
         H = self.config.chunk_size + (prefix.state is not None)  # the state's token comes first
         B, device = prefix.valid.shape[0], prefix.valid.device

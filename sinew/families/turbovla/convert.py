@@ -2,9 +2,9 @@
 
 The ``.pth`` file contains the tensors (``model_state_dict``) and the configuration (``model_config``). The folder's
 ``config.json`` is the same configuration. The checkpoint contains no statistics (pass ``--stats``) and no tokenizer
-(pass ``--tokenizer``). It contains no number of heads of DINOv3 and BERT: Sinew knows the published encoders by their
-names, and ``--arch`` gives the number for other encoders. Two LeRobot plugins have the same name and another network.
-The converter rejects them by their tensor names.
+(pass ``--tokenizer``). It also does not contain the number of attention heads of DINOv3 and BERT. Sinew knows this
+number for the published encoders. For other encoders the user passes it with ``--arch``. Two LeRobot plugins have the
+same name, but a different network. The converter recognises their checkpoints by the tensor names, and rejects them.
 Sources: H-EmbodVis/TurboVLA (``turbovla/models``, ``turbovla/evaluation/policy.py``), transformers 4.57
 (``modeling_dinov3_vit.py``, ``modeling_bert.py``).
 """
@@ -55,7 +55,7 @@ SETTINGS = {
     "ignore": IGNORE_SETTING,
 }
 WEIGHTS, CONFIG = "model_state_dict", "model_config"  # keys of a .pth file
-# The name of a tensor that only this network has.
+# A tensor name by which checkpoints of this network are recognised, because no other network has it.
 TELL_TALE = "vision_language_interaction.fusion_layers.0.gamma_v"
 PLUGIN = "model.vl_interaction."  # prefix of the tensors of the two LeRobot plugins
 PLUGINS = ("turbovla", "turbovla_so101")  # values of "type" in the config.json of a plugin
@@ -67,7 +67,8 @@ BERT_EPS = 1e-12
 # Facts about the published encoders that a checkpoint does not contain.
 TOWERS = {"dinov3-vitb16": {"num_attention_heads": 12, "rope_theta": 100.0, "layer_norm_eps": NORM_EPS}}
 TEXTS = {"bert-base-uncased": {"num_attention_heads": 12, "layer_norm_eps": BERT_EPS}}
-# FIXED: the only configuration values that Sinew supports. UNREAD_FIELDS: fields that do not influence inference.
+# FIXED: fields of the configuration for which Sinew supports only one value. UNREAD_FIELDS: fields that do not
+# influence inference.
 FIXED: dict[str, dict[str, Any]] = {
     "text": {"sub_sentence_present": True, "zero_padded_tokens": False},
     "vision": {"position_embedding": "view"},
@@ -353,7 +354,8 @@ def leftovers(
 def encoder(
     name: str, key: str, encoders: Mapping[str, dict[str, Any]], arch: dict[str, Any]
 ) -> dict[str, Any]:
-    """Find the facts about an encoder, in --arch or in the table of published encoders.
+    """Return facts about an encoder that the checkpoint does not contain. They come from --arch or from the table of
+    published encoders.
 
     Args:
         name: Name of the encoder in the checkpoint.
@@ -401,7 +403,7 @@ def model_config(
     bert.expect(hidden_act="gelu", position_embedding_type="absolute")
     width, _, patch, _ = shape(f"{TOWER}embeddings.patch_embeddings.weight", 4)
     vocabulary, text_width = shape(f"{TEXT}embeddings.word_embeddings.weight")
-    # Mark this field as read, because :func:`with_words` uses it later.
+    # Read this field here, so that it is not reported as unread. The function with_words uses it later.
     text.get("padding_length_by_instruction")
     rows = text["padding_length"]
     if isinstance(rows, bool) or not isinstance(rows, int) or not 1 < rows <= int(text["max_length"]):
@@ -481,7 +483,7 @@ def with_words(
     lengths = tuple(sorted((words, length) for words, length in table.items() if length != rows))
     prompt = PromptRecipe(
         max_tokens=rows,
-        vocab_size=language.vocab_size + 1,  # one more id for a token after the padding
+        vocab_size=language.vocab_size + 1,  # one more id than BERT has: it marks a token after the padding
         pad_token_id=pad,
         steps=(Instruction(), Fill(rows, pad, behind, lengths)),
         padding="max_length",
@@ -556,7 +558,8 @@ def vectors(
     steps: tuple[VectorStep, ...] = ()
     if gripper == SIGN:
         parts.append(VectorPart("gripper", 1, Normalization("identity")))
-        # A gripper value of zero must become 1. So the sign is inverted before the comparison, which is strict.
+        # A gripper value of zero must become 1, but Threshold tests whether a value is above the limit, which excludes
+        # the limit itself. So the sign is inverted first.
         steps = Affine((last,), scale=-1.0), Threshold((last,), above=-1.0, below=1.0)
     return Normalization("mean_std", mean_std, eps=STATE_EPS), tuple(parts), steps
 
@@ -586,7 +589,7 @@ def tensors(sources: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
         out["vision.prefix"] = join(*own)
     for name in [name for name in out if name.startswith(TOWER) and name.endswith(".k_proj.weight")]:
         bias = name.replace(".weight", ".bias")
-        # DINOv3 has no key biases, but the shared transformer layer requires them, so add zeros.
+        # DINOv3 has no biases for keys, but Sinew's transformer layer requires them, so use zeros.
         if bias not in out:
             weight = out[name]
             out[bias] = moved(lambda w: np.zeros(len(w), w.dtype), weight, shape=weight.shape[:1])

@@ -43,10 +43,10 @@ class TurboVLAConfig:
         hidden_size: Width of the fusion layers and of the decoder.
         num_heads: Heads of the decoder. Fusion and text layers have half as many.
         fusion_size: Width of the attention in fusion layers, and inner width of the MLP in text layers.
-        fusion_layers: Number of pairs of a fusion layer and a text layer.
+        fusion_layers: Number of fusion layers. A text layer follows each fusion layer.
         decoder_layers: Layers of the decoder.
         intermediate_size: Inner width of the decoder's MLP.
-        state_tokens: Tokens of the state.
+        state_tokens: Number of tokens that represent the state.
         state_hidden_size: Inner width of the state encoder.
         action_hidden_size: Inner width of the projection to actions.
         chunk_size: Actions in a chunk.
@@ -114,7 +114,7 @@ class TurboVLAContext(NamedTuple):
 class FusionLayer(nn.Module):
     """Attention from patches to text and from text to patches. ``v`` means vision and ``l`` means language.
 
-    The residual branch adds to the normalised value, not to the layer's input.
+    The result of the attention is added to the normalised input, and not to the input itself as in other transformers.
     """
 
     def __init__(self, config: TurboVLAConfig):
@@ -159,7 +159,8 @@ class CrossAttention(nn.Module):
         self.v_proj, self.o_proj = Linear(size, size), Linear(size, size)
 
     def inputs(self) -> tuple[nn.Module, ...]:
-        # Keys and values read the encoder's output, which has no norm to fold.
+        # Only the query projection comes directly after a norm. Keys and values are computed from the encoder's output,
+        # which is not normalised.
         return (self.q_proj,)
 
     def key_value(self, memory: Tensor) -> tuple[Tensor, Tensor]:  # [B, K, C] -> [B, K, H, D] each

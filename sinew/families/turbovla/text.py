@@ -67,7 +67,7 @@ class TextLayout(NamedTuple):
 
 
 class PostNormLayer(nn.Module):
-    """A transformer layer with norms after the branches: norm1(x + attention), then norm2(x + mlp)."""
+    """A transformer layer whose norms come after the residual additions: norm1(x + attention), then norm2(x + mlp)."""
 
     def __init__(self, config: BlockConfig, norm_eps: float, activation: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -95,7 +95,8 @@ class Bert(nn.Module):
         size = config.hidden_size
         self.embed_tokens = Embedding(config.vocab_size, size)
         self.places = Embedding(config.positions, size)
-        # An instruction has only one segment, so there is only one segment embedding.
+        # BERT adds an embedding for each segment of a text. An instruction is only one segment, so there is only one
+        # such embedding.
         self.segment = nn.Parameter(torch.zeros(size))
         self.norm = LayerNorm(size, eps=config.norm_eps)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
@@ -126,14 +127,14 @@ class Bert(nn.Module):
         ends = ends & encoded
         column = torch.ones_like(tokens).cumsum(dim=1) - 1  # [B, L]
         last = encoded.long().sum(dim=1, keepdim=True) - 1
-        # True if the second column is left of the first column, bool [B, L, L].
+        # bool [B, L, L]: True if the token of the second index comes before the token of the first index.
         before = column[:, None, :] < column[:, :, None]
         delimiters_before = (
             (ends[:, None] & before).long().sum(dim=-1)
-        )  # number of delimiters left of each column
+        )  # number of delimiters before each token
         closing = ends & (column > 0) & (column < last)
         in_sub_sentence = (closing[:, None] & ~before).any(dim=-1) & (column > 0) & encoded
-        # Column of the last delimiter before the token.
+        # Index of the last delimiter before each token.
         start = torch.where(ends[:, None] & before, column[:, None], 0).amax(dim=-1)
         same = (
             (delimiters_before[:, :, None] == delimiters_before[:, None, :])

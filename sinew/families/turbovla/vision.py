@@ -26,9 +26,9 @@ def patch_rotation(
 ) -> Rotation:
     """Return the rotation of a tower's tokens.
 
-    The centre of each patch has coordinates from -1 to 1. A quarter of a head's dimensions turns with the row and a
-    quarter with the column. The two halves of a head form the pairs. The order of operations is that of transformers'
-    ``DINOv3ViTRopePositionEmbedding``, in float32.
+    The centre of each patch has coordinates from -1 to 1. Each dimension in the first half of a head forms a pair with
+    one in the second half. One half of the pairs is rotated by the row, the other half by the column. The order of
+    operations is that of transformers' ``DINOv3ViTRopePositionEmbedding``, in float32.
 
     Args:
         rows: Rows of patches.

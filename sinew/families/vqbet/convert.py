@@ -1,8 +1,8 @@
 """Convert LeRobot VQ-BeT checkpoints to bundles.
 
 The configuration names the backbone. It must contain the settings whose defaults differ between LeRobot's versions.
-Tensors that only training reads are omitted: the encoder of the code book, its counts, and the positions after the
-newest observation step. Batch norms are folded into their convolutions.
+Tensors that only training reads are omitted: the encoder of the code book, its usage counts, and the position
+embeddings after the newest observation step. Batch norms are folded into their convolutions.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def model_config(checkpoint: LeRobotCheckpoint, image: ImageRecipe) -> VQBeTConf
     grid = ResNetConfig.grid(image.height, image.width)
     history = checkpoint.size("n_obs_steps", high=MAX_HISTORY)
     longest = checkpoint.size("gpt_block_size")
-    # The reference also computes tokens of future actions, to which no other token attends. So Sinew omits them.
+    # The reference also computes tokens of future actions. No other token attends to them and their outputs are not
+    # used, so Sinew omits them.
     if (count := TOKENS * history + checkpoint.size("n_action_pred_token") - 1) > longest:
         raise ConvertError(
             f"{checkpoint.file}: gpt_block_size: expected at least {count}, the number of tokens of {history}"
@@ -187,8 +188,10 @@ def tensors(source: Mapping[str, TensorSource], config: VQBeTConfig) -> dict[str
 
 
 def in_sequence(sources: dict[str, TensorSource], config: VQBeTConfig) -> dict[str, TensorSource]:
-    """Join the layers of the two codes into one layer, and convert the first code's contribution to the second into a
-    table.
+    """Join the layers that predict the two codes into one layer.
+
+    The scores of the second code also depend on the first code. This part of the layer becomes a table with one row for
+    each first code.
 
     Raises:
         ConvertError: A tensor is missing.

@@ -30,7 +30,7 @@ from sinew.models.solvers import Solver
 
 NORM_EPS = 1e-5  # default of torch; the reference implementation uses the default too
 TOKENS = 3  # tokens of an observation step: frame, state, action
-LAYERS = 2  # code books; the second corrects the error of the first
+LAYERS = 2  # number of code books; the second one corrects the error of the first one
 SOLVER = Solver("single", noise="exponential")
 
 
@@ -90,13 +90,17 @@ class VQBeTConfig:
 
     @property
     def chunk_size(self) -> int:
-        """Return the number of rows of the noise and of the result: at least one per action and one per code book."""
+        """Return the number of rows of the noise and of the result.
+
+        There must be at least one row for each action and one for each code book.
+        """
         return max(self.action_rows, LAYERS)
 
     @property
     def max_action_dim(self) -> int:
-        """Return the number of columns of the noise and of the result: at least the size of an action and the number of
-        codes.
+        """Return the number of columns of the noise and of the result.
+
+        There must be at least as many columns as an action has values, and as a code book has codes.
         """
         return max(self.action_dim, self.codes)
 
@@ -218,7 +222,7 @@ class VQBeT(Model):
         return torch.zeros(t.shape[0], 1, device=t.device)
 
     def draw(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """Return the sampled code, int64 [B], as ``torch.multinomial`` samples it.
+        """Sample one code for each row of the batch, in the same way as ``torch.multinomial``. Return int64 [B].
 
         Args:
             logits: [B, codes].
@@ -227,7 +231,7 @@ class VQBeT(Model):
         return ((logits / self.config.temperature).softmax(dim=-1) / noise).argmax(dim=-1)
 
     def choose(self, logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the code of each code book, int64 [B] each.
+        """Sample one code from each of the two code books. Return their indices, int64 [B] each.
 
         Args:
             logits: [B, 2, codes].

@@ -35,7 +35,8 @@ recognises = of_type(*NAMES)
 OPTIONS = ("tokenizer", "embodiment", "stats", "stats_key", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # pixel statistics of ImageNet, as in LeRobot's step
-# The first step multiplies pixels by 255, and the second step divides them by 255.
+# Names of two steps that cancel each other: the first one multiplies pixels by 255, and the second one divides them by
+# 255.
 SCALE, TO_FLOAT = "xvla_image_scale", "xvla_image_to_float"
 NORMALIZE, DOMAIN = "xvla_imagenet_normalize", "xvla_add_domain_id"
 # The step that converts a rotation from 6 numbers to an axis-angle vector. It returns only the first arm, and its
@@ -70,7 +71,7 @@ SCHEMA = Schema(
     required="florence_config",
     fixed={
         "use_proprio": True,
-        # A key here would select a domain for each observation.
+        # If this field had a value, each observation would select its own domain, which Sinew does not support.
         "domain_feature_key": None,
         "tokenizer_padding_side": "right",
         # The model reads the padding tokens, so the padded length changes the result.
@@ -107,23 +108,23 @@ SCHEMA = Schema(
         "device_processor": DEVICE,
     },
 )
-# The parts of an action after the ROTATE step.
+# The parts of an action after the ROTATE step, with their sizes and normalisations.
 POSE = (
     VectorPart("position", 3, Normalization("identity")),
     VectorPart("rotation", 3, Normalization("identity"), rotation=True),
     VectorPart("gripper", 1, Normalization("identity")),
 )
-# Sizes of one arm's action after and before the ROTATE step.
+# Number of values in the action of one arm: after the ROTATE step, and before it.
 POSE_DIM, UNROTATED_DIM = 7, 10
 
 
 class ActionSpace(NamedTuple):
-    """The meaning of a value of ``action_mode``.
+    """How the outputs of the model become an action, for one value of ``action_mode``.
 
     Attributes:
         model: Number of values that the head outputs.
         real: Number of these values that the robot has. 0 if the configuration defines the number.
-        grippers: Indices of gripper values. The model does not read them, and their output goes through a sigmoid.
+        grippers: Indices of gripper values. The model does not read them. A sigmoid is applied to its outputs for them.
     """
 
     model: int
@@ -170,7 +171,7 @@ RULES = (
     Rule(
         rf"{FLORENCE}language_model\.(?:model\.)?encoder\.embed_positions\.weight",
         ("language.places",),
-        # BART's first two positions do not belong to any token.
+        # Remove the first two rows of BART's position table, which do not belong to any token.
         lambda source: rows(source, 2, source.shape[0] if source.shape else 0),
     ),
     Rule(
@@ -236,7 +237,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def action_space(checkpoint: LeRobotCheckpoint) -> ActionSpace:
-    """Read the meaning of ``action_mode``.
+    """Return the action space that ``action_mode`` in the configuration selects.
 
     Raises:
         ConvertError: The mode is unknown, or the actions have another size.
@@ -270,7 +271,7 @@ def action_space(checkpoint: LeRobotCheckpoint) -> ActionSpace:
 
 
 def turns(checkpoint: LeRobotCheckpoint) -> bool:
-    """Return True if the postprocessor converts rotations from six numbers to three."""
+    """Return True if the postprocessor converts the rotation in an action from six numbers to three."""
     return checkpoint.pipelines.step(POST, ROTATE) is not None
 
 
@@ -401,7 +402,8 @@ def model_config(
 def views(checkpoint: LeRobotCheckpoint) -> int:
     """Return the number of views that the model reads.
 
-    A saved policy lists its empty cameras among its features, and LeRobot adds ``empty_cameras`` to this number again.
+    The features of a saved policy already include its empty cameras, and LeRobot adds ``empty_cameras`` to their number
+    once more.
     """
     features = checkpoint["input_features"].values()
     feature_count = sum(feature.get("type") == "VISUAL" for feature in features)
@@ -453,7 +455,8 @@ def tensors(sources: dict[str, TensorSource], config: XVLAConfig, number: int) -
         return out.pop(name)
 
     def linear(name: str, size: int) -> tuple[TensorSource, TensorSource]:
-        """Return weight [out, in] and bias [out] of a layer that each domain has."""
+        """Return weight [out, in] and bias [out] of a layer that the checkpoint stores for each domain, for the
+        bundle's domain."""
         weight, bias = take(f"{HEAD}{name}.fc.weight"), take(f"{HEAD}{name}.bias.weight")
         return transpose(reshape(pick(weight, number), size, -1)), pick(bias, number)
 
@@ -494,7 +497,7 @@ def view_places(
     Args:
         columns: Embeddings of the columns.
         rows: Embeddings of the rows.
-        moments: Embeddings of the time steps.
+        moments: Embeddings of the time steps. Only the first one is used.
         grid: Rows and columns of the features.
     """
     count, across = grid
@@ -506,8 +509,9 @@ def view_places(
 
 
 def shares(weight: TensorSource, config: XVLAConfig) -> dict[str, TensorSource]:
-    """Split the first layer into the layers of actions, state and time, [C, in]. The columns of grippers become
-    zero.
+    """Split the first layer of the head, which reads actions, state and time, into one layer for each of them, [C, in].
+
+    The columns for grippers become zero.
     """
     sizes = {
         "action_in_proj": config.max_action_dim,

@@ -78,7 +78,8 @@ class DaViTConfig:
         return height, width
 
     def block(self, stage: int) -> ViTConfig:
-        """Return the sizes of a stage's blocks, as a vision transformer over one window."""
+        """Return the sizes of the blocks of a stage, as the configuration of a vision transformer that reads one
+        window."""
         width = self.widths[stage]
         return ViTConfig(
             hidden_size=width,
@@ -142,7 +143,7 @@ class SpatialBlock(DaViTBlock):
     """A block in which patches attend to the patches of their window.
 
     A window over the edge is padded with zeros after the norm. The projections map these zeros to their biases, which
-    take part in the attention. The norm must therefore not be folded into the projections.
+    take part in the attention. The norm's scale must therefore not be merged into the weights of the projections.
     """
 
     def __init__(self, config: ViTConfig):

@@ -48,8 +48,8 @@ class XVLAConfig:
         rows: Number of rows of the feature map of a camera view.
         cols: Number of columns of the feature map of a camera view.
         views: Number of views in training. Zeros replace missing views.
-        text_places: Most tokens of the text encoder.
-        places: Most tokens of the head, without learned tokens.
+        text_places: Largest number of tokens that the text encoder can read.
+        places: Largest number of tokens that the head can read, not counting the learned tokens.
         prompt_tokens: Length to which prompts are padded with ``pad_token``.
         chunk_size: Actions in a chunk.
         max_state_dim: Width of the padded state.
@@ -111,7 +111,7 @@ class XVLAContext(NamedTuple):
 
     Attributes:
         rows: Tokens of the head that stay constant over the steps, [B, K, C].
-        state: Contribution of the state to the action tokens, [B, 1, C].
+        state: Projected state, which is added to each action token, [B, 1, C].
     """
 
     rows: Tensor
@@ -119,7 +119,8 @@ class XVLAContext(NamedTuple):
 
 
 class Connector(nn.Module):
-    """Adds position embeddings to the features of a view, and projects and normalises their mean and the features."""
+    """Converts the features of a camera view to tokens. It adds position embeddings, and projects and normalises the
+    features and their mean."""
 
     def __init__(self, config: XVLAConfig):
         super().__init__()
@@ -134,7 +135,7 @@ class Connector(nn.Module):
 
 
 class TextLayer(nn.Module):
-    """A transformer layer with norms after the branches."""
+    """A transformer layer whose norms come after the residual additions."""
 
     def __init__(self, config: ViTConfig):
         super().__init__()
@@ -221,12 +222,13 @@ class XVLA(Model):
         return self.connector(self.vision(pixels.flatten(0, 1))).unflatten(0, pixels.shape[:2])
 
     def views_of(self, image_tokens: Tensor, camera_mask: Tensor) -> Tensor:
-        """Return the tokens of all views that training had, [B, views, N, C]. Missing views are zero."""
+        """Return the tokens of all camera views that the policy was trained with, [B, views, N, C]. Tokens of
+        missing views are zeros."""
         available = image_tokens.masked_fill(~camera_mask[:, :, None, None], 0.0)
         return F.pad(available, (0, 0, 0, 0, 0, self.config.views - image_tokens.shape[1]))
 
     def filled(self, tokens: Tensor, token_mask: Tensor) -> Tensor:
-        """Return the prompt as in training, int64 [B, prompt_tokens], including padding."""
+        """Return the token ids of the prompt, padded to the same length as in training, int64 [B, prompt_tokens]."""
         spare, pad = self.config.prompt_tokens - tokens.shape[1], self.config.pad_token
         return F.pad(tokens.masked_fill(~token_mask, pad), (0, spare), value=pad)
 

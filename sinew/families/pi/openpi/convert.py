@@ -1,10 +1,10 @@
 """Convert openpi checkpoints of pi0 and pi0.5 to bundles.
 
 A checkpoint directory contains ``model.safetensors`` (PyTorch) or ``params/`` (JAX), and
-``assets/<asset>/norm_stats.json``. The rest of a policy is in openpi's source code, under the name of the training
-configuration. ``families/pi/openpi/embodiments.py`` has openpi's published configurations. A configuration of your own
-is a JSON file (``families/pi/openpi/own_config.py``). The converter checks the checkpoint's tensors against the
-configuration.
+``assets/<asset>/norm_stats.json``. All other facts about the policy are in openpi's source code, in the training
+configuration with which it was trained. ``families/pi/openpi/embodiments.py`` has openpi's published configurations. A
+configuration of your own is a JSON file (``families/pi/openpi/own_config.py``). The converter checks the checkpoint's
+tensors against the configuration.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sinew.steps.vector.add_state import AddState
 
 SIDE, ACTION_DIM = 224, 32
 STATISTICS = "norm_stats.json"
-# Length of the prompt in tokens, for pi0 (False) and pi0.5 (True).
+# Length of the prompt in tokens. Key: False for pi0, True for pi0.5.
 PROMPT_TOKENS = {False: 48, True: 200}
 SOLVER_STEPS = 10  # default of openpi's sample_actions
 PERIODS = {"min_period": 4e-3, "max_period": 4.0}
@@ -92,7 +92,7 @@ def recognises(path: Path) -> bool:
 
 
 def _steps_near(path: Path) -> list[Path]:
-    """Return the checkpoints near a path that is not a checkpoint itself.
+    """Return checkpoints near a path that is not a checkpoint itself, to suggest them in an error message.
 
     Returns:
         The parent of a ``params`` folder, or the step folders of a training run, in order.
@@ -289,7 +289,7 @@ def _alpha(options: ConvertOptions) -> tuple[float, float] | None:
 
 
 def _ignored(options: ConvertOptions, path: Path) -> list[str]:
-    """Return the names of arrays in ``--set ignore``. Its other names are keys of config.json."""
+    """Return those names in ``--set ignore`` that are names of arrays. The other names are keys of config.json."""
     keys = directory_config(path)
     return [name for name in str(options.setting("ignore", "")).split(",") if name and name not in keys]
 

@@ -1,7 +1,7 @@
 """The robots of openpi's published training configurations, as data.
 
-Sources: openpi ``policies/{aloha,droid,libero}_policy.py`` and ``training/config.py``. Camera names are the model's.
-Keys are the names in the messages of openpi's robot scripts.
+Sources: openpi ``policies/{aloha,droid,libero}_policy.py`` and ``training/config.py``. Names of cameras are the model's
+names. ``keys`` has the names of the same data in the messages of openpi's robot scripts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PiEmbodiment:
 
     Attributes:
         name: Name of the robot.
-        cameras: The model's views that the robot has.
+        cameras: The model's names of those camera views that the robot has.
         state: Names and units of the state.
         action: Names and units of an action.
         keys: Names of the robot's data in openpi's messages.
@@ -126,7 +126,7 @@ class OpenPIConfig:
         relative_actions: True if the model's actions are relative to the state.
         state_in_prompt: True if the prompt of pi0.5 contains the state.
         default_prompt: Prompt that is used if a request has none.
-        lora: True if the run trained LoRA factors, so that a checkpoint without LoRA factors is incomplete.
+        lora: True if the training used LoRA. A checkpoint without LoRA factors is then incomplete.
         motion: Meaning of the robot's actions (absolute or relative), if no processing step defines it.
         control_hz: Rate of the robot's own controller, in Hz.
     """

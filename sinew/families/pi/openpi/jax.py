@@ -1,4 +1,5 @@
-"""Read openpi's JAX checkpoints: the ``params`` directory written by orbax. The only requirement is tensorstore.
+"""Read openpi's JAX checkpoints: the ``params`` directory that the library orbax wrote. Reading needs only the package
+tensorstore.
 
 JAX stores the layers of a model stacked along the first axis, and separates the heads of a projection. So each tensor
 of the PyTorch layout is a transposed slice of a stored array. A slice is read when the bundle's tensor is written, one
@@ -33,10 +34,11 @@ from sinew.convert.tensors import Transform, computed, moved, rounded
 from sinew.core import ConvertError
 from sinew.core.extras import install
 
-Entry = tuple[str, str, tuple[int, ...], Transform]  # PyTorch name, stored name, index, transform
+# (name in PyTorch, name of the stored array, index of the slice, transform).
+Entry = tuple[str, str, tuple[int, ...], Transform]
 
-MAX_SHOWN = 8  # arrays that an error message names
-MOST_TYPED = 400  # characters of names that an error message suggests for --set ignore
+MAX_SHOWN = 8  # an error message lists at most this many arrays
+MOST_TYPED = 400  # an error message suggests names for --set ignore with at most this many characters
 STORED = {"float32": F32, "bfloat16": BF16}
 VISION = "paligemma_with_expert.paligemma.model.vision_tower.vision_model"
 LANGUAGE = "paligemma_with_expert.paligemma.model.language_model"
@@ -68,8 +70,9 @@ def flat(x: np.ndarray) -> np.ndarray:
     return x.reshape(-1)
 
 
-# The rank of openpi's own LoRA variants gemma_2b_lora and gemma_300m_lora (``models/gemma.py``), whose alpha equals the
-# rank. The keys are the suffixes of the language model ("") and of the action expert ("_1").
+# Rank of the LoRA factors in openpi's own variants gemma_2b_lora and gemma_300m_lora (``models/gemma.py``). Their alpha
+# is equal to the rank. Key: suffix in the names of the arrays, "" for the language model and "_1" for the action
+# expert.
 PUBLISHED_RANKS = {"": 16, "_1": 32}
 ATTENTION = re.compile(r"PaliGemma\.llm\.layers\.attn\.(?P<einsum>\w+?_einsum)(?P<suffix>_1)?\.w")
 FACTORS = ("lora_a", "lora_b")
@@ -77,7 +80,7 @@ FACTORS = ("lora_a", "lora_b")
 
 @dataclass(frozen=True)
 class Adapters:
-    """The scales of a run's LoRA factors, if the user sets them.
+    """The scaling of the LoRA factors of a training run, if the user sets it.
 
     Attributes:
         alpha: The alphas of the language model and of the action expert. None means the alphas of openpi's own

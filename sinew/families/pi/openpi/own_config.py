@@ -1,7 +1,7 @@
-"""Your own openpi training configuration as a JSON file.
+"""Read a user's own openpi training configuration from a JSON file.
 
-The file has the entries of a ``TrainConfig`` that are not in a checkpoint, with openpi's names (``training/config.py``,
-``transforms.py``).
+The file contains those entries of openpi's ``TrainConfig`` that a checkpoint does not contain, with openpi's names
+(``training/config.py``, ``transforms.py``).
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def own_config(path: Path, stats: JsonRecord) -> OpenPIConfig:
         relative_actions=is_relative,
         state_in_prompt=settings.get("discrete_state_input", like.state_in_prompt if like else True),
         default_prompt=settings.get("default_prompt", like.default_prompt if like else ""),
-        # A delta mask changes the meaning of the actions, so the motion of the ``like`` configuration no longer
-        # applies.
+        # A delta mask changes the meaning of the actions (absolute or relative), so the ``motion`` of the configuration
+        # in ``like`` is not valid any more.
         motion=like.motion
         if like and "delta_mask" not in settings.content and action_dim == like.embodiment.action.dim
         else None,

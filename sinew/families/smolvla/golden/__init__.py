@@ -1,5 +1,5 @@
-"""A golden check in the installed package: a tiny random SmolVLA, one observation, and the actions that LeRobot
-computed.
+"""A check of the installed package against stored results: a tiny random SmolVLA, one observation, and the actions that
+LeRobot computed for it.
 
 ``sinew doctor`` runs the check. It takes about a second and downloads nothing. LeRobot 0.6.2 computed the actions.
 ``python -m tests.package_golden`` writes the data from the reference's stored inputs and outputs. The frames are
@@ -25,9 +25,10 @@ BUNDLE = DATA / "smolvla-tiny.gguf.xz"
 REFERENCE = DATA / "reference.npz"
 # Parameters of the frames, as in tests/fixtures/smolvla-2cam/fixture.json.
 FRAMES = {"seed": 0, "skip": 192, "word": 8}
-MAX_ABS, COSINE_GAP = 1e-4, 1e-7  # Sinew's bounds for the eager float32 engine
+# Largest allowed differences for the eager float32 engine: absolute, and 1 minus the cosine similarity.
+MAX_ABS, COSINE_GAP = 1e-4, 1e-7
 
-Check = tuple[str, bool, str]  # name, passed, detail
+Check = tuple[str, bool, str]  # (name of the check, True if it passed, details)
 
 
 @contextlib.contextmanager

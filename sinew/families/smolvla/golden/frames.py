@@ -1,4 +1,5 @@
-"""Camera frames that a rule generates, with the same bytes on every machine, so that no frame has to be stored."""
+"""Generate artificial camera frames from a formula. They have the same bytes on every machine, so no frame has to be
+stored."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ NOISE_BITS = 6
 
 
 def wave(height: int, width: int, level: float, x_period: float, y_period: float) -> np.ndarray:
-    """Return waves from 0 to twice ``level``, float64 [height, width].
+    """Return a picture of sine waves with values from 0 to twice ``level``, float64 [height, width].
 
     Args:
         height: Height in pixels.
