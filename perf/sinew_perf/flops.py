@@ -1,5 +1,5 @@
-"""Count the FLOPs of operators that multiply: 2*M*N*K, from the shapes of their operands. All other operators
-count zero.
+"""Count the FLOPs of operators that multiply matrices: 2*M*N*K for a product of M x K and K x N numbers, from the
+shapes of the operands. All other operators count zero.
 """
 
 from __future__ import annotations

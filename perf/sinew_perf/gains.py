@@ -191,8 +191,13 @@ def order(
 
 
 def _options(source: str, machine: Hardware, first: PublishedProgram) -> tuple[list[_Option], dict[str, str]]:
-    """Return the changes that make every request faster, and the changes that this machine or policy does not
-    support, with reasons.
+    """Return two results: the changes that make every request faster, and the changes that this machine or policy does
+    not support, each with its reason.
+
+    Args:
+        source: The policy.
+        machine: The machine.
+        first: The program before any change.
     """
     without: dict[str, str] = {}
     options = []
@@ -295,6 +300,12 @@ def _under(
 ) -> list[Gain]:
     """Return the changes that help only under a condition. The conditions are repeated observations, a stream, and
     several robots.
+
+    Args:
+        program: The program after all unconditional changes.
+        traffic: The kind of memory traffic that counts.
+        machine: The machine.
+        without: Receives the changes that do not help, with reasons.
     """
     if machine.kind != "cpu":
         without["a stream"] = (
@@ -336,6 +347,15 @@ def _away(
 ) -> list[Gain]:
     """Find the fastest way to divide the stages of the policy over both machines. Return it if it is faster than this
     machine alone.
+
+    Args:
+        source: The policy.
+        program: The program after all changes on this machine.
+        traffic: The kind of memory traffic that counts.
+        machine: This machine.
+        server: The second machine.
+        route: Links between both machines.
+        without: Receives the reason if no division is faster.
     """
     cuts = all_cuts(program, machine, [server], [route], payload(source, program, "raw"), traffic)
     here = next(cut for cut in cuts if cut.server is None)

@@ -221,7 +221,9 @@ def _with(
     efficiency: float | None,
     request: TracedRequest,
 ) -> list[MachineResult]:
-    """Return the rows for machines of one kind at one precision."""
+    """Return the rows of :func:`needs` for machines of one kind and for one precision. The arguments are those of
+    :func:`needs`.
+    """
     machines = [machine for machine in machines if precision.runs_on(machine)]
     if not machines:
         return []

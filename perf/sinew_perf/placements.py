@@ -81,7 +81,13 @@ def placements(
     bars: list[tuple[str, dict[str, float]]] = []
 
     def bar(where: str, latency_s: float, *stages: float) -> None:
-        """Add a bar to the figure. The time that is not spent on computing counts as network time."""
+        """Add a bar to the figure. The part of the latency that is not spent on computing counts as network time.
+
+        Args:
+            where: Name of the bar.
+            latency_s: Total latency, in seconds.
+            *stages: Computing time of each stage, in seconds.
+        """
         taken = {name: 1e3 * stage for name, stage in zip(STAGES, stages, strict=True)}
         bars.append((where, {"network": max(0.0, 1e3 * (latency_s - sum(stages))), **taken}))
 

@@ -79,7 +79,7 @@ def roofline(
 
 
 def sizes(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the latency over the number of parameters, with one line per part and machine, as in figure 5 of
+    """Draw the latency over the number of parameters, with one line for each component and machine, as in figure 5 of
     VLA-Perf.
     """
     figure, axes = figures.new(height=4.6)

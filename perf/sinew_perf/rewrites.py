@@ -43,7 +43,9 @@ class Cost:
 
 
 def cost(plan: Plan, shapes: Shapes) -> Cost:
-    """Return the cost of one observation, for a plan over a model on the meta device (:func:`on_meta`)."""
+    """Return the cost of one observation. The plan must be made from a model on the meta device (:func:`on_meta`),
+    which has shapes but no data.
+    """
     recorded = trace(plan.model, shapes, plan)
     calls = [(call, recorded.steps if call.stage == "head" else 1) for call in recorded.calls]
     return Cost(

@@ -49,7 +49,13 @@ def payload(spec: PolicySpec, codec: Codec = "raw", rows: int | None = None) -> 
 
 
 def synchronous_s(compute_s: float, size: Payload, route: Sequence[Network]) -> float:
-    """Return the seconds from an observation to its actions at the robot."""
+    """Return the seconds from an observation to its actions at the robot, if the robot waits for each answer.
+
+    Args:
+        compute_s: Time of an inference, in seconds.
+        size: Bytes of an observation and of a chunk.
+        route: Links between robot and machine.
+    """
     there = sum(link.base_ms / 1e3 + link.up_s(size.up) for link in route)
     back = sum(link.base_ms / 1e3 + link.down_s(size.down) for link in route)
     return there + compute_s + back
@@ -67,8 +73,14 @@ def asynchronous_hz(compute_s: float, size: Payload, route: Sequence[Network]) -
 
 
 def dual_system_hz(fast_s: float, slow_s: float, cap_hz: float, synchronous_hz: float) -> float:
-    """Return the rate of System 1 while System 2 runs ``cap_hz`` times per second on the same machine: System 1
-    uses the remaining time.
+    """Return the rate of System 1 while System 2 runs ``cap_hz`` times per second on the same machine: System 1 uses
+    the remaining time.
+
+    Args:
+        fast_s: Time of a run of System 1, in seconds.
+        slow_s: Time of a run of System 2, in seconds.
+        cap_hz: Runs of System 2 per second.
+        synchronous_hz: The rate if both systems run one after the other. The result is at least this rate.
     """
     return max((1 - cap_hz * slow_s) / fast_s, synchronous_hz)
 
@@ -76,8 +88,15 @@ def dual_system_hz(fast_s: float, slow_s: float, cap_hz: float, synchronous_hz: 
 def split_s(
     before_s: float, after_s: float, up_bytes: float, cache_bytes: float, route: Sequence[Network]
 ) -> float:
-    """Return the latency if vision and language run on a server and the action head on the robot. The cache is
-    sent to the robot.
+    """Return the latency if vision and language run on a server and the action head on the robot. The cache is sent to
+    the robot.
+
+    Args:
+        before_s: Time of vision and language on the server, in seconds.
+        after_s: Time of the action head on the robot, in seconds.
+        up_bytes: Bytes of an observation.
+        cache_bytes: Bytes of the cache (the prefix's keys and values).
+        route: Links between robot and server.
     """
     return synchronous_s(before_s, Payload(up_bytes, cache_bytes), route) + after_s
 

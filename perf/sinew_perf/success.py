@@ -177,8 +177,8 @@ def read_surface(path: Path) -> tuple[str, list[Way]]:
 
 
 def best(ways: Iterable[Way], latency: LatencySpread) -> tuple[Way, Rate] | None:
-    """Return the way with the largest success at a latency, and its success. None if no way was measured at such a
-    large latency.
+    """Return the way of driving with the largest success at a latency, and its success. None if no way was measured at
+    such a large latency.
     """
     rates = [(way, rate) for way in ways if (rate := way.of(latency)) is not None]
     return max(rates, key=lambda each: each[1].success, default=None)
@@ -212,7 +212,13 @@ def _parts(rate: Rate) -> tuple[float, float, float]:
 
 
 def checked_number(value: Any, name: str, least: float, most: float) -> float:
-    """Return a number of a report.
+    """Check a number of a report, and return it as a float.
+
+    Args:
+        value: The value in the report.
+        name: Name of the field, for the error message.
+        least: Smallest allowed number.
+        most: Largest allowed number.
 
     Raises:
         ValueError: The value is not a number in this range.

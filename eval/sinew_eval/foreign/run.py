@@ -306,8 +306,8 @@ def _flags(variant: Variant) -> tuple[str, ...]:
 
 
 def _there(variant: Variant, address: str) -> Variant:
-    """Return the variant for the other interpreter: the address of the server, without options that the server
-    already has.
+    """Return the variant that the other interpreter plays. Its policy is the server at ``address``, so it has no
+    options that the server already has.
     """
     return replace(variant, target=address, dtype=None, device="cpu")
 

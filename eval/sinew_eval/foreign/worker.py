@@ -22,7 +22,7 @@ PYTHON = (3, 10)  # oldest Python that can import the evaluation's code
 
 
 def _adopt(name, folder):
-    """Import a package from its folder."""
+    """Import the package ``name`` from ``folder``, which contains the package's modules."""
     first = os.path.join(folder, "__init__.py")  # noqa: PTH118 - no more imports than needed before the check below
     spec = importlib.util.spec_from_file_location(name, first, submodule_search_locations=[folder])
     assert spec is not None

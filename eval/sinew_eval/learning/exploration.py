@@ -147,7 +147,9 @@ def exploring(solver: Solver, exploration: Exploration | None) -> Solver:
 
 
 def log_density(moved: Any, mean: Any, deviation: float) -> Any:
-    """Return the logarithm of the normal density of each number."""
+    """Return the logarithm of the normal density of each number in ``moved``, for a normal distribution with this mean
+    and standard deviation.
+    """
     return -0.5 * ((moved - mean) / deviation) ** 2 - (math.log(deviation) + HALF_LOG_2PI)
 
 

@@ -201,8 +201,8 @@ class BlocksEnv(gymnasium.Env):
 
     @staticmethod
     def _free_place(others: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
-        """Draw a point that is SPACING away from all ``others``. After 200 draws without success, return the last
-        one.
+        """Draw a random point of the table that is at least SPACING metres away from all points in ``others``. After
+        200 draws without success, return the last one.
         """
         for _ in range(200):
             xy = rng.uniform(-scene.FIELD, scene.FIELD)

@@ -48,7 +48,9 @@ def act(world: World) -> np.ndarray:
 
 
 def _reach(world: World, target: np.ndarray) -> np.ndarray:
-    """Return the action to grasp a block: move above it, then down around it, then close the fingers."""
+    """Return the next action to grasp the block at ``target``: first move above it, then down around it, then close the
+    fingers.
+    """
     offset = target[:2] - world.ee[:2]
     distance = float(np.abs(offset).max())
     low = world.ee[2] < target[2] + 0.055
@@ -69,7 +71,9 @@ def _reach(world: World, target: np.ndarray) -> np.ndarray:
 
 
 def _carry(world: World, goal: np.ndarray, height: float) -> np.ndarray:
-    """Return the action to carry a block in the closed fingers: up, across, and down to ``height`` in metres."""
+    """Return the next action to carry a block in the closed fingers: first up, then across to ``goal``, then down to
+    ``height`` in metres.
+    """
     offset = goal - world.ee[:2]
     distance = float(np.abs(offset).max())
     if distance > 0.012:
@@ -116,7 +120,7 @@ def _stack_height(world: World, center: np.ndarray) -> float:
 
 
 def _free_spot(world: World, held_block: int) -> np.ndarray:
-    """Return the nearest place on the table where a block touches no other block."""
+    """Return the place on the table nearest to the hand where the held block touches no other block."""
     others = np.delete(world.blocks[:, :2], held_block, axis=0)
     gap = np.hypot(*(_SPOTS[:, None] - others[None]).transpose(2, 0, 1)).min(axis=1)
     distance = np.hypot(*(_SPOTS - world.ee[:2]).T)

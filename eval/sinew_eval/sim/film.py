@@ -152,7 +152,7 @@ def model_xml() -> str:
 
 
 def _axes(eye: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the camera's right and up directions as unit vectors."""
+    """Return the right and up directions of a camera at ``eye`` that looks at ``at``, as unit vectors."""
     forward = (at - eye) / np.linalg.norm(at - eye)
     right = np.cross(forward, [0.0, 0.0, 1.0])
     right /= np.linalg.norm(right)

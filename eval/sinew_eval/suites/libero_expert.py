@@ -89,7 +89,9 @@ def _play(env: Any, goals: list[list[str]]) -> Iterator[np.ndarray]:
 
 
 def _holds(env: Any, goal: list[str]) -> bool:
-    """Return True if the simulator reports that a goal is reached now."""
+    """Return True if the simulator reports that the goal ``goal`` (a list of words, as in LIBERO's task files) is
+    reached now.
+    """
     return bool(env._eval_predicate(goal))  # noqa: SLF001 - it has no other name
 
 

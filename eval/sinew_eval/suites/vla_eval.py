@@ -157,7 +157,7 @@ def _load(name: str, place: str) -> Any:
 
 
 def _draw_with(kind: Any, mode: str, name: str) -> None:
-    """Choose the renderer. This must happen before a simulator is imported."""
+    """Choose how a simulator draws: "gpu" or "cpu" (``mode``). This must happen before the simulator is imported."""
     from vla_eval.render import apply_render_mode
 
     try:

@@ -115,7 +115,9 @@ class Objective(nn.Module):
 
 
 def repeated(prefix: Prefix, rows: int, times: int) -> Prefix:
-    """Repeat each of the first ``rows`` rows of a prefix ``times`` times."""
+    """Repeat each of the first ``rows`` observations of a computed prefix (context of the language model) ``times``
+    times.
+    """
 
     def repeat(x: Tensor) -> Tensor:
         return x[:rows].repeat_interleave(times, 0)

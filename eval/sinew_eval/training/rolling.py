@@ -77,8 +77,8 @@ class RollingObjective(nn.Module):
         return flow + 2.0 * rolling, {"flow": flow.detach(), "rolling": rolling.detach()}
 
     def _one_time(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw one flow time for all actions of a window, [count, H], from Beta(1.5, 1) scaled to (0.001, 1), as in
-        LeRobot.
+        """Draw flow times for ``count`` windows, [count, H]. All actions of a window get the same time, from Beta(1.5,
+        1) scaled to (0.001, 1), as in LeRobot.
         """
         t = torch.rand(count, 1, generator=generator) ** (1 / 1.5) * 0.999 + 0.001
         return t.expand(count, self.model.config.chunk_size)

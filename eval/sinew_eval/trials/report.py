@@ -109,7 +109,7 @@ def _parts(record: dict[str, Any], films: Sequence[Film]) -> Iterator[str]:
 
 
 def films(sitting: TrialSession, frames: Path, control_hz: float) -> list[Film]:
-    """Make a film of each trial with stored steps, scene by scene."""
+    """Make a film of each trial whose control steps were stored, scene by scene."""
     places: dict[str, list[Path]] = defaultdict(list)
     for path in record_files(frames):
         with open_record(path) as npz:

@@ -153,8 +153,8 @@ def seconds_of(rows: Iterable[Work], speeds: Speeds, factors: Mapping[str, float
 
 
 def roofline_seconds(component: Component, speeds: Speeds) -> float:
-    """Return the time of a stage with all its repeats at the measured peaks, without factors and overhead. It is a
-    lower bound of the real time.
+    """Return the seconds of a stage with all its repeats if the machine works at its measured peaks, without fitted
+    factors and without overhead. It is a lower bound of the real time.
     """
     ideal = dict.fromkeys(FACTORS, 1.0) | dict.fromkeys(MULTIPLIERS, 0.0)
     return component.repeats * seconds_of(work(component), speeds, ideal)

@@ -93,7 +93,14 @@ def _measured(count: int, device: torch.device) -> list[SyncSetting]:
 
 
 def _check(name: str, way: Callable[[], None], total: Tensor, count: int) -> None:
-    """Run a setting once as a warm-up, and check its result."""
+    """Run a setting once as a warm-up, and check its result.
+
+    Args:
+        name: Name of the setting, for the error message.
+        way: Function that computes the sums.
+        total: The tensor that contains the result.
+        count: Number of sums.
+    """
     total.zero_()
     way()
     if not bool((total == count).all()):

@@ -382,7 +382,13 @@ class Link:
         return isinstance(self._socket, tls.TlsSocket) and self._socket.pending() > 0
 
     def _send(self, parts: Sequence[zmtp.Frame], end: float, beside: Sequence = ()) -> bool:
-        """Send all parts. Return False if the peer has not accepted all bytes until ``end``."""
+        """Send all parts of a message. Return False if the peer has not accepted all bytes until ``end``.
+
+        Args:
+            parts: The parts, which are sent one after the other.
+            end: Time limit, seconds of ``time.monotonic()``.
+            beside: Ancillary data for ``sendmsg``, sent with the first bytes.
+        """
         pending = (
             [memoryview(b"".join(parts))] if len(parts) > MAX_PARTS else [memoryview(each) for each in parts]
         )

@@ -98,7 +98,9 @@ class Step(NamedTuple):
 
 
 def drawn(noise: Any, index: int) -> Any:
-    """Select noise number ``index``, [B, H, A], from all noises, [B, D, H, A]. A single noise is [B, H, A] itself."""
+    """Select the noise with number ``index``, [B, H, A], from D noises, [B, D, H, A]. If there is only one noise,
+    ``noise`` may be [B, H, A] itself.
+    """
     return noise[:, index] if noise.ndim == 4 else noise
 
 

@@ -316,9 +316,8 @@ class StreamLink:
         return payload
 
     def _lose(self, link: Link, why: str) -> None:
-        """Drop a connection, and change to the next address if there is one.
-
-        The caller must have locked ``_changed``.
+        """Drop a connection, and change to the next address if there is one. ``why`` is the reason, for the log. The
+        caller must have locked ``_changed``.
         """
         if self._link is link:
             self._link, self._asked = None, None

@@ -92,7 +92,12 @@ class _Followed:
     time: float
 
     def rest(self, now: float, hz: float) -> np.ndarray:
-        """Return the targets whose time has not passed at ``now``, float32 [R, D]. ``hz`` is the control rate."""
+        """Return the targets whose time has not passed at ``now``, float32 [R, D].
+
+        Args:
+            now: Present time, in seconds.
+            hz: Control steps per second.
+        """
         return self.targets[max(0, round((now - self.time) * hz)) :]
 
 

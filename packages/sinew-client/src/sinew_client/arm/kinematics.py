@@ -237,7 +237,13 @@ def _cross(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _error(place: np.ndarray, turn: np.ndarray, tip: Tip) -> np.ndarray:
-    """Return the error of the tip, [..., 6]: position in metres, and rotation vector in the base's frame."""
+    """Return the error of the tip, [..., 6]: position in metres, and rotation vector in the base's frame.
+
+    Args:
+        place: Requested position of the tip, [..., 3].
+        turn: Requested rotation matrix of the tip, [..., 3, 3].
+        tip: Present pose of the tip.
+    """
     return np.concatenate([place - tip.place, to_vector(turn @ np.swapaxes(tip.turn, -1, -2))], axis=-1)
 
 
@@ -300,7 +306,13 @@ def read_chain(path: Path, tip: str = "", base: str = "") -> Chain:
 
 
 def _urdf(root: Any, tip: str, base: str) -> tuple[list[_Joint], str, str]:
-    """Return the joints between two links of a URDF file, from base to tip, and the names of both links."""
+    """Return the joints between two links of a URDF file, from base to tip, and the names of both links.
+
+    Args:
+        root: Root element of the file's XML.
+        tip: Name of the last link; "" takes the robot's only last link.
+        base: Name of the first link; "" takes the root link.
+    """
     # For each link: the joint that carries the link, and the parent link of this joint.
     above = {}
     for joint in root.findall("joint"):

@@ -250,7 +250,9 @@ def _norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
 
 
 def _convolved(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: int) -> np.ndarray:
-    """Convolve x [C, h, w] with weight [O, C, k, k], after padding each side with (k - 1) // 2 zeros: [O, h', w']."""
+    """Convolve x [C, h, w] with weight [O, C, k, k], after padding each side with (k - 1) // 2 zeros. The result is [O,
+    h', w'].
+    """
     k = weight.shape[2]
     edge = (k - 1) // 2
     x = np.pad(x, ((0, 0), (edge, edge), (edge, edge)))

@@ -365,7 +365,9 @@ class BaseController:
         self._drop()
 
     def _followed(self, step: int, state: np.ndarray | None) -> Command:
-        """Return the command of a control step in which a leader, or the return to the rest pose, drives."""
+        """Return the command of a control step in which a leader drives, or in which the robot returns to its rest
+        pose.
+        """
         policy_command = self._wanted(step, state)
         if self.paused:
             return Command(step, None, PAUSED, by=self.driver, wanted=policy_command)
@@ -496,7 +498,7 @@ class BaseController:
         return low - np.minimum(ahead, 0.0), high - np.maximum(ahead, 0.0)
 
     def _goes(self, target: np.ndarray, pose: np.ndarray) -> None:
-        """Record that a command moves the robot from ``pose`` to ``target``, each float [D]."""
+        """Record that a command moves the robot from position ``pose`` to position ``target``, each float [D]."""
         if not self.needs_state:
             return
         self._ahead_before = self._ahead
@@ -596,7 +598,7 @@ class Controller(BaseController):
         time: float = 0.0,
         frame_time: float = 0.0,
     ) -> ChunkRequest:
-        """Record that a request is sent, and compute its fields (:meth:`Player.ask`)."""
+        """Record that a request is sent, and compute its fields. Arguments are as in :meth:`BaseController.ask`."""
         self._tell("ask", {"step": step, "frame": frame, "state": state, "time": time})
         return self.player.ask(step, frame, state)
 
@@ -661,7 +663,7 @@ class Controller(BaseController):
         self._fail(step, reason, drop=True)
 
     def fault(self, step: int, reason: str, moved: bool = False) -> None:
-        """Hold the robot until a fresh chunk arrives (:meth:`BaseController.fault`)."""
+        """Hold the robot until a fresh chunk arrives. The arguments are those of :meth:`BaseController.fault`."""
         self._tell("fault", {"step": step, "reason": reason, "moved": moved})
         self._fail(step, reason, drop=True)
         if moved:

@@ -42,7 +42,12 @@ class Motion:
     holds = "last"
 
     def targets(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Convert the actions of a chunk, float [H, D], to targets. ``state`` is the state [S] at its observation."""
+        """Convert the actions of a chunk to targets.
+
+        Args:
+            rows: The actions, float [H, D].
+            state: State at the chunk's observation, [S].
+        """
         return rows
 
     def rows(self, targets: np.ndarray, state: np.ndarray | None) -> np.ndarray:
@@ -50,7 +55,9 @@ class Motion:
         return targets
 
     def commands(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Convert a chunk [H, D] to the commands of a robot that executes all its actions, from ``state`` [S] on."""
+        """Convert a chunk [H, D] to the commands of a robot that starts at ``state`` [S] and executes all actions of
+        the chunk.
+        """
         return self.targets(rows, state)
 
     def command(self, target: np.ndarray, state: np.ndarray | None) -> np.ndarray:

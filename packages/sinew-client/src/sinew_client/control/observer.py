@@ -131,7 +131,9 @@ def frame_fault(age: float, stale: float) -> str:
 
 
 def exposed(times: Mapping[str, Any], observation: Mapping[str, Any]) -> dict[str, float]:
-    """Return {"time": time of the oldest frame} if the observation has only the time of each camera, else {}."""
+    """Return the time of the oldest frame as {"time": seconds} if the observation states only the time of each camera.
+    Otherwise, return {}.
+    """
     frames = [float_of(times[name]) for name in observation.get("images", {}) if name in times]
     return {"time": min(frames)} if frames and "age" not in observation else {}
 

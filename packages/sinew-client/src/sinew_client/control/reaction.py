@@ -56,7 +56,13 @@ class Reactions:
         return [float(table[k, 0] - s) for k, s in zip(at, stimuli) if k < len(table)]
 
     def anywhere(self, loop: str, count: int = 2000, seed: int = 0) -> list[float]:
-        """Return the reaction times in seconds to ``count`` events at random times during the run."""
+        """Return the reaction times in seconds to ``count`` events at random times during the run.
+
+        Args:
+            loop: "sensor" or "image".
+            count: Number of events.
+            seed: Seed of the random times.
+        """
         if len(self._rows) < 2:
             return []
         rng = np.random.default_rng(seed)

@@ -210,7 +210,14 @@ def _prompt(prompt: str | None, facts: RobotFacts, policy: Mapping[str, Any]) ->
 def _limits(
     chosen: Mapping[str, Any] | Limits | None, policy: Mapping[str, Any], dim: int, names: Sequence[str]
 ) -> Limits | None:
-    """Return the limits of a run in the order of ``names``: the user's limits, or else the policy's own limits."""
+    """Return the limits of a run in the order of ``names``: the user's limits, or else the policy's own limits.
+
+    Args:
+        chosen: The user's limits; None if the user chose none.
+        policy: The policy's description.
+        dim: Number of values in a command (D).
+        names: Names of the values in a command.
+    """
     if isinstance(chosen, Limits):
         limits: Limits | None = chosen
     elif chosen is None:
@@ -242,7 +249,15 @@ def _measured(
 def _joint_notes(
     facts: RobotFacts, names: Sequence[str], own: Sequence[str], limits: Limits | None, dim: int
 ) -> tuple[str, ...]:
-    """Write notes for the user of a physical robot: about the order of its joints, and about missing speed limits."""
+    """Write notes for the user of a physical robot: about the order of its joints, and about missing speed limits.
+
+    Args:
+        facts: The robot's facts.
+        names: Names of the values in a command.
+        own: Names of the joints that the policy itself states.
+        limits: The limits of the run; None if there are none.
+        dim: Number of values in a command (D).
+    """
     if not facts.physical or facts.bounds_speed or not dim:
         return ()
     notes = []

@@ -159,7 +159,9 @@ class Smoothing:
         return np.where(self.mask, value, node.row).astype(np.float32)
 
     def _ahead(self, node: Node, trajectory: Trajectory) -> np.ndarray:
-        """Return the input of the filter for this step: the target that is due after the filter's lag, float64 [D]."""
+        """Return the input of the filter for this step. This is the target that is due later, after the lag of the
+        filter, float64 [D].
+        """
         first, part = divmod(self.design.lag, 1.0)
         rows = [node.row]
         for ahead in range(1, int(first) + 2):

@@ -115,7 +115,9 @@ class StreamController(BaseController):
         time: float = 0.0,
         frame_time: float = 0.0,
     ) -> ChunkRequest:
-        """Record that a sample is sent, and compute its fields: its times, and the expected delay in waypoints."""
+        """Record that a sample (the robot's state) is sent, and compute its fields: its times, and the expected delay
+        in waypoints. The arguments are those of :meth:`BaseController.ask`.
+        """
         self._tell("ask", {"step": step, "frame": frame, "state": state, "time": time})
         self._asked, self._time = step, time
         delay = max(1, self.delay.steps)

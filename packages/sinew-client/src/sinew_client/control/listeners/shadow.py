@@ -113,7 +113,13 @@ class ShadowAgreement(LoopListener):
             self._said.append((frame + np.round((np.arange(len(rows)) + 1) / speed).astype(int) - 1, rows))
 
     def add(self, step: int, wanted: np.ndarray | None, did: np.ndarray) -> None:
-        """Add a control step: the policy's command (None without one) and the driver's command, float32 [D] each."""
+        """Add a control step to the comparison.
+
+        Args:
+            step: The control step.
+            wanted: The policy's command, float32 [D]; None if it has none.
+            did: The driver's command, float32 [D].
+        """
         if len(self._did) < KEPT:
             self._did[step] = did
         if wanted is None:
