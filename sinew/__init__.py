@@ -19,28 +19,30 @@ if TYPE_CHECKING:
     from sinew.serve.wires.server import Server as serve  # noqa: N813 - the package is called as it
 
 # OpenMP threads that wait in a loop use CPU time that other programs need (measured in research/log). So let waiting
-# threads sleep, unless the user chose otherwise. Set this before torch is imported, because its OpenMP runtime (GNU's
-# on Linux, LLVM's or Intel's elsewhere) reads the environment once, when it is loaded.
+# threads sleep, unless the user has set one of these variables. Set them before torch is imported, because its OpenMP
+# runtime (GNU's on Linux, LLVM's or Intel's elsewhere) reads the environment only once, when it is loaded.
 WAITING = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})
 if "torch" not in sys.modules and not WAITING & os.environ.keys():
     os.environ |= {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 
 __version__ = "0.1.0"
-# Public name -> module. `import sinew` must be fast, because command-line help, clients and controllers need no torch.
+# Key: public name. Value: the module that defines it, imported on first use. `import sinew` must be fast, and the
+# command line's help, clients and controllers do not need torch.
 _LATER = {
     "Policy": "sinew.policy",
     "Quantized": "sinew.lowbit.quantization",
     "RecordedPolicy": "sinew.serve.recorded",
     "Server": "sinew.serve.wires.server",
     "connect": "sinew_client.target",
-    "convert": "",  # a subpackage, which is also callable as the function `convert`
+    "convert": "",  # a subpackage, which can also be called like a function: `sinew.convert(...)`
     "load": "sinew.policy",
     "quantize": "sinew.lowbit.quantization",
     "record": "sinew.serve.recorded",
     "run": "sinew.driving",
-    "serve": "",  # a subpackage, which is also callable
+    "serve": "",  # a subpackage, which can also be called like a function: `sinew.serve(...)`
 }
-# Names that the package sinew-eval provides by its entry points `sinew.names`. A star import does not import them.
+# Public names that the package sinew-eval provides through its entry points in the group `sinew.names`. `from sinew
+# import *` does not import them.
 _OF_EVAL = ("Episode", "Evaluation", "Exploration", "RolloutPolicy", "RolloutSample", "evaluate")
 __all__ = [
     "Policy",

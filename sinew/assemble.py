@@ -1,4 +1,7 @@
-"""Load a policy: every stage in order, from a bundle to an open engine. Imports no torch itself."""
+"""Load a policy: all stages in order, from a bundle file to an engine that is ready to run.
+
+This module itself does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +56,13 @@ class LoadOptions:
             this for policies that were trained without instructions.
         adapters: Name -> file of ``sinew convert --no-merge``. An observation names the adapter that computes it. The
             adapter uses its own statistics. An observation that names no adapter runs on the bundle itself.
-        prepared: Also select an engine that ``sinew prepare`` measured to be faster but that supports fewer operations,
-            as ``sinew serve`` does.
+        prepared: Also allow the selection of an engine that was faster in the measurement of ``sinew prepare``, but
+            that supports fewer operations. ``sinew serve`` sets this.
         reuse: Cache the image tokens and the context of the prefix for inputs that later observations repeat byte for
             byte. The actions are the same bit for bit, and ``timing`` states which stages were skipped. The cache
             starts in ``warm_up``, or in the first inference, which then runs the vision tower two more times.
-        stream: Select an engine that supports a stream (``sinew.stream``) whose whole chunks are continued by this
-            method: "none", "guided", "no-jacobian" or "ramp". None: no stream.
+        stream: Select an engine that supports a stream (``sinew.stream``) in which each new chunk continues the
+            previous one by this method: "none", "guided", "no-jacobian" or "ramp". None: no stream.
     """
 
     device: str | None = None
@@ -87,14 +90,15 @@ class PolicyParts:
         adapters: The bundles of the adapters, by name.
         choice: The engine, device and precision, with reasons.
         opened: The engine. None after the policy is closed.
-        facts: Facts of the open engine.
+        facts: Properties of the open engine, such as its threads and precision.
         capabilities: The operations that the policy supports.
         processors: Preprocessing and postprocessing, by adapter. The key "" is the bundle itself.
         identity: The bundle's ``hash``, ``version``, ``date`` and ``source``.
         files: The files of weights, which must not change while the policy is open.
-        start: Measurements and caches that the first inference sets up.
+        start: The choices that the first inference makes: the number of threads, and the cache of repeated inputs.
         spec: The manifest's specification: cameras, state, actions, solver.
-        lock: Locked while the engine computes. The same thread may start another run between two steps of a run.
+        lock: Locked while the engine computes. The thread that holds it may start another run between two solver steps
+            of a run.
     """
 
     bundle: Bundle
@@ -129,7 +133,7 @@ def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
     Raises:
         SinewError: An option does not fit the bundle or this machine. No other option is selected instead.
     """
-    # Compute the identity of the file first, before another process can change the file.
+    # Compute the identity of the file first, so that another process has no time to change the file before that.
     which = identity(bundle)
 
     # Rename the cameras of the policy to the robot's names.
@@ -137,14 +141,15 @@ def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
     for note in statistics.notes(manifest.spec, bundle.manifest.processing):
         log.warning("%s: %s", manifest.name, note)
 
-    # Open the adapters of the weights.
+    # Open the LoRA adapters.
     adapters = open_adapters(bundle, options.adapters or {})
 
     # Select the engine, the device and the precision.
     choice = choose(
         bundle,
         options.engine,
-        None if options.device is None else str(options.device),  # accepts a torch.device too
+        # Convert to a text, because the caller may pass a torch.device.
+        None if options.device is None else str(options.device),
         options.dtype,
         threads=options.threads,
         providers=options.providers,
@@ -192,7 +197,7 @@ def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
 
 def _compiled_products() -> None:
     """Compile and install the kernels for low-bit weights once."""
-    # This module imports torch.
+    # Import here, because this module imports torch.
     from sinew.engine.cpu.kernels.library import extension
 
     extension()
@@ -235,7 +240,7 @@ def identity(bundle: Bundle) -> dict[str, str]:
 
 
 def shown_source(source: str) -> str:
-    """Return the source of a policy in the form that clients may see.
+    """Return the source of a policy (path or name) in a form that does not reveal this machine's folders to clients.
 
     A relative path or a name is returned as typed. Of an absolute path, only the last part is returned.
     """

@@ -1,4 +1,4 @@
-"""The capabilities of a loaded policy, found once from its engine and its bundle.
+"""The record of the operations that a loaded policy supports. It is made once, from the policy's engine and its bundle.
 
 Metadata, error messages and ``sinew doctor`` use this record. This module imports no torch.
 """
@@ -27,11 +27,13 @@ class Capabilities:
 
     Attributes:
         engine: Name of the engine.
-        guides: The values of an observation's ``rtc`` that the engine supports.
-        guidance: The values of ``rtc`` that this policy supports. Empty if the policy cannot continue a running chunk.
+        guides: The methods of continuing a running chunk that the engine supports: values of an observation's ``rtc``.
+        guidance: The methods that this policy supports on this engine. Empty if the policy cannot continue a running
+            chunk.
         texts: The fields that may request text: "subtask", "question".
-        advantages: The advantages that an observation may name. Empty if the prompt contains no advantage.
-        usual_advantage: The advantage for observations that name no advantage.
+        advantages: The values that an observation's ``advantage`` may have. An advantage is a text in the prompt that
+            states how good the actions should be. Empty if the prompt contains none.
+        usual_advantage: The advantage that is used for observations without one.
         language_head: How the bundle stores its language head. "" if the bundle has no language head.
         refusals: The capabilities that this policy lacks, each with the reason.
     """
@@ -106,8 +108,8 @@ class Capabilities:
         if field := observation.asks:
             self._require(Capability.SPEAK, field, "nothing, or ")
         scale = observation.guidance_scale
-        # The scales 0 and 1 need one prompt only. The processor rejects scales that are not numbers, and observations
-        # whose prompt has no advantage.
+        # The guidance scales 0 and 1 need only one prompt, so every engine supports them. The processor later rejects
+        # scales that are not numbers, and observations whose prompt has no advantage.
         if isinstance(scale, (int, float, np.number)) and scale not in (0, 1) and self.advantages:
             self._require(Capability.TWO_PROMPTS, "guidance_scale")
 

@@ -11,7 +11,7 @@ from sinew.processing import Prepared
 
 
 class DescribedPolicy(PolicyParts):
-    """The parts of a policy, with descriptions in words."""
+    """The parts of a policy, and methods that describe the policy in words."""
 
     def __repr__(self) -> str:
         spec, cameras = self.spec, ", ".join(camera.name for camera in self.spec.cameras)
@@ -36,7 +36,10 @@ class DescribedPolicy(PolicyParts):
 
     @property
     def precision_text(self) -> str:
-        """The precision of the computation. It also names the recipe of the bundle if the engine ignores the recipe."""
+        """The precision of the computation, as text.
+
+        If the engine ignores the bundle's quantisation recipe, the text also states this recipe.
+        """
         kinds, ignored = self.facts.precision, self.choice.ignored
         if len({*kinds.values()}) < 2:
             text = next(iter(kinds.values()), self.choice.options.dtype)
@@ -46,13 +49,13 @@ class DescribedPolicy(PolicyParts):
 
     @property
     def dtype_reason(self) -> str:
-        """Why the weights have their precision."""
+        """The reason, as text, why the weights have their precision."""
         reason = "the bundle's recipe" if self.facts.recipe else self.choice.dtype_reason
         return f"{reason}; {other_precision()}" if reason.startswith(REFERENCE) else reason
 
     @property
     def threads_reason(self) -> str:
-        """Why the engine has its number of threads."""
+        """The reason, as text, why the engine has its number of threads."""
         return self.start.threads_reason
 
     def describe(self) -> dict[str, Any]:
@@ -94,7 +97,7 @@ class DescribedPolicy(PolicyParts):
         return {"policy": described, "server": self.describe()}
 
     def warnings(self, member: Prepared) -> tuple[str, ...]:
-        """Return one sentence for each input that an observation lacks."""
+        """Return one warning, as a sentence, for each input that a prepared observation does not contain."""
         spec, names = self.spec, ", ".join(member.missing)
         count = spec.history - member.unsent
         sentences = [f"no frame for {names}: the policy ran without these frames"] if names else []

@@ -1,6 +1,7 @@
 """Estimate the memory that a policy needs, before and after it is loaded.
 
-The package sinew-perf counts activations. Without that package only the weights are counted, and messages state this.
+The package sinew-perf estimates the memory of activations (intermediate results). Without this package only the weights
+are counted, and messages state this.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class CountedMemory(NamedTuple):
     fixed: int
 
 
-# (path of a bundle or of exported graphs, precision, engine, kind of device) -> memory
+# A function of the path of a bundle or of exported graphs, the precision, the engine, and "cpu" or "cuda".
 Count = Callable[[str, str | None, Any, Literal["cpu", "cuda"]], CountedMemory]
 
 
 def counts_activations() -> bool:
-    """Return True if activations can be counted, which requires the package sinew-perf and torch."""
+    """Return True if the memory of activations can be estimated: this requires the package sinew-perf and torch."""
     return installed("torch") and providers.provider(GROUP) is not None
 
 
@@ -50,17 +51,17 @@ def memory_need(
 ) -> tuple[int, int]:
     """Estimate the memory of a policy without loading its weights.
 
-    If activations cannot be counted, the result is the size of the files and 0.
+    If the memory of activations cannot be estimated, the result is the size of the files, and 0.
 
     Args:
         source: Path or name of the policy, as for ``sinew infer``.
         options: Options of :func:`sinew.load`.
         threads: Number of computing threads. None for the engine's default.
         batch: Number of requests that are computed together.
-        apart: Count in a separate process, as a server does.
+        apart: Estimate in a separate process, as a server does, so that this process need not import torch.
 
     Returns:
-        The bytes of the weights, and the bytes that the selected engine computes with.
+        (Bytes of the weights, bytes that the selected engine needs in addition for its computation).
     """
     from sinew.engine.backend import choose, chosen_by, exported_graphs
     from sinew.policy import open_bundle

@@ -94,7 +94,7 @@ class Policy(DescribedPolicy, OpenPolicy):
         SinewError: An option does not fit the bundle or this machine.
     """
 
-    # No code reads a frame after infer has returned, so the caller may reuse the memory of the frame.
+    # False: no code reads a camera frame after `infer` has returned, so the caller may reuse the memory of the frame.
     keeps_frames = False
 
     def __init__(
@@ -335,7 +335,7 @@ class Policy(DescribedPolicy, OpenPolicy):
         most 1e-5.
 
         Args:
-            members: Results of :meth:`prepare`.
+            members: The prepared observations, which are results of :meth:`prepare`.
             cancel: As in :meth:`infer`.
             between: As in :meth:`run`.
 
@@ -359,7 +359,8 @@ class Policy(DescribedPolicy, OpenPolicy):
         prompt = self.processors[first.adapter].recipe.prompt
         inputs = first.inputs.batched() if alone else stack_prompts(members, prompt)
         with self.lock:
-            # Check before the weights are read, because reading a truncated file would kill the process.
+            # Check the files before the weights are read, because the system ends a process that reads from a truncated
+            # memory-mapped file.
             self.files.check()
             start, watch = time.perf_counter(), Watch(cancel, between=between)
             if self.start.reuse_open:
@@ -406,9 +407,9 @@ class Policy(DescribedPolicy, OpenPolicy):
         ]
 
     def exchange(self, weights: Mapping[str, Any]) -> None:
-        """Replace weights between two inferences.
+        """Replace weights of the policy between two inferences.
 
-        Waiting requests are not dropped. They are computed with the new weights.
+        Requests that are waiting are computed with the new weights.
 
         Args:
             weights: Name of a tensor in the bundle -> tensor or array, which is copied. All other weights stay.
@@ -489,12 +490,12 @@ class Policy(DescribedPolicy, OpenPolicy):
 def _steered(
     members: Sequence[Prepared], solver: Solver, place: Callable[[np.ndarray], Any]
 ) -> tuple[Any, np.ndarray]:
-    """Return the guidance and the initial noise of a batch.
+    """Return the guidance of a batch, which corrects each solver step, and its initial noise.
 
     Args:
         members: The members of the batch.
         solver: The solver of the policy.
-        place: Copies an array to the engine's device.
+        place: Function that copies an array to the engine's device.
 
     Returns:
         The guidance, or None, and the noise [B, H, A].

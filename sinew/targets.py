@@ -20,8 +20,8 @@ def open_local(source: Any, split: str | None = None, api_key: str = "", **optio
     Args:
         source: A folder of recordings, whose chunks are replayed in order, or any source that :func:`sinew.load`
             accepts.
-        split: Address of a server that computes vision and prefix of the same bundle (``context.FORM``). The head then
-            runs in this process.
+        split: Address of a server that runs the vision tower and the prefix of the same bundle (``context.FORM``). Only
+            the action head then runs in this process.
         api_key: API key of that server.
         **options: Options of :func:`sinew.load`. For a folder of recordings, options of
             :class:`sinew.serve.replay.Replay`.
@@ -56,6 +56,6 @@ def open_local(source: Any, split: str | None = None, api_key: str = "", **optio
 
 
 def _is_recording(source: Any) -> bool:
-    """Return True for a folder of files that ``sinew serve --record`` wrote."""
+    """Return True if ``source`` is a folder of recordings, which ``sinew serve --record`` wrote."""
     path = Path(source)
     return path.is_dir() and next(path.glob("*.npz"), None) is not None

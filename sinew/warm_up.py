@@ -1,4 +1,5 @@
-"""Choose the number of threads and start the cache of repeated inputs, in the first inference of a policy."""
+"""Settings that a policy chooses during its first inference: the number of threads, and the cache of repeated
+inputs."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from sinew.processing import ModelInputs
 
 
 class WarmUp:
-    """The choices that a policy makes once, in its first inference.
+    """Makes the choices of a policy's first inference, and stores the reasons for them.
 
     Attributes:
-        threads_reason: Why the engine has this number of threads.
-        reuse_reason: What is cached of earlier observations. "off" if caching is off.
+        threads_reason: Text with the reason why the engine has this number of threads.
+        reuse_reason: Text that states which results for earlier observations are cached. "off" if nothing is cached.
     """
 
     def __init__(self, threads: int | None, reuse: bool):
@@ -24,19 +25,22 @@ class WarmUp:
         self._threads_open = threads is None
 
     def tune_threads(self, engine: Engine, infer: Callable[[], object]) -> None:
-        """Measure and choose the number of threads, unless the user chose the number."""
+        """Choose the number of threads by a measurement, unless the user has set the number."""
         if self._threads_open:
             self._threads_open = False
             self.threads_reason = engine.tune_threads(infer) or self.threads_reason
 
     def pause_reuse(self, engine: Engine) -> None:
-        """Stop the cache, because a measurement must compute everything."""
+        """Switch the cache off for a measurement, which must compute all stages."""
         self.reuse_open = False
         for each in (engine, *engine.adapters.values()):
             each.reuse = None
 
     def start_reuse(self, engine: Engine, inputs: ModelInputs) -> None:
-        """Start to cache what observations like ``inputs`` repeat, if the user chose this."""
+        """Start the cache of inputs that repeat from one observation to the next, if the user enabled it.
+
+        ``inputs`` is a typical observation.
+        """
         self.reuse_open = False
         if self.reuse_reason == "off":
             return
