@@ -44,7 +44,7 @@ class Effect:
 
     Attributes:
         input: "instruction", "state", or "camera NAME".
-        change: What was changed.
+        change: Description of the change.
         share: Root mean square change of the actions, as a share of their spread in training.
         threshold: Share below which the change is weak; see :func:`measure`.
         rounding: Largest share that rounding alone explains.
@@ -205,7 +205,9 @@ def reads_instruction(policy: Policy) -> bool:
 
 
 def state_step(policy: Policy) -> np.ndarray:
-    """Return about one standard deviation of each number of the state in training, float32 [D]."""
+    """Return a change of the state that is about one standard deviation of each number in the training data, float32
+    [D].
+    """
     normalizer = policy.processor.state_normalizer
     low, high = (
         np.asarray(normalizer.unnormalize(np.full(normalizer.width, value, np.float32)), np.float64)

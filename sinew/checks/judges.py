@@ -25,8 +25,9 @@ def observations(policy: Policy) -> tuple[str, Iterator[Observation]] | None:
 
 
 def gate_of(bundle: Path) -> tuple[Any | None, str]:
-    """Return the built-in success gate whose task a bundle can play, and a sentence with the reason. The gate is None
-    if no task fits, or if the package sinew-eval is not installed."""
+    """Return the built-in success gate (a test of the success rate on a task) that a bundle can play, and a sentence
+    with the reason for this gate. The gate is None if no task fits, or if the package sinew-eval is not installed.
+    """
     judge = providers.provider(GROUP)
     if judge is None:
         return None, str(providers.MissingDistributionError("the gate", providers.HOMES[GROUP]))

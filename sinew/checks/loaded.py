@@ -88,7 +88,9 @@ def bundle(path: Path, options: Mapping[str, Any], needs: Needs | None = None) -
 
 
 def _parity(policy: Policy) -> Check:
-    """Run the short form of ``sinew validate``: compare the policy with eager float32 on one observation."""
+    """Run the short form of ``sinew validate``: compare the policy with the reference engine (eager, in float32) on one
+    observation.
+    """
     if not installed("torch"):
         return Check("bundle parity", "ok", "skipped: no torch, which the reference engine needs")
     from sinew.checks.validate.observations import random_observations
@@ -107,7 +109,9 @@ def _parity(policy: Policy) -> Check:
 
 
 def _parity_of_graphs(policy: Policy) -> Check:
-    """Compare with the chunk that `sinew export` stored in a folder of graphs, because the folder has no weights."""
+    """Compare a policy from a folder of graphs with the chunk that `sinew export` has stored in the folder. The
+    reference engine cannot run, because the folder has no weights.
+    """
     from sinew.checks.validate.exported import REFERENCE, against_reference
 
     try:

@@ -43,10 +43,10 @@ class Age:
 
     Attributes:
         age: Age of the plans, in executed control steps.
-        compared: Observations that were compared.
-        outdated: Observations at which the old plan is outdated.
-        episodes: Episodes that were compared.
-        outdated_episodes: Episodes with at least one such observation.
+        compared: Number of observations that were compared.
+        outdated: Number of observations at which the old plan is outdated.
+        episodes: Number of episodes that were compared.
+        outdated_episodes: Number of episodes with at least one outdated plan.
         typical: Median change, in standard deviations of the actions, without the part of the noise.
     """
 
@@ -202,7 +202,9 @@ def _change(episode: Episode, old: int, new: int, scale: np.ndarray) -> float | 
 
 
 def _episodes(records: Iterable[Record], hz: float) -> Iterator[tuple[str, list[int], list[Observation]]]:
-    """Yield the name, the steps and the observations of each episode. Steps that a human drove divide an episode."""
+    """Yield the name, the steps and the observations of each episode. If a human drove the robot for some steps, the
+    steps before and after belong to different episodes.
+    """
     name, steps, observations = "", [], []  # type: tuple[str, list[int], list[Observation]]
     for record in records:
         if record.wire != "run" or record.observation.time is None:

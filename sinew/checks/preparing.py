@@ -306,7 +306,7 @@ def _prove(
 def _measure(
     bundle: Bundle, choice: EngineChoice, others: Sequence[tuple[EngineChoice, Path]]
 ) -> tuple[dict[str, float], str]:
-    """Time engines against the present choice.
+    """Measure the seconds that each engine needs for a chunk.
 
     Each engine is timed in turn with ``choice``, so that only two policies are in memory at once. Its time is computed
     from the ratio to ``choice``, because a machine's speed may change between two pairs. If one thread computes on a

@@ -88,7 +88,7 @@ def amplitudes(
 
 
 class Wobble:
-    """The wobble as a source of actions.
+    """The wobble (a small test motion) as a source of actions. The control loop uses it in place of a policy.
 
     Args:
         curve: The wobble.
@@ -208,7 +208,9 @@ class TracedRobot:
             self._poll(begun + self._late)
 
     def _quick(self) -> bool:
-        """Return True if there is time for more observations. A robot that waits for its next frame needs none."""
+        """Return True if there is time for more observations in this control step. They are not needed if each
+        observation of the robot waits for the next frame.
+        """
         return 4 * max(self._took, default=0.0) < self._late
 
     def _poll(self, end: float) -> None:
@@ -335,7 +337,7 @@ def plan(
 def _standing(
     pose: np.ndarray, limits: Limits | None, facts: RobotFacts, names: tuple[str, ...]
 ) -> np.ndarray:
-    """Return the targets that hold the robot at its pose, float [D].
+    """Return the command that keeps the robot at its present pose, float [D].
 
     Args:
         pose: The robot's pose, [D]; NaN for a number whose position the state does not contain, such as a gripper that

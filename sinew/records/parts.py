@@ -1,4 +1,6 @@
-"""Parts of a record for other programs. Each part is checked first, because a record may come from elsewhere."""
+"""Read single parts of a record, for commands that show records or convert them. Each part is checked first, because a
+record may come from elsewhere.
+"""
 
 from __future__ import annotations
 

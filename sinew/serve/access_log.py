@@ -48,7 +48,7 @@ class _AccessStream(_Lossy, logging.StreamHandler): ...
 
 @contextlib.contextmanager
 def access_logging(path: str | None) -> Iterator[None]:
-    """Write the access log to ``path`` inside the block. "-" is standard error, and None writes no log.
+    """Write the access log to ``path`` inside the block. "-" means standard error. None means that no log is written.
 
     At the end the logger is restored, because it belongs to the process, which may continue with other work.
     """

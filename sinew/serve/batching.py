@@ -126,7 +126,7 @@ class Costs:
 
 
 def time_batches(policy: ServedPolicy, sizes: Sequence[int]) -> dict[int, float]:
-    """Time batches of the policy's own observation.
+    """Measure the time of batches whose members are all the policy's artificial observation (``dummy_observation``).
 
     Args:
         policy: The policy.
@@ -166,7 +166,8 @@ class Batcher:
         self.costs = costs or Costs()
 
     def calibrate(self, policy: ServedPolicy) -> None:
-        """Measure batches of 1, 2, 4 ... of the policy's own observation, on the thread that will run them.
+        """Measure the time of batches with 1, 2, 4 ... members, to find the best largest size. All members are the
+        policy's artificial observation. Call this on the thread that will run the policy.
 
         Raises:
             SinewError: A batch size was requested, but the policy computes one observation at a time.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SHARE = 0.5  # fraction of the time that all streams together may compute while a request computes or waits
-THREADS = 256  # largest number of threads whose last turn is stored
+THREADS = 256  # largest number of threads for which the duration of the last turn is stored
 CREDIT_S = 0.02  # seconds of computing time that the streams may save up
 
 # A function that returns the ready requests of a scheduler, in the order of their turns.
@@ -36,7 +36,8 @@ class _InLine:
 
 
 class DeviceLock:
-    """Lets threads compute one at a time, in the order of their requests. A context manager; not reentrant.
+    """Lets threads compute one at a time, in the order of their requests. Use it as a context manager. A thread that
+    has the lock must not take it again.
 
     A scheduler requests the lock once for each inference. So policies take turns, like connections inside a scheduler.
     A long inference lets others compute between two of its steps (:meth:`pass_on`).

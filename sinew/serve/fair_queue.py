@@ -44,9 +44,10 @@ class _Account:
 
 
 class FairQueue(Generic[T]):
-    """Serves owners by their cost, and the items of one owner in order. Thread-safe.
+    """A queue of items that belong to owners. The owner that has used the least computing time is served first, and the
+    items of one owner are served in order. Thread-safe.
 
-    Without ``charge``, turns cost nothing, and owners take turns one by one.
+    Without calls of ``charge``, turns cost nothing, and owners take turns one by one.
 
     Args:
         key: Sort key for the items of one owner, if several threads add items and may overtake each other. None keeps

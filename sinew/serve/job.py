@@ -17,7 +17,7 @@ Check = Callable[[], None]  # a function that raises an error if no client waits
 
 
 class Answering(Protocol):
-    """The policy that answers a job (:class:`sinew.serve.policies.Deployment`)."""
+    """Interface of the policy that answers a job. :class:`sinew.serve.policies.Deployment` implements it."""
 
     @property
     def number(self) -> int: ...
@@ -38,7 +38,9 @@ class Answering(Protocol):
 
 
 class Home(Protocol):
-    """The scheduler that a job was submitted to (:class:`sinew.serve.scheduler.Scheduler`)."""
+    """Interface of the scheduler to which a job was submitted. :class:`sinew.serve.scheduler.Scheduler` implements
+    it.
+    """
 
     def cancel(self, job: ServingJob) -> None:
         """End a job, because no client waits for its result any more."""

@@ -174,7 +174,7 @@ class ServerLaunch:
         change: Creates the object that loads, replaces and unloads policies; None if policies cannot change.
         policies: Name -> source of further policies.
         contexts: Forms of the contexts that the server also answers with (``serve/contexts.py``).
-        faster: Returns the preparation that is possible within a number of bytes.
+        faster: Returns the preparation of a faster engine that is possible within a number of bytes.
         answering: Returns a context manager that is entered while requests are answered.
     """
 

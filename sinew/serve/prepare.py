@@ -323,7 +323,7 @@ class Preparer:
     def _check(self, deployment: Deployment) -> None:
         """Raise RequestError if the new form lacks a function that robots of this server have used.
 
-        The preparer stores this result, because the next start would find the same lack.
+        The preparer stores this result, so that the next start does not prepare the same form again.
         """
         if self._stopping.is_set():
             raise RequestError("the server is shutting down")

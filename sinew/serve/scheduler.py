@@ -308,7 +308,8 @@ class Scheduler:
     def _decoded(self, job: ServingJob) -> None:
         """Queue a decoded request for inference, together with the other requests of its message.
 
-        Without room for more decoded frames, the decoded requests of the message are queued before the others.
+        If the memory for decoded frames is full, the decoded requests of the message are queued at once, without the
+        others.
         """
         decoded = [job]
         if job.together is not None:

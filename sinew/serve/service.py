@@ -114,7 +114,8 @@ class Service:
                 try:
                     deployment.scheduler.submit(job, partial(self._answer, job, on_done))
                 except ShuttingDownError:
-                    # The server stops, or the policy has just been replaced. Then try the new policy.
+                    # Either the server stops, or the policy has just been replaced. In the second case, try the new
+                    # policy.
                     if deployment is self.policies.get(request.policy):
                         raise
         except SinewError as error:

@@ -45,7 +45,7 @@ class Wire:
 
 
 class Listener(Protocol):
-    """One or more protocols at one address.
+    """Interface of a server for one or more protocols at one address.
 
     The constructor opens the port, so that an error shows before the model is loaded. The constructor raises
     AddressError if the port is in use. Until ``start``, clients wait.

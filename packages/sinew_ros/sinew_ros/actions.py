@@ -30,7 +30,7 @@ Reply = Callable[[Mapping[str, Any]], None]
 
 
 class _Held:
-    """An accepted goal, with its status and the callers that wait for its result."""
+    """Stores an accepted goal, its status, and the callers that wait for its result."""
 
     def __init__(self, server: ActionServer, message: Any, stamp: float):
         self.goal, self.id, self.stamp = message.goal, bytes(message.goal_id.uuid), time_of(stamp)

@@ -297,7 +297,7 @@ class RunPolicyFeedbackMessage(IdlStruct, typename="sinew_msgs.action.dds_.RunPo
 
 
 def _sends(action, goal):
-    """Create the request and the response of the service that receives the goals of an action."""
+    """Create the DDS structures for the service that receives the goals of an action: the request and the response."""
     return (
         _half(f"{action}_SendGoal_Request", "goal_id", Uuid, Uuid, goal=goal),
         _half(f"{action}_SendGoal_Response", "accepted", bool, bool, stamp=Time),

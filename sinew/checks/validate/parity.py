@@ -1,4 +1,6 @@
-"""Compare an engine with eager float32, stage by stage, on the same observations and noise."""
+"""Compare an engine with the reference engine (eager, in float32) on the same observations and noise. The output of
+each stage (part of the model) is compared.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ class Difference:
 
 @dataclass
 class StageParity:
-    """The comparison of one stage over all observations.
+    """The comparison of one stage (part of the model) over all observations.
 
     Attributes:
         name: Name of the stage.
@@ -96,7 +98,7 @@ class StageParity:
 
     @property
     def as_float32(self) -> bool:
-        """Return True if the stage is within float32's bounds, even if its own bounds are larger."""
+        """Return True if the stage meets the bounds for float32. A policy of lower precision has larger bounds."""
         largest = self.worst.largest if self.name == "actions" else 0.0
         return bool(self.differences) and self.worst.cosine <= COSINE and largest <= LARGEST
 
@@ -184,7 +186,9 @@ def compare(policy: Policy, reference: Policy, observations: Iterable[Observatio
 
 
 def bounds_of(policy: Policy) -> dict[str, float]:
-    """Return the bound of each stage. It is the bound of the lowest precision in the policy."""
+    """Return the largest allowed error of each stage (part of the model). It depends on the lowest precision in the
+    policy.
+    """
     bounds = dict(BOUNDS[lowest_precision(policy)])
     measured = policy.manifest.quantization
     # `sinew quantize` measured a larger error on its own observations, so allow twice that error.

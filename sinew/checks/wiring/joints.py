@@ -170,7 +170,7 @@ class JointFit:
     def _exchanged(
         self, states: np.ndarray, before: np.ndarray
     ) -> tuple[float, list[Finding], set[int]] | None:
-        """Search the order in which the numbers fit best.
+        """Search the order of the state's numbers that fits the training data best.
 
         Args:
             states: The robot's states, [n, D].
@@ -281,7 +281,8 @@ class JointFit:
         return remaining, [finding], scaled
 
     def _better(self, states: np.ndarray, before: np.ndarray, after: np.ndarray) -> set[int]:
-        """Return the numbers that are outside of their range and fit it by a margin after a change.
+        """Return the indices of the numbers that are outside of their training range now, and that fit the range
+        clearly after a change.
 
         Args:
             states: The robot's states, [n, D].
@@ -345,7 +346,8 @@ def _cycles(to: Sequence[int]) -> list[list[int]]:
 
 
 def assignment(cost: np.ndarray) -> list[int]:
-    """Return the column of each row in the assignment with the least total cost.
+    """Assign each row to a column of its own, so that the total cost is as small as possible. Return the column of each
+    row.
 
     Rows are added one after another, each along the shortest path of exchanges with the earlier rows (Kuhn 1955, with
     Dijkstra's search over reduced costs).

@@ -175,7 +175,8 @@ class RerunLog:
         self._log([*root, entity], self._rerun.TextLog(plain, level=level))
 
     def arrange(self, root: Sequence[str], cameras: Iterable[str], plots: Iterable[str]) -> None:
-        """Arrange the viewer: pictures on the left, one plot for each kind on the right. A person may rearrange it.
+        """Set the layout of the viewer: pictures on the left, and one plot for each kind of entity on the right. A
+        person may rearrange it.
 
         Args:
             root: Prefix of the entities.

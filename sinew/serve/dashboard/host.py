@@ -12,8 +12,8 @@ STAT = Path("/proc/stat")
 
 
 class Host:
-    """The load of this machine and this process. Each call of ``look`` returns shares for the time since the
-    previous call. The first call returns no shares.
+    """Measures the load of this machine and of this process. Each call of ``look`` returns shares for the time since
+    the previous call. The first call returns no shares.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ _AGAIN = (
 
 
 class Response(Protocol):
-    """A pending call of a replica (Ray Serve's ``DeploymentResponse``)."""
+    """Interface of a call of a replica that is not answered yet (Ray Serve's ``DeploymentResponse``)."""
 
     def result(self, *, timeout_s: float | None = None) -> Any: ...
     def cancel(self) -> None: ...

@@ -35,7 +35,7 @@ _STATUS = {
     "deadline": 504,
 }
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-# A function that lets a handler check the server's key and answer errors.
+# A function that wraps a handler: the result checks the server's key, calls the handler, and answers errors.
 Guard = Callable[[Handler], Handler]
 
 

@@ -409,7 +409,9 @@ def _read_data(header: GrootHeader, data: dict[str, Any]) -> GrootHeader:
 
 
 def _continuation(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options for guidance of a request. ``previous`` is an array [R, action_dim]."""
+    """Return the options of a request that make the new chunk continue the previous chunk (guidance). The option
+    ``previous`` is an array [R, action_dim].
+    """
     number = (int, float)
     kinds: dict[str, Any] = {"delay": int, "horizon": int, "rtc": str, "schedule": str, "beta": number}
     kinds |= {"advantage": str, "guidance_scale": number}

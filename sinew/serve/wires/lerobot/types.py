@@ -211,7 +211,7 @@ def write_actions(
     out += _global("collections", "OrderedDict") + b"q\x02"
     out += _global("torch.storage", "_load_from_bytes") + _bytes(_storage(actions)) + b"\x85Rq\x03"
     shape = b"(" + _integer(width) + b"tq\x04"
-    # Remove the five objects from the stack. They stay in the memo.
+    # Remove the five objects from the pickle's stack. They stay in its memo, so that later opcodes can use them.
     out += shape + b"0" * 5
     out += b"]("
     for row in range(rows):

@@ -81,7 +81,7 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """The properties of a deployment that robots must match.
+    """The properties of a served policy that robots must match.
 
     Attributes:
         identity: ``sha256:`` and the hash of the bundle.

@@ -168,8 +168,8 @@ class LeRobotRemoteWire:
             if name in self._sessions:
                 pending = name in self._alive
                 self._alive[name] = sample.kind == session.SampleKind.PUT
-                # If an earlier entry is still in the inbox, it will report the newest state. So a token that flaps
-                # cannot fill the inbox.
+                # If an earlier entry is still in the inbox, it will report the newest state. So a token that appears
+                # and disappears quickly cannot fill the inbox.
                 if not pending:
                     node.inbox.put(("alive", name, None))
 
