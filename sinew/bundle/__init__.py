@@ -1,5 +1,5 @@
-"""A bundle is one GGUF file with everything that a policy needs: weights, configuration, tokenizer, processing recipes,
-statistics and provenance."""
+"""A bundle is one GGUF file with everything that a policy needs: weights, configuration, tokenizer, processing
+recipes, statistics, and a record of its origin."""
 
 from __future__ import annotations
 

@@ -45,7 +45,11 @@ class Format:
     bits: float
 
     def row_bytes(self, k: int) -> int:
-        """Return the bytes of a row of k weights. Raises ValueError if k is not a multiple of the group."""
+        """Return the number of bytes of a row of k weights.
+
+        Raises:
+            ValueError: k is not a multiple of ``group``.
+        """
         if self.group and k % self.group:
             raise ValueError(f"rows of {k} weights do not divide into groups of {self.group}")
         if self.name == "ternary":

@@ -43,9 +43,11 @@ class Bundle:
             self.manifest = Manifest.from_metadata(self.file.metadata)
 
     def verify(self) -> list[str]:
-        """Return the names of tensors whose bytes were changed since they were written. Reads the whole file.
+        """Return the names of tensors whose bytes were changed since they were written. This reads the whole file. The
+        header was already checked when the bundle was opened.
 
-        The header was checked when the bundle was opened. Raises :class:`BundleError` for a bundle without hashes.
+        Raises:
+            BundleError: The bundle contains no hashes.
         """
         if self.hashes is None:
             raise BundleError(

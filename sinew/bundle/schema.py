@@ -50,7 +50,8 @@ KEY_VERSION = "sinew.format_version"
 KEY_TOKENIZER = "tokenizer.huggingface.json"
 # The value of this key is the SHA-256 of the file before the tensors. It is computed while the value is all zeros.
 KEY_HEADER = "sinew.header_sha256"
-KEY_TENSORS = "sinew.tensor_sha256"  # JSON: name of a tensor -> SHA-256 of its bytes
+# The value of this key is a JSON table: name of each tensor -> SHA-256 of its bytes.
+KEY_TENSORS = "sinew.tensor_sha256"
 
 # The model may read at most this many pixels of all views. Camera frames may have four times as many pixels together.
 MAX_PIXELS = 1 << 25
@@ -182,7 +183,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The origin of a bundle.
+    """The origin of a bundle: from which files, by which program and with which options it was made.
 
     Attributes:
         format: Format of the checkpoint, e.g. "lerobot-smolvla" or "vla.cpp-gguf".
@@ -285,7 +286,11 @@ Colour = Annotated[float, Must("a number from 0 to 255", lambda value: 0 <= valu
 
 
 def cells(text: str) -> bytes:
-    """Return the bytes of a thumbnail. Raises ValueError for a text that is not a thumbnail."""
+    """Return the bytes of a thumbnail, from its base64 text.
+
+    Raises:
+        ValueError: The text is not a thumbnail.
+    """
     if len(text) > 2 * CELLS:
         raise ValueError(f"{len(text)} characters, expected at most {2 * CELLS}")
     try:
@@ -434,7 +439,11 @@ class Manifest:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> Manifest:
-        """Decode and check the metadata of a bundle. Raises :class:`BundleError` with the key and the field."""
+        """Decode and check the metadata of a bundle.
+
+        Raises:
+            BundleError: The metadata is not valid. The message names the key and the field.
+        """
         version = metadata.get(KEY_VERSION)
         if version is None:
             architecture = metadata.get(KEY_ARCHITECTURE, "unknown")

@@ -30,7 +30,7 @@ class Conversion:
     """A checkpoint that has been read, ready to be written as a bundle.
 
     Attributes:
-        format: Name of the checkpoint's format, for the provenance.
+        format: Name of the checkpoint's format, which the bundle records.
         config: The configuration of the model.
         spec: The policy's inputs and outputs.
         processing: Pre- and post-processing of the policy.
@@ -39,7 +39,7 @@ class Conversion:
             names, for messages.
         rename: Function from a name in ``tensors`` to the bundle's name.
         dead: Prefixes of the names of tensors that inference never reads.
-        sources: Files of the checkpoint. Their hashes are written into the provenance.
+        sources: Files of the checkpoint. The bundle records their hashes.
         notes: Notes for the user about the conversion.
         seen: Record of the frames and states of the training data; None if it was not gathered.
         widths_assumed: True if neither the checkpoint nor --arch states the widths.

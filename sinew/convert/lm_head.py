@@ -34,7 +34,8 @@ class LMHead:
     """The language model's head in a bundle.
 
     Attributes:
-        kind: The kind of head in the model's configuration: "", "own" or "tied".
+        kind: How the head is stored, for the model's configuration: "" (no head), "own" (its own matrix) or "tied" (the
+            token table is used as the head).
         dead: Prefixes of the names of tensors that are not written into the bundle.
         end: The id of the token that ends a text; -1 if there is no such token.
         notes: Notes for the user.
@@ -66,7 +67,7 @@ def lm_head(
         tokenizer: The tokenizer.
         end: Token that ends a text if tokenizer_config.json names no eos_token.
         dead: Prefixes of the names of tensors that are left out if the head is not stored.
-        tied: True if a checkpoint without a head uses its token table.
+        tied: True if the token table is used as the head when a checkpoint contains no head.
 
     Raises:
         ConvertError: The checkpoint has no head.

@@ -34,7 +34,11 @@ class Setting:
     values: tuple[str, ...] = ()
 
     def parse(self, name: str, text: str) -> Any:
-        """Return ``text`` as a value of this setting. Raises :class:`ConvertError` for a text that is not valid."""
+        """Convert ``text`` to a value of this setting.
+
+        Raises:
+            ConvertError: The text is not a valid value.
+        """
         if self.kind is bool:
             if text.lower() not in ("true", "false"):
                 raise ConvertError(f"--set {name}: expected true or false, got {text!r}")
@@ -194,7 +198,8 @@ class ConvertOptions(CheckpointFlags):
         )
 
     def record(self) -> dict[str, str]:
-        """Return the options that were set, as text for the provenance. A path is recorded as its last two names."""
+        """Return the options that the user set, as text that the bundle records. A path is recorded as its last two
+        names."""
         texts: dict[str, str] = {}
         for name in self.non_defaults:
             value = getattr(self, name)

@@ -15,12 +15,12 @@ from sinew.layers.resnet import folded
 # module.
 CHILDREN = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
 PARTS = {"downsample.0": "shortcut", "downsample.1": "shortcut_norm", "bn1": "norm1", "bn2": "norm2"}
-# The tensors of a batch norm, in the order in which `folded` accepts them.
+# The tensors of a batch norm, in the order in which the function `folded` takes them as arguments.
 VALUES = ("weight", "bias", "running_mean", "running_var")
 
 
 def backbone(tensors: Mapping[str, TensorSource], theirs: str, ours: str) -> dict[str, TensorSource]:
-    """Rename a ResNet's tensors, and fold each batch norm into its convolution.
+    """Rename a ResNet's tensors, and merge each batch norm into the weights of the convolution before it.
 
     Group norms stay as they are. Counters of a batch norm (num_batches_tracked) are dropped, because they concern
     training only. Tensors outside of the ResNet keep their names.

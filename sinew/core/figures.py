@@ -99,9 +99,12 @@ def wilson_bars(
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure. A PNG gets a palette, which needs a third of the bytes and loses nothing with few colours.
+    """Write a figure. A PNG is stored with a colour palette. The file is then a third as large, and few colours lose no
+    quality.
 
-    Raises :class:`SinewError` for a path or format that cannot be written."""
+    Raises:
+        SinewError: The path or the format cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix != ".png":

@@ -12,7 +12,8 @@ from typing import Literal
 from sinew.core import SinewError
 
 Reader = Literal["python", "command line", "client"]
-_FLAGS = {"providers": "provider"}  # option of sinew.load -> its name on the command line, if both differ
+# Options of sinew.load with another name on the command line; the value is that name.
+_FLAGS = {"providers": "provider"}
 _without_flags: frozenset[str] = frozenset()
 _reader: Reader = "python"  # one for the whole process, because any thread may raise the message
 

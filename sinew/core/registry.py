@@ -43,7 +43,8 @@ FAMILIES = (
 # Readers of file formats that several families share. The registry tries these readers after all families.
 FORMATS = ("sinew.vlacpp.read",)
 HOME = "sinew.families"
-# Other distributions add families with this group of entry points: name -> package of the family's folder.
+# Group of entry points with which other pip distributions add families. Name of an entry point: the family. Its value:
+# the package of the family's folder.
 GROUP = "sinew.families"
 PUBLISHED = "published.json"
 
@@ -99,9 +100,10 @@ class Family:
 
 
 def families() -> Iterator[Family]:
-    """Yield the description of each family. Families of other distributions are last.
+    """Yield the description of each family. Families of other pip distributions are last.
 
-    Raises :class:`BundleError` if such a family cannot be imported, or has the name of another family.
+    Raises:
+        BundleError: A family of another distribution cannot be imported, or has the name of another family.
     """
     for name in FAMILIES:
         yield replace(import_module(f"{HOME}.{name}").FAMILY, name=name, home=f"{HOME}.{name}")

@@ -56,7 +56,11 @@ class ModelInputs:
         return ModelInputs(pixels, mask, tokens, self.token_mask[None], self.state[None], self.frames)
 
     def alone(self) -> ModelInputs:
-        """Return the only observation of a batch. Raises :class:`SinewError` if the batch has several."""
+        """Return the only observation of a batch.
+
+        Raises:
+            SinewError: The batch contains several observations.
+        """
         if len(self.tokens) != 1:
             raise SinewError(f"a batch: expected one observation, got {len(self.tokens)}; pass one at a time")
         (pixels,), (mask,), (tokens,) = self.pixels, self.camera_mask, self.tokens

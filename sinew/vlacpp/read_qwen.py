@@ -33,7 +33,7 @@ OPTIONS = ("vlm", "tokenizer", "embodiment", "cameras", "stats")
 SETTINGS = {key: setting for key, setting in gr00t.SETTINGS.items() if key != "ignore"} | {
     "solver_steps": SOLVER_STEPS_SETTING
 }
-READ_BY = {  # architecture -> entries of OPTIONS and SETTINGS that only this architecture supports
+READ_BY = {  # key: architecture; value: entries of OPTIONS and SETTINGS that only this architecture supports
     "gr00t_n1_7": ("embodiment", *(key for key in SETTINGS if key != "solver_steps")),
     "vla_jepa": ("cameras", "stats"),
 }

@@ -1,6 +1,6 @@
 """Read the parts that all LeRobot checkpoints have: files, configuration, features, statistics, tokenizer.
 
-Two layouts exist. Since 0.4 the pre- and post-processor pipelines are JSON files beside the weights, with their
+Two layouts exist. Since 0.4 the pre- and post-processor pipelines are JSON files next to the weights, with their
 statistics in small safetensors files. Before 0.4, statistics were buffers inside ``model.safetensors``
 (``normalize_inputs.buffer_observation_state.mean``). Both layouts are supported. If a checkpoint has both, the
 pipelines are used.
@@ -142,7 +142,7 @@ class LeRobotCheckpoint:
     """A checkpoint directory. Its configuration and pipelines are checked against a family's ``schema``.
 
     Attributes:
-        format: The name of the format in the provenance, if it differs from the family's name.
+        format: The name of the checkpoint's format, which the bundle records, if it differs from the family's name.
         notes: Notes about choices that the checkpoint leaves open.
     """
 
@@ -365,7 +365,11 @@ class LeRobotCheckpoint:
 
     @property
     def frame_size(self) -> tuple[int, int]:
-        """Return the height and width of the frames of all cameras. Raises :class:`ConvertError` if they differ."""
+        """Return the height and width of the frames, which must be the same for all cameras.
+
+        Raises:
+            ConvertError: Cameras have different frame sizes.
+        """
         sizes = {(camera.height, camera.width) for camera in self.cameras}
         if len(sizes) > 1:
             sized = ", ".join(f"{each.name} {each.height} x {each.width}" for each in self.cameras)
@@ -507,7 +511,11 @@ class LeRobotCheckpoint:
         return value
 
     def number(self, key: str, below: float = math.inf) -> float:
-        """Return a number of the configuration, above 0. Raises :class:`ConvertError` for any other value."""
+        """Return the value of ``key`` in the configuration, which must be a number above 0.
+
+        Raises:
+            ConvertError: The value is not such a number.
+        """
         value = self[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
             raise ConvertError(f"{self.file}: {key}: expected a number above 0, got {value!r}")
@@ -657,7 +665,11 @@ class LeRobotCheckpoint:
 
     def image_scales(self) -> dict[str, Any]:
         """Return the fields of an image recipe for the normaliser before the model: ``mean`` and ``std``, or
-        ``cameras`` if the cameras have different values. Raises :class:`ConvertError`."""
+        ``cameras`` if the cameras have different values.
+
+        Raises:
+            ConvertError: The normalisation is not supported, or its statistics are not valid.
+        """
         mode = self.image_mode()
         if mode == "IDENTITY":
             return {"mean": (0.0,) * 3, "std": (1.0,) * 3}

@@ -27,8 +27,12 @@ def resolve(path: Path, adapters: bool = False) -> Path:
     a run of transformers' Trainer, the checkpoint is the ``checkpoint-STEP`` with the highest number whose weights are
     complete, and its name is printed. Other paths are returned unchanged.
 
-    Raises :class:`ConvertError` for a run without a checkpoint, and for an adapter without its base unless ``adapters``
-    is True (the user has given the base).
+    Args:
+        path: A training run, one of its checkpoints, or any other path.
+        adapters: True if the user has given the base of an adapter, so that an adapter is accepted.
+
+    Raises:
+        ConvertError: The run contains no checkpoint, or it is an adapter and ``adapters`` is False.
     """
     if not path.is_dir():
         return path
@@ -52,7 +56,11 @@ def resolve(path: Path, adapters: bool = False) -> Path:
 
 def newest_complete(run: Path) -> Path:
     """Return the newest complete checkpoint of a run of transformers' Trainer, and print its name. A folder without
-    checkpoints is returned unchanged. Raises :class:`ConvertError` for a run whose checkpoints are all incomplete."""
+    checkpoints is returned unchanged.
+
+    Raises:
+        ConvertError: No checkpoint of the run is complete.
+    """
     steps = [each for each in run.glob("checkpoint-*") if STEP.fullmatch(each.name)]
     steps = [each for each in steps if (each / "config.json").exists()]
     incomplete: list[str] = []

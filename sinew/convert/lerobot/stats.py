@@ -47,7 +47,8 @@ NOT_OF_POLICIES = (
     "next.reward",
     "next.done",
 )
-Statistics = dict[str, dict[str, np.ndarray]]  # feature -> statistic -> float32 vector
+# Name of a feature -> name of a statistic -> its values, a float32 vector.
+Statistics = dict[str, dict[str, np.ndarray]]
 
 
 def step_of(feature: str) -> tuple[str, str]:
@@ -70,7 +71,8 @@ class Found:
     unread: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Return True if there is a statistic besides the count of frames, because a count alone cannot normalise."""
+        """Return True if a statistic other than the number of frames exists, because this number alone is not enough
+        to normalise values."""
         return any(
             stats.keys() - {"count"} for part in (self.bare, *self.sets.values()) for stats in part.values()
         )
@@ -173,7 +175,10 @@ def stats_record(file: Path) -> dict[str, Any]:
 
     Statistics of episodes (``meta/episodes_stats.jsonl`` of version 2.1) are pooled as LeRobot's ``aggregate_stats``
     does: the extremes of all episodes, the mean weighted by the episodes' frames, and the deviation about that mean.
-    Raises :class:`ConvertError`."""
+
+    Raises:
+        ConvertError: The file does not contain valid statistics.
+    """
     if file.suffix != ".jsonl":
         return read_json(file)
     episodes = []
@@ -219,8 +224,11 @@ def _pooled(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def read_stats_file(file: Path, features: Collection[str] = (STATE, ACTION)) -> Statistics:
-    """Return the statistics of ``features`` in a data set's file (:func:`stats_record`). Raises
-    :class:`ConvertError`."""
+    """Return the statistics of ``features`` in a data set's file (:func:`stats_record`).
+
+    Raises:
+        ConvertError: The file does not contain valid statistics of these features.
+    """
     record = stats_record(file)
     try:
         # A number too large for float32 becomes infinite here. A later check rejects all infinite statistics.

@@ -65,7 +65,11 @@ class CacheRecord(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CacheEntry:
-    """One converted checkpoint in the cache. Raises :class:`SinewError` if its record cannot be read."""
+    """One converted checkpoint in the cache.
+
+    Raises:
+        SinewError: The record of the entry cannot be read.
+    """
 
     def __init__(self, home: Path):
         self.home, self.key = home, home.name

@@ -2,7 +2,7 @@
 
 The configuration names the backbone, and its widths are those of torchvision's ResNet with this name. Frames are read
 at their own size, and the sizes of the cameras may differ. The encoder that computes the latent vector is omitted,
-because only training uses it. Frozen batch norms are folded into their convolutions.
+because only training uses it. Frozen batch norms are merged into the weights of the convolutions before them.
 """
 
 from __future__ import annotations

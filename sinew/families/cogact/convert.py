@@ -64,7 +64,7 @@ MEAN, STD = (
 # Values of meta-llama/Llama-2-7b-hf. OpenVLA's own files use the default of 1e-6.
 LLAMA_HEADS, LLAMA_EPS = 32, 1e-5
 DIT_HEADS = {"DiT-S": 4, "DiT-B": 12, "DiT-L": 16}
-# Width -> name of the head, for a config.json that does not contain the name.
+# Key: width of the head. Value: its name. Used if config.json does not contain the name.
 DIT_WIDTHS = {384: "DiT-S", 768: "DiT-B", 1024: "DiT-L"}
 STEPS, GUIDANCE = 10, 1.5  # defaults of CogACT's examples and servers
 # Index of the gripper value, which CogACT rounds to 0 or 1, and the threshold.

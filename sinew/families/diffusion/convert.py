@@ -2,8 +2,8 @@
 
 The configuration contains the name of the backbone, and the name of the noise scheduler in the library diffusers. The
 configuration must contain all settings of the noise scheduler that change the actions, because some defaults differ
-between LeRobot's versions. Batch norms are folded into their convolutions. The solver also computes actions for the
-earlier observation steps, and the chunk begins at the newest observation step.
+between LeRobot's versions. Batch norms are merged into the weights of the convolutions before them. The solver also
+computes actions for the earlier observation steps, and the chunk begins at the newest observation step.
 """
 
 from __future__ import annotations

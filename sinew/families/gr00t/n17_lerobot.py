@@ -88,7 +88,7 @@ GEOMETRY = {  # default arguments of the ENCODE step
     "use_albumentations": False,
     "letter_box_transform": False,
 }
-# The name of a base model's camera -> the name of this camera in LeRobot's LIBERO data sets.
+# Key: name of a camera in the base model. Value: name of the same camera in LeRobot's LIBERO data sets.
 ALIASES = {"wrist_image": "image2"}
 LIBERO, GRIPPER = "libero", Threshold((), offset=0.5, below=1.0, above=-1.0)
 

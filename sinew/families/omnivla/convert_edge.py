@@ -55,7 +55,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # pixel statistics of 
 SIDE, LARGE_SIDE = 96, 224
 HEADS = 4  # the transformer's mha_num_attention_heads
 HEAD_DIM = 64  # width of an attention head; CLIP's code computes the number of heads from it
-# The tensors of a batch norm, in the order of the arguments of folded().
+# The tensors of a batch norm, in the order in which the function folded takes them as arguments.
 PARTS = ("weight", "bias", "running_mean", "running_var")
 TOWERS = {"obs_encoder": "frames", "goal_encoder_img": "image", "goal_encoder": "satellite"}
 # Key: EfficientNet's name of a convolution. Value: (name of the norm after it, Sinew's name of the convolution with the

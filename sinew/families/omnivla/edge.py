@@ -350,7 +350,7 @@ class OmniVLAEdge(Regression):
 
     def goal(
         self, features: Tensor, newest: Tensor
-    ) -> Tensor:  # [B, N], [B, S] -> the goal's number, int64 [B]
+    ) -> Tensor:  # input shapes [B, N] and [B, S]; returns the goal's number, int64 [B]
         if len(self.config.goals) == 1:
             return torch.full_like(features[:, 0], self.config.goals[0], dtype=torch.int64)
         return (newest[:, -1] + 0.5).long()  # the number is whole, so this rounds correctly

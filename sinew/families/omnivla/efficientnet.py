@@ -1,6 +1,7 @@
 """EfficientNet-B0 (Tan and Le 2019, arXiv 1905.11946), up to the mean of its last feature map.
 
-A trained batch norm is affine, so a converter folds each batch norm into the convolution before it.
+After training, a batch norm only multiplies and adds constants, so a converter merges it into the weights of the
+convolution before it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ KERNELS = (3, 3, 5, 3, 5, 5, 3)
 STRIDES = (1, 2, 2, 2, 1, 2, 1)  # stride of the first block of each stage
 # Factor by which a block increases the channels. The first stage does not increase them.
 EXPAND = 6
-# Factor by which a gate reduces the block's input channels.
+# A gate first reduces the number of the block's input channels by this factor.
 SQUEEZE = 4
-NORM_EPS = 1e-3  # epsilon of the folded norms
+NORM_EPS = 1e-3  # epsilon of the batch norms, which the converter merges into the convolutions
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class EfficientNet(nn.Module):
 
     def forward(
         self, pixels: Tensor
-    ) -> Tensor:  # [B, in_channels, h, w], multiples of 32 -> [B, out_channels]
+    ) -> Tensor:  # input [B, in_channels, h, w], h and w multiples of 32; output [B, out_channels]
         x = F.silu(self.stem(pixels))
         for block in self.blocks:
             x = block(x)

@@ -238,7 +238,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 def paligemma_head(
     options: ConvertOptions, weights: dict[str, TensorSource], tokenizer: TokenizerFiles
 ) -> LMHead:
-    """Find PaliGemma's language head. Its weight is tied to the token table in the original models."""
+    """Find PaliGemma's language head. In the original models, its weight is the same tensor as the token table."""
     return lm_head(options, weights, HEAD, EMBEDDING, tokenizer, "<eos>", UNUSED_TENSORS, tied=True)
 
 
@@ -301,8 +301,8 @@ def current_config(old: dict[str, Any]) -> dict[str, Any]:
 def tensors(sources: dict[str, TensorSource], architecture: str) -> dict[str, TensorSource]:
     """Return a dict of the weights, with openpi's names.
 
-    LeRobot adds the prefix ``model.``. Early pi0 checkpoints name the action-time MLP ``time_mlp``. Checkpoints with
-    tied weights store the token table under the name of the head.
+    LeRobot adds the prefix ``model.``. Early pi0 checkpoints name the action-time MLP ``time_mlp``. If the token table
+    and the head are the same tensor, checkpoints store it under the name of the head.
     """
     weights = gemma_tensors(sources)
     if architecture == "pi0":

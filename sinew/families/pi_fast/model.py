@@ -5,7 +5,7 @@ tokens.
 * The prefix [views | prompt | start token] is one bidirectional block. The start token comes after the prompt's
   padding.
 * Each generated token attends to the prefix and to the earlier generated tokens. FAST's tokenizer decodes the tokens to
-  an action chunk. The language head is not tied to the token table.
+an action chunk. The language head has its own weights, and not those of the token table.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class Checkpoint:
     Attributes:
         record: The configuration.
         tensors: The tensors by their names in the model, without the prefix of a wrapper.
-        files: The files of the checkpoint, for the bundle's provenance.
+        files: The files of the checkpoint, which the bundle records.
         notes: Notes for the user.
     """
 

@@ -2,7 +2,7 @@
 
 The configuration names the backbone. It must contain the settings whose defaults differ between LeRobot's versions.
 Tensors that only training reads are omitted: the encoder of the code book, its usage counts, and the position
-embeddings after the newest observation step. Batch norms are folded into their convolutions.
+embeddings after the newest observation step. Batch norms are merged into the weights of the convolutions before them.
 """
 
 from __future__ import annotations

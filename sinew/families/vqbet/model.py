@@ -245,7 +245,7 @@ class VQBeT(Model):
 
     def decode(
         self, codes: tuple[Tensor, Tensor]
-    ) -> Tensor:  # int64 [B] each -> [B, action_rows * action_dim]
+    ) -> Tensor:  # input shape of both codes [B], int64; output shape [B, action_rows * action_dim]
         first, second = (book(code) for book, code in zip(self.books, codes, strict=True))
         return self.decoder(first + second).float()
 
