@@ -26,7 +26,7 @@ from sinew_perf.operators import Component
 MAX_ROBOTS = 1024  # the search tries at most this many robots
 PERIODS = 25  # number of control periods that are simulated
 WARM = 5  # this many periods pass before the measurement starts
-KIND = "one"  # all robots request the same kind of batch
+KIND = "one"  # the name of the only kind of request: requests of one kind can share a batch
 
 
 def batched(component: Component, size: int) -> Component:

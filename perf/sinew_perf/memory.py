@@ -483,7 +483,7 @@ def peaks(recorded: ProgramTrace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
     for event in recorded.events:
         block, size = event.block, event.block.nbytes
         if event.change > 0 and block.kind == "cache" and event.stage != "head":
-            # Copies of the cache that the head makes count as activations.
+            # If the head copies the cache (the prefix's keys and values), the copies count as activations.
             prefix.add(block)
         if block in prefix:
             size = round(size * cache_scale)

@@ -48,7 +48,7 @@ def roofline(
     ridges = [peaks[machine.name] / machine.bandwidth for machine in machines]
     intensities = [row.intensity for row in rows]
     lowest = min([*intensities, *ridges]) / 3
-    # The range includes the ridges, and leaves space for the names of the machines.
+    # The range includes the ridges (where a machine's two limits meet), and leaves space for the names of the machines.
     highest = max([*intensities, *ridges]) * 9
     heights = []
     for index, machine in enumerate(machines):

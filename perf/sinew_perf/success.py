@@ -150,7 +150,7 @@ def read_surface(path: Path) -> tuple[str, list[Way]]:
         for entry in report["variants"]:
             variant = entry["variant"]
             constant = _CONSTANT.fullmatch(str(variant["latency"]))
-            # A latency that is a distribution is not a point of a curve.
+            # Skip a latency that is a distribution, because it is not a single point of the curve.
             if constant is None:
                 continue
             latency = float(constant[1])

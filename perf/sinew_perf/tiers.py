@@ -112,7 +112,7 @@ def tiers(titles: Collection[str] = ()) -> Iterator[Tier]:
 
 
 def _traced(row: MeasuredTier) -> Tier:
-    # For this policy, the paper's memory includes all tables, as on a GPU.
+    # For a policy with several embodiments, the paper's memory includes whole token tables, as on a GPU.
     whole = row.embodiments > 1
     program = PublishedProgram.load(row.preset, TracedRequest(row.views), engine="plan" if whole else "eager")
     report = memory_report(program, "cuda", whole_tables=whole, embodiments=row.embodiments)

@@ -39,7 +39,7 @@ from sinew_perf.flops import PRODUCTS
 
 # Stages in the order in which they run. The head is one solver step.
 STAGES = ("vision", "prefix", "head")
-# ATen operators that read only the rows that they return.
+# These ATen operators read only some rows of their operand: the rows that they return.
 ROW_READERS = {"embedding", "index", "index_select", "gather"}
 COPIES = {"cat", "clone", "_to_copy", "copy_"}  # a copy of keys and values has the kind "cache" too
 SOFTMAXES = {"_softmax", "_safe_softmax"}

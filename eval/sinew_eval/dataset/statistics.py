@@ -20,11 +20,11 @@ class Statistics:
         self._pictures: dict[str, int] = {}
 
     def vectors(self, key: str, values: np.ndarray) -> None:
-        """Add rows [n, D] of numbers or booleans to a column."""
+        """Add rows [n, D] of numbers or booleans to the column ``key``."""
         self._vectors.setdefault(key, []).append(np.asarray(values))
 
     def picture(self, key: str, picture: np.ndarray) -> None:
-        """Add a frame, uint8 [height, width, 3], to a column."""
+        """Add a frame, uint8 [height, width, 3], to the column ``key``."""
         counts = self._counts.setdefault(key, np.zeros((3, 256), np.int64))
         for channel in range(3):
             counts[channel] += np.bincount(picture[..., channel].reshape(-1), minlength=256)

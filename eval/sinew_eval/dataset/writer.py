@@ -265,7 +265,12 @@ class DatasetWriter:
         return self._folder / DATA.format(chunk_index=chunk, file_index=file)
 
     def _describe(self, frame: DatasetFrame, judged: bool) -> dict[str, dict[str, Any]]:
-        """Return LeRobot's ``features``, the description of the columns, from the first frame."""
+        """Return LeRobot's ``features`` (the description of the columns), derived from the first frame of the data set.
+
+        Args:
+            frame: The first frame.
+            judged: True if the episodes have an outcome (success or failure).
+        """
         features: dict[str, dict[str, Any]] = {}
         for camera, picture in frame.images.items():
             if not camera.isprintable() or not camera.strip(". ") or "/" in camera or "\\" in camera:

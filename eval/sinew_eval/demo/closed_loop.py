@@ -114,7 +114,7 @@ def run(
 
 @contextmanager
 def _served(bundle: Path, out_dir: Path, console: Console) -> Iterator[str]:
-    """Serve a bundle, and yield the server's address."""
+    """Serve a bundle while the context is open, and yield the server's address."""
     started = time.perf_counter()
     console.print(f"server     starting with {bundle.name}", soft_wrap=True)
     with serving(bundle, out_dir / f"serve-{bundle.stem}.log") as address:

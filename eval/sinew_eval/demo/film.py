@@ -55,7 +55,7 @@ class Shot:
 
 
 def shoot(policy: ServerPolicy, env: gymnasium.Env, adapter: EnvAdapter, seeds: range) -> list[Shot]:
-    """Play episodes on a server. Returns the control steps to draw."""
+    """Play one episode for each seed with a policy on a server. Return the control steps that the film shows."""
     shots: list[Shot] = []
     scene: Any = env.unwrapped
     names = tuple(policy.served["action"].get("names") or getattr(scene, "action_names", ()))
@@ -144,7 +144,7 @@ def _bounds(actions: np.ndarray) -> tuple[float, float]:
 
 
 def _words(draw: ImageDraw.ImageDraw, shot: Shot, width: int, height: int, font: Any) -> None:
-    """Draw the instruction and the outcome on the picture of the scene."""
+    """Write the instruction and the outcome of a control step (``shot``) onto the picture of the scene."""
     lines = [(shot.prompt, (255, 255, 255))]
     if shot.result:
         lines.append((shot.result, (140, 240, 170) if shot.success else (255, 160, 150)))
@@ -154,7 +154,9 @@ def _words(draw: ImageDraw.ImageDraw, shot: Shot, width: int, height: int, font:
 
 
 def _trails(draw: ImageDraw.ImageDraw, shot: Shot, box: tuple[int, int, int, int], font: Any) -> None:
-    """Draw each value of the last actions as a line in its own strip."""
+    """Draw a curve for each value of the action over the last control steps. Each curve has its own strip inside
+    ``box``.
+    """
     left, top, right, bottom = box
     actions = shot.actions
     rows = actions[-TRAIL:]

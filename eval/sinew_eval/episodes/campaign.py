@@ -51,7 +51,9 @@ class RemotePlayer(Protocol):
     def watch(
         self, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], fps: float = 0.0
     ) -> Iterator[tuple[int, Episode, list[WatchedMoment]]]:
-        """Play episodes and return their control steps, like :func:`sinew_eval.episodes.watched.watch`."""
+        """Play episodes and return their control steps. The arguments are those of
+        :func:`sinew_eval.episodes.watched.watch`.
+        """
 
     def control_hz(self, task: Task) -> float:
         """Return the control steps per second of a task."""
@@ -178,7 +180,9 @@ def batch_played(task: Task, variant: Variant, out: Path) -> int | None:
 
 
 def _append(file: BinaryIO, key: str, group: Sequence[Episode]) -> None:
-    """Write the episodes of a group in one write, so that a kill cannot separate them."""
+    """Append the episodes of a group to the log in a single write, so that the log has all or none of them if the
+    process is killed.
+    """
     episode_log.append(file, b"".join(episode_log.line(key, episode) for episode in group))
 
 

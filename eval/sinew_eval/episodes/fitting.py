@@ -89,7 +89,9 @@ class MisfitError(SinewError):
 
 
 def _advice(env: str, error: MisfitError) -> str:
-    """Return the next step for a policy that does not fit, as options of the command line."""
+    """Return a text with the options of the command line that may help if a policy does not fit the environment
+    ``env``.
+    """
     spec, (cameras, state, action) = error.spec, error.shown
     plays = [task for task in TASKS if task != env and _plays(spec, task)]
     others = [f"this policy fits {plays[0]}"] if plays else []

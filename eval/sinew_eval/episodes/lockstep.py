@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 # Kinds of requests. When several kinds wait, they are answered in this order.
 NEXT, RESET, INFER, STEP = ORDER = ("next", "reset", "infer", "step")
 
-# Maps the requests of one kind (seat -> request, seats in ascending order) to an answer or an error for each seat.
+# Function that answers all requests of one kind. Its argument maps each seat to its request, in ascending order of the
+# seats. Its result maps each seat to an answer or an error.
 Answer = Callable[[Mapping[int, Any]], Mapping[int, Any]]
 
 

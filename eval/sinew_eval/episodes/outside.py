@@ -67,7 +67,9 @@ class TypedNames:
 
     @classmethod
     def of(cls, task: Task, variants: Sequence[Variant]) -> TypedNames:
-        """Collect the names of a run that this machine's command line started."""
+        """Collect the names in a task and its variants, for a run that was started from this machine's command line.
+        All of them count as typed.
+        """
         edges = tuple(dict.fromkeys(each.edge_adapter for each in variants if each.edge_adapter))
         policies = tuple(dict.fromkeys(each.target for each in variants))
         return cls(task.env, task.adapter, task.env_options, task.reset_options, edges, policies)

@@ -321,7 +321,9 @@ def _description(policy: EvalPolicy) -> dict[str, Any]:
 
 
 def _settings(policy: EvalPolicy, conduct: EpisodeSettings) -> dict[str, Any]:
-    """Return the settings that an evaluation chooses for the robot's controller."""
+    """Return the settings of the robot's controller that an evaluation chooses for this policy and these settings of
+    the episode.
+    """
     replan = conduct.replan
     if isinstance(replan, int):
         replan = str(rows_between(replan, policy.chunk_size))

@@ -341,8 +341,8 @@ _WITH_A_COMMA = {"latency": "normal:", "replan": "disagreement:"}
 
 
 def _listed(key: str, text: str) -> list[str]:
-    """Split the list of values of one setting at its commas. A final unit, as in ``0,50,100ms``, applies to all plain
-    numbers.
+    """Split the list of values of one setting at its commas. A unit at the end, as in ``0,50,100ms``, applies to all
+    numbers without a unit.
     """
     parts = [part for part in text.split(",") if part]
     if key == "latency" and parts and parts[-1].endswith("ms"):

@@ -149,7 +149,9 @@ def settled(variant: Variant, task: Task | None = None, printed: set[str] | None
 
 
 def _handed_over(variant: Variant, task: Task | None, printed: set[str]) -> Variant:
-    """Replace the chunk merging ``auto`` by the chosen one, and print the reason."""
+    """If the variant's chunk merging is ``auto``, replace it by the method that fits the policy, and print the reason
+    unless it is in ``printed``.
+    """
     if variant.handover != AUTO:
         return variant
     policy = stated_facts(variant.target, "" if task is None else task.env)

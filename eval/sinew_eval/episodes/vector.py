@@ -146,7 +146,9 @@ class Part(gymnasium.Env):
 
 
 def _of(infos: Mapping[str, Any], part: int) -> dict[str, Any]:
-    """Return the entries of a vectorised info dict that belong to one part, by their masks."""
+    """Return the entries of a vectorised info dict that belong to one part. The masks in the dict (keys that begin with
+    "_") state which parts have an entry.
+    """
     entries = {}
     for name, value in infos.items():
         mask = infos.get(f"_{name}")

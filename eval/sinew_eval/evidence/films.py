@@ -116,7 +116,9 @@ def film_of(
 
 
 def _picture(moment: WatchedMoment, status: str, success: bool | None = None) -> Image.Image:
-    """Compose a picture: the scene, or else the first camera, next to the policy's images."""
+    """Compose a picture of a stored control step: on the left the scene (or the first camera if the environment draws
+    no scene), and on the right the policy's images.
+    """
     images = {name: _square(frame, SIDE // 2) for name, frame in moment.images.items()}
     scene = next(iter(moment.images.values())) if moment.scene is None else moment.scene
     return compose(_square(scene, SIDE), images, moment.prompt, status, success)

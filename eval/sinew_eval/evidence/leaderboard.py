@@ -497,7 +497,7 @@ def _scenes(board: Mapping[str, Any]) -> str:
 
 
 def _films(board: Mapping[str, Any], paths: Mapping[str, Path]) -> Iterator[str]:
-    """Yield the films from the pages of the sessions of trials, with the films of a scene side by side."""
+    """Yield the HTML of the films on the pages of the sessions of trials. Films of the same scene are side by side."""
     for report in dict.fromkeys(entry["report"] for entry in board["entries"] if entry["plan"]):
         path = paths[report].with_suffix(".html")
         try:

@@ -74,7 +74,9 @@ def plot_replan(report: dict[str, Any], others: Sequence[str], path: Path) -> No
 
 
 def plot_sweep(report: dict[str, Any], name: str, others: Sequence[str], path: Path) -> None:
-    """Draw the success over a swept setting, with one line for each combination of the other settings."""
+    """Draw the success over the values of the setting ``name``, with one line for each combination of the settings in
+    ``others``.
+    """
     figure, axis = figures.new()
     _success_axis(axis, report)
     lines = _lines(report, others)

@@ -320,8 +320,8 @@ def compare(
 
 
 def _conditions(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, recorded value, present value) of everything on which an outcome may depend. Recorded values are
-    cut to a maximum length.
+    """Yield (name, recorded value, present value) for each condition on which the outcome of an episode may depend.
+    Recorded values are cut to a maximum length.
     """
 
     def bounded(value: Any) -> Any:

@@ -118,7 +118,8 @@ def _step(simulator: str, command: list[str]) -> None:
 
 
 def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
-    """Link a simulator's meshes to the folder where the simulator searches them.
+    """Create a link to a simulator's meshes (the shapes of its objects) in the folder in which the simulator searches
+    them.
 
     The meshes come from the Hugging Face hub, or else from a copy in the package index.
     """
@@ -262,7 +263,7 @@ class Foreign:
     def watch(
         self, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], fps: float = 0.0
     ) -> Iterator[tuple[int, Episode, list[WatchedMoment]]]:
-        """Play episodes in the other interpreter and return their steps, like
+        """Play episodes in the other interpreter, and return their steps. The arguments are those of
         :func:`sinew_eval.episodes.watched.watch`.
         """
         with tempfile.TemporaryDirectory() as scratch, Worker(self.python, task, fps) as worker:

@@ -142,7 +142,8 @@ class Gate:
         count, won = len(outcomes), sum(outcomes)
 
         def fails(lost: int) -> bool:
-            # The run wins the episodes that the reference lost. These discordant pairs count in favour of the run.
+            # Assume that the run wins the episodes that the reference lost. These episodes, whose outcomes differ,
+            # count in favour of the run.
             p_value = stats.binomial_p(lost, count - won)
             return bool(self._faults(count - lost, count, won, p_value))
 

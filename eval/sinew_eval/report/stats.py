@@ -143,7 +143,7 @@ def paired_difference(first: Mapping[int, bool], second: Mapping[int, bool]) -> 
     )
     spread = float(a * (n - sum(wins) + a) - (wins[0] - a) * (wins[1] - a))
     if spread > 0:
-        # Apply the correction for continuity.
+        # Reduce the numerator of the correlation by n / 2, but not below 0 (correction for continuity).
         spread = max(spread - n / 2, 0.0)
     scale = math.sqrt(math.prod(win * (n - win) for win in wins))
     phi = spread / scale if scale else 0.0

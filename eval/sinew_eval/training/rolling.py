@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from sinew_eval.training.objective import Batch, repeated
 
-LATE = 6.0  # largest number of actions that may have passed between two runs
+LATE = 6.0  # between two runs of the action head, at most this many actions may have passed
 
 
 @dataclass

@@ -19,7 +19,7 @@ from sinew.core import SinewError
 from torch import Tensor
 
 SHAPE = (256, 1024)
-ROUNDS = 7  # number of rounds over all settings, so that a busy machine affects all settings equally
+ROUNDS = 7  # each round measures all settings once, so that a busy machine affects all settings equally
 BASELINE = "one call"
 
 

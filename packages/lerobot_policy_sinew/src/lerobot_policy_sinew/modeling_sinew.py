@@ -344,7 +344,8 @@ class SinewPolicy(PreTrainedPolicy):
         return self._queue.popleft()
 
     def _next(self, ahead: Ahead, batch: dict[str, Any], noise: torch.Tensor | None) -> torch.Tensor:
-        """Return the action of Sinew's loop, float32 [1, action_dim].
+        """Return the action of Sinew's control loop, float32 [1, action_dim]. The arguments ``batch`` and ``noise`` are
+        those of :meth:`select_action`.
 
 
         Raises:

@@ -79,7 +79,8 @@ def stopped(
     for _ in range(MAX_STOP):
         if not (u.any() or a.any()):
             return place, fits
-        # In the last step of a stop the change is exactly -u, so u and a become exactly 0.
+        # `u` is the last step and `a` is its change. In the last step of a stop the change is exactly -u, so `u` and
+        # `a` become exactly 0.
         a = stop(u, a, bounds.push, bounds.jerk)
         u = u + a
         place = place + u

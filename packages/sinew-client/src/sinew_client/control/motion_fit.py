@@ -123,7 +123,8 @@ def fit_offsets(
     for column, number in np.ndindex(shape):
         scales[column, number], explained[column, number] = _line(sums[:, column], changes[:, number])
     visited: set[tuple[int, int]] = set()
-    # Least squares is slow, so test only pairs with a good fit. A rejected pair lets the next best pair lead.
+    # Least squares is slow, so test only the pairs with the best fit. If a pair is rejected, the next round tests the
+    # pair with the next best fit.
     while leading := _leading(explained) - visited:
         visited |= leading
         for column, number in leading:
