@@ -39,7 +39,7 @@ POLICIES = "/v1/policies"  # paths of HTTP and WebSockets have this prefix befor
 
 
 class UnauthorizedError(SinewError):
-    """The server requires a key, and the request has no key or a wrong one."""
+    """Error for a request with a missing or wrong key, on a server that requires a key."""
 
     code = "unauthorized"
 

@@ -1,4 +1,4 @@
-"""One device, shared by the schedulers of several policies: they take turns, one inference at a time.
+"""Lets the schedulers of several policies share one device: they take turns, one inference at a time.
 
 Streams compute at the same time, on their own threads, and share the time with requests (:class:`BackgroundTask`).
 """

@@ -40,7 +40,8 @@ def loader(
     threads: int | None,
     adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[], Policy]:
-    """Check the flags and the file before ports are opened and torch is imported.
+    """Check the flags and the bundle before ports are opened and torch is imported, and prepare the loading of the
+    policy.
 
     Args:
         bundle: The bundle.

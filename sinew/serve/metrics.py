@@ -1,4 +1,6 @@
-"""The metrics for Prometheus: latency by stage, queue, deadlines, sessions, and errors by kind."""
+"""The server's metrics for Prometheus: the latency of each stage, the length of the queue, missed deadlines, the number
+of sessions, and the errors of each kind.
+"""
 
 from __future__ import annotations
 

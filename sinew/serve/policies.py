@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class UnknownPolicyError(SinewError):
-    """A request names a policy that this server does not have."""
+    """Error for a request that names a policy that this server does not have."""
 
     code = "unknown_policy"
 
@@ -166,7 +166,9 @@ class Policies:
 
     @property
     def schedulers(self) -> Sequence[Scheduler]:
-        """All schedulers with requests to answer; the replaced and removed ones come first."""
+        """All schedulers that may still have to answer requests. The schedulers of replaced and removed policies come
+        first.
+        """
         with self._lock:
             return (*self._leaving, *(each.scheduler for each in self._deployed.values()))
 

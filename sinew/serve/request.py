@@ -12,7 +12,7 @@ from sinew.serve.decode.frames import PixelBudget
 
 
 class ShuttingDownError(SinewError):
-    """The server stops. The request was not computed, or not completely."""
+    """Error for a request that was not computed, or not completely, because the server stops."""
 
     code = "shutting_down"
 
@@ -21,13 +21,15 @@ class ShuttingDownError(SinewError):
 
 
 class SupersededError(SinewError):
-    """A newer observation of the same session arrived while the request waited. The request was not computed."""
+    """Error for a request that was not computed, because a newer observation of the same session arrived while the
+    request waited.
+    """
 
     code = "superseded"
 
 
 class DeadlineError(SinewError):
-    """The request's deadline passed while it waited. The request was not computed."""
+    """Error for a request that was not computed, because its deadline passed while the request waited."""
 
     code = "deadline"
 

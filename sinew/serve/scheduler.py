@@ -355,7 +355,9 @@ class Scheduler:
             job, jobs = None, []  # release the frames before the next wait
 
     def _next_ready(self) -> ServingJob | None:
-        """Wait for the next request. If ``keep_warm_s`` is set, keep the policy warm during the wait."""
+        """Wait for the next request. If ``keep_warm_s`` is set, run an inference without a request from time to time
+        during the wait, so that the device stays fast.
+        """
         while True:
             # Create a new event before the wait. A request that arrives after this line ends the inference that
             # keeps the policy warm.

@@ -41,7 +41,7 @@ MAX_SESSION = 128  # largest number of characters of a session's name, because t
 
 
 class UnhealthyError(SinewError):
-    """The server cannot compute at present; its health has the reason."""
+    """Error for a request while the server cannot compute. The server's health states the reason."""
 
     code = "unhealthy"
 
@@ -224,7 +224,7 @@ class Service:
         return await self.infer_all(requests) if message.observations else [await self.infer(requests[0])]
 
     def reset(self, session: str = "", policy: str = "") -> None:
-        """Begin a new episode: a policy with state between requests forgets the session's state.
+        """Begin a new episode. A policy that stores data of a session between requests drops this data.
 
         Raises:
             RequestError: The session's name is too long.

@@ -60,7 +60,7 @@ class Outbox:
 
 
 class Broadcast:
-    """Messages of one kind for all viewers. One task makes the messages while there are viewers."""
+    """Sends messages of one kind to all viewers. While there are viewers, one asyncio task makes the messages."""
 
     behind = BEHIND
 
@@ -90,7 +90,7 @@ class Broadcast:
                 self._left()
 
     def end(self) -> None:
-        """End the messages of all viewers."""
+        """Send no further messages, and let all viewers disconnect."""
         for outbox in self._outboxes:
             outbox.end()
 

@@ -35,7 +35,7 @@ class _Session:
 
 
 class Wiring:
-    """The comparison of the robots of one policy with the policy's training data. Thread-safe."""
+    """Compares the frames and states of a policy's robots with the policy's training data. Thread-safe."""
 
     def __init__(self, manifest: Manifest):
         self._manifest = manifest

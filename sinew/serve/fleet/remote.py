@@ -1,4 +1,6 @@
-"""A policy for the scheduler of this process. Replicas in other processes compute its chunks."""
+"""A policy whose chunks are computed by replicas (copies of the policy in other processes). The scheduler of this
+process uses it like a local policy.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ Ask = Callable[[Observation], Response]
 
 
 class RemotePolicy(ServedPolicy):
-    """A policy whose replicas compute. An inference changes nothing on a replica, so a request of a dead replica is
-    sent to another replica.
+    """A policy that sends each observation to one of its replicas, which computes the chunk. An inference changes
+    nothing on a replica, so a request of a dead replica is sent to another replica.
 
     Args:
         about: The description of the policy.

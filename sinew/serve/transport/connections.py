@@ -1,5 +1,5 @@
-"""The connections of an asyncio server. Each protocol object is wrapped, so that the memory of its connection is
-counted (``ledger.py``).
+"""The connections of an asyncio server. Each asyncio protocol object is wrapped in a :class:`Connection`, which counts
+the memory of its connection (``ledger.py``).
 
 aiohttp limits one request. This module limits many unfinished requests together. It runs on the server's event
 loop.
@@ -38,7 +38,7 @@ class Connections:
         return connection if self.ledger.admit(connection, self.now()) else _Refusal()
 
     async def watch(self) -> None:
-        """Close connections whose requests take too long to arrive, in an endless loop."""
+        """Run an endless loop that closes connections whose requests take too long to arrive."""
         while True:
             await asyncio.sleep(SWEEP_S)
             self.ledger.sweep(self.now())

@@ -1,4 +1,4 @@
-"""The account of a server's connections: their number, their memory, and the times of their requests.
+"""Counts the connections of a server: their number, their memory, and the times of their requests.
 
 The reader of a request limits this one request. This module limits many unfinished requests together, for every
 transport. The module only counts, and uses no sockets. Only one thread may use a ledger.

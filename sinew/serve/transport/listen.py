@@ -30,7 +30,9 @@ KEY = r"-----BEGIN (?!ENCRYPTED)[A-Z ]*PRIVATE KEY-----(?!\s*Proc-Type: 4,ENCRYP
 
 
 class AddressError(SinewError):
-    """The address to listen on is in use, or does not belong to this machine."""
+    """Error for an address that the server cannot listen on, because it is in use or does not belong to this
+    machine.
+    """
 
     code = "bad_address"
 

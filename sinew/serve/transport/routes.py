@@ -49,7 +49,9 @@ class Routes(Protocol):
         """Add the routes. The transport calls this once, before the first request."""
 
     def guide(self, spec: PolicySpec, address: str) -> Sequence[str]:
-        """Return a program for clients, as :class:`Listener` does. ``address`` has the scheme of HTTP."""
+        """Return the lines of an example program for clients. ``address`` is the server's address, and begins with
+        ``http``.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""ZeroMQ transport: one loop over plain sockets, TCP or Unix, that implements ZMTP (``zmtp.py``), for any codec.
+"""ZeroMQ transport for any codec. One loop serves plain TCP or Unix sockets, and implements ZeroMQ's protocol ZMTP
+(``zmtp.py``).
 
 The loop sleeps in one poll. Requests wake it through their sockets. The thread that makes a reply sends as much of it
 as the socket accepts at once. The loop sends the rest. Everything that a peer can make the server store is bounded:

@@ -50,7 +50,7 @@ class Actions:
         return await self._answered(request, http.with_question)
 
     async def subtask(self, request: web.Request) -> web.Response:
-        """Answer an observation with the policy's subtask."""
+        """Answer an observation with the subtask that the policy generates as text."""
         return await self._answered(request, http.subtask)
 
     async def _answered(

@@ -51,8 +51,8 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read(payload: bytes) -> WireMessage:
-    """Store the message undecoded, because megabytes of JSON would take too long on the event loop. A decode thread
-    decodes it.
+    """Return a message with undecoded content. A decode thread decodes it later, because megabytes of JSON would take
+    too long on the event loop.
     """
     return WireMessage(payload)
 

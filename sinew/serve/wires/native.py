@@ -93,7 +93,7 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 @dataclass(slots=True)
 class NativeHeader:
-    """The parts of a request that routing needs.
+    """The parts of a request that the server reads first, to route the request.
 
     Attributes:
         native: False for vla.cpp's form.
@@ -436,7 +436,7 @@ class NativeCodec:
 
 @dataclass(slots=True)
 class _Picture:
-    """The Protobuf message Image. Its data is a view of the request."""
+    """An image of a request (the Protobuf message Image). Its data is a view of the request's bytes."""
 
     encoding: int = Image.JPEG
     height: int = 0

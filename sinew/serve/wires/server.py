@@ -163,8 +163,8 @@ class Server:
         return self._ended.wait(seconds)
 
     def close(self) -> None:
-        """Reject new requests, cancel the running inference between two stages, and free the ports. Safe to call
-        twice.
+        """Reject new requests, cancel the running inference between two stages, and free the ports. A second call has
+        no effect.
         """
         if self._ended.is_set():
             return

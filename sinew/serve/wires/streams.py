@@ -259,7 +259,7 @@ class Streams:
         return max(0.0, heard + SILENT_S - self._clock())
 
     def end_silent(self, seconds: float | None = None, most: int = MAX_STREAMS) -> int:
-        """End streams without a sample, longest silence first.
+        """End the streams of robots that send no samples any more, beginning with the longest silence.
 
         Args:
             seconds: Seconds without a sample after which a stream is ended; None uses :data:`SILENT_S`.

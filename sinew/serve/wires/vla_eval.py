@@ -111,7 +111,8 @@ class Picture:
 
 
 class Conversation:
-    """One connection: its episode, the remaining actions of the chunk, and the observation history.
+    """Handles one connection of a benchmark. It stores the connection's episode, the actions of the last chunk that
+    were not sent yet, and the observation history.
 
     The client sends every step, and stores no steps. So the server decodes each step when it arrives, and stores
     only valid steps. An episode ends with its connection.
@@ -206,7 +207,9 @@ class Conversation:
     def answer(
         self, message: WireMessage, outcomes: Sequence[Outcome], _server_ms: float, _before: float | None
     ) -> bytes:
-        """Return the first action of a chunk, and store the actions that are executed after it."""
+        """Return the answer to an observation: the first action of the new chunk. The next actions of the chunk are
+        stored for the next observations.
+        """
         (chunk,) = (each for each in outcomes if isinstance(each, ActionChunk))
         self._keep(message)
         rows = chunk.actions[: self.rows]
@@ -308,7 +311,9 @@ class Conversation:
         return int.from_bytes(digest[:8], "big") >> 1
 
     def _hello(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to ``hello``. vla-eval passes ``observation_params`` to the benchmark as arguments."""
+        """Return the answer to the message ``hello``, with which a client begins. vla-eval passes the answer's field
+        ``observation_params`` to the benchmark as arguments.
+        """
         if (version := content.get("protocol_version", PROTOCOL)) != PROTOCOL:
             raise RequestError(f"protocol_version: expected {PROTOCOL}, got {shown(version, MAX_SHOWN)}")
         wants: dict[str, Any] = {}

@@ -1,4 +1,5 @@
-"""The agreement between a LeRobot client and the served policy, and the conversion of observations.
+"""Creates the agreement between a LeRobot client and the served policy (which key belongs to which input), and converts
+observations with it.
 
 The client names a policy, a device and the features of its robot before its first observation. A robot's raw
 observation is flat: a number per joint, a frame per camera, and the task. The features state which keys form the

@@ -30,13 +30,13 @@ HELD = 4  # memory of all waiting observations together, as a multiple of the la
 
 
 class NoPolicyError(SinewError):
-    """The client has not named a policy."""
+    """Error for a client that has not named a policy yet."""
 
     code = "no_policy"
 
 
 class TooSlowError(SinewError):
-    """An observation did not arrive to its end in time."""
+    """Error for an observation whose last bytes did not arrive in time."""
 
     code = "too_slow"
 

@@ -407,7 +407,9 @@ def _decode(
 
 
 def _key(context: Any) -> str | bytes | None:
-    """Return the key in the metadata `authorization`, alone or after the name of a scheme."""
+    """Return the key in the call's metadata `authorization`. The key may follow the name of a scheme, as in ``Bearer
+    KEY``.
+    """
     for name, value in context.invocation_metadata() or ():
         if name == "authorization":
             return key_of(value) or value if isinstance(value, str) else value
@@ -415,6 +417,6 @@ def _key(context: Any) -> str | bytes | None:
 
 
 def _robot_names(spec: PolicySpec) -> list[str]:
-    """Return the names that the robot should give to the policy's cameras."""
+    """Return the camera names that a robot should use, so that the server recognises the policy's cameras."""
     by_bundle = field_names.camera_keys(spec, NAME) if field_names.key_maps(spec, NAME) else {}
     return [by_bundle.get(each.name, each.name).removeprefix("observation.images.") for each in spec.cameras]

@@ -217,7 +217,9 @@ def identity(deployed: Deployment) -> str:
 
 
 def units(spec: PolicySpec) -> str:
-    """Return the units of state and action as one word, for a server whose operator has not named a profile."""
+    """Return one word that states the units of the state and of the action. It is used if the server's operator has not
+    set ``semantics``.
+    """
 
     def word(which: str, values: tuple[str, ...]) -> str:
         short = ["".join(each.split()) or "?" for each in values]
@@ -269,7 +271,7 @@ class Agreed:
 
 
 def agree(body: Mapping[str, Any], offered: Contract) -> Agreed:
-    """Check a robot's open request.
+    """Check the request with which a robot opens a session.
 
     Args:
         body: The body of the request.
