@@ -36,8 +36,8 @@ ASKED = "asked for"  # the reason for an engine, device or precision that the us
 REFERENCE = "the reference precision"  # the reason for the default precision on a CPU
 GIB = 1 << 30
 ROOM = GIB  # bytes of memory for activations and for the program itself
-HALVES = {"BF16": "bf16", "F16": "fp16"}  # name of a tensor type in GGUF -> precision
-# The precisions of a recipe in which a bundle can store weights.
+HALVES = {"BF16": "bf16", "F16": "fp16"}  # GGUF's name of a tensor type, and Sinew's name
+# The low-bit precisions of a quantisation recipe in which a bundle can store weights.
 LOWBIT = frozenset({"int8", "int8-rows", "q8_0", "q4_0"})
 # Sinew tries the engines in this order. The order also decides between engines that were not measured. The last engine
 # runs on every machine.
@@ -752,7 +752,7 @@ def recipe(bundle: Bundle) -> dict[str, str]:
 
 
 def other_precision() -> str:
-    """Return a note about bf16, which may be faster than fp32 on this CPU."""
+    """Return a note for the user on whether bf16 may be faster than fp32 on this CPU."""
     unit = machine.half_units("bf16")
     why = (
         f"may be faster on this CPU ({unit}): measure it with `sinew bench`"
@@ -839,7 +839,7 @@ def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
         if rejection(backend, bundle, options).against or not backend.should(bundle, options).preparable:
             continue
         prepared = _choice(backend, bundle, options, "prepared", choice.device_reason, why)
-        # With another recipe, the current engine widens weights that the prepared engine would round.
+        # If the recipes differ, the prepared engine would round weights that the current engine converts to floats.
         if prepared.recipe == choice.recipe:
             choices.append(prepared)
     return choices

@@ -173,7 +173,10 @@ def _read(kind: str, shape: list[int], data: memoryview) -> Tensor:
 
 
 def _heads(data: bytes, count: int) -> tuple[list[Any], int]:
-    """Return the description of each tensor, and the position of the first tensor in ``data``."""
+    """Read the header of packed data.
+
+    Return a description of each tensor, and the position of the first tensor in ``data``.
+    """
     if len(data) > LIMIT:
         raise SinewError(f"context: expected at most {LIMIT} bytes, got {len(data)}")
     end = 4 + int.from_bytes(data[:4], "little")

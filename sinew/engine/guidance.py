@@ -69,7 +69,7 @@ class Inpainting:
             output = act(at)
             denoised = self.solver.denoised(at, output, step.time)
             error = ((self.target - denoised) * self.weights).detach()
-            # The result is the product of J^T and the error, [B, H, A].
+            # ``pull`` is the product of J^T and the error, [B, H, A].
             (pull,) = torch.autograd.grad(denoised, at, error.to(denoised.dtype))
         return output.detach() + (g / span) * pull
 

@@ -80,8 +80,8 @@ def open_device(options: EngineOptions, available: bool = True) -> torch.device:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if where.type == "cuda":
-        # By default, cuDNN rounds the factors of float32 convolutions to 10 bits of mantissa; matrix products are not
-        # rounded. A process has one setting for all of its policies.
+        # By default, cuDNN rounds the inputs and weights of float32 convolutions to 10 bits of mantissa. PyTorch does
+        # not round those of matrix products. A process has one setting for all of its policies.
         torch.backends.cudnn.allow_tf32 = False
     if where.type == "cpu" and torch.get_num_threads() > 1 and not machine.WAITING & os.environ.keys():
         log.warning(
@@ -99,7 +99,11 @@ def parse_device(text: str) -> torch.device:
 
 
 def require_device(device: torch.device) -> None:
-    """Raise :class:`SinewError` for a device that the installed PyTorch cannot compute on."""
+    """Check that the installed PyTorch can compute on a device.
+
+    Raises:
+        SinewError: PyTorch cannot compute on the device.
+    """
     if device.type in ("cpu", "meta"):
         return
     if device.type == "cuda":

@@ -25,7 +25,7 @@ from sinew.engine.prepared import conditions, folder
 
 # An engine is preferred to an engine that comes earlier in ORDER if its chunks are at least this many times as fast.
 MARGIN = 1.05
-PRODUCT_MARGIN = 1.5  # the same ratio for the small product, which is only one part of a chunk
+PRODUCT_MARGIN = 1.5  # the ratio for small products; it is larger because a product is only a part of a chunk
 TRIES = 10  # number of measurements of each small product
 # The small product multiplies activations [ROWS, WIDTH] by a weight [WIDTH, WIDTH]. This takes 75 million
 # multiplications and additions.

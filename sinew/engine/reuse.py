@@ -90,7 +90,7 @@ class Reuse:
         """Return the encoding of ``pixels``. Views with the same bytes as stored views are not computed again."""
         if len(pixels) != 1 or self._tried.get(key := (self._threads(), pixels.shape), "not tried"):
             return self._encode(pixels)
-        # Iterate over a copy, because a stream calls this method on another thread.
+        # Use a copy, because another thread may change the views while a stream runs.
         views_before = tuple(self._views)
         threads, views = key[0], [pixels[:, [view]] for view in range(pixels.shape[1])]
         hits = [

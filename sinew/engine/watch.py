@@ -73,7 +73,11 @@ class Watch:
         self.check()
 
     def check(self) -> None:
-        """Raise :class:`CancelledError` if the run was cancelled."""
+        """Check whether the run was cancelled.
+
+        Raises:
+            CancelledError: The run was cancelled.
+        """
         if self._cancel is not None and self._cancel.is_set():
             raise CancelledError("the inference was cancelled")
 

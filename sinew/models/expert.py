@@ -92,7 +92,9 @@ class ExpertContext(NamedTuple):
 
 
 class ExpertModel(Model):
-    """Vision tower, connector, language model, and an expert whose layers read the language model's keys and values.
+    """A model with a vision tower, a connector, a language model, and an action expert.
+
+    The expert's layers read the keys and values of the language model.
 
     :meth:`connect` calls the connector on the tower's features only, so that an engine can write patches of raw frames
     into the tower itself.

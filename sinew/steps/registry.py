@@ -1,4 +1,7 @@
-"""Tag of a step in a bundle -> its class. A new step needs its own file and one line in this module."""
+"""Tables that map the name (tag) of a step in a bundle to the step's class.
+
+A new step needs its own file and one line in this module.
+"""
 
 from __future__ import annotations
 

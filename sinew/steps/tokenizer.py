@@ -1,4 +1,7 @@
-"""Open a tokenizer from an untrusted file: its work is bounded, and its panics become errors."""
+"""Open a tokenizer from an untrusted file.
+
+Its work has limits, and a crash (panic) of its Rust code becomes an error.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ TRIAL = "Pick up the red cube, then stop.\n" + "a" * 200 + " " * 200 + "1" * 200
 
 
 def tokenizer_record(text: str) -> Any:
-    """Return the values of a ``tokenizer.json``, whose scores may be infinite.
+    """Parse a ``tokenizer.json``. Unlike in standard JSON, scores may be infinite.
 
     Raises:
         UntrustedError: The text is not valid JSON, or is too large.
@@ -145,7 +148,7 @@ def _flat(step: Any, members: str, depth: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Return the largest number of characters that one character can become."""
+    """Return the largest number of characters that one normalisation step can make of one character."""
     if step.get("type") != "Replace":
         return 1.0
     content, pattern = str(step.get("content", "")), step.get("pattern")

@@ -101,7 +101,7 @@ def _alone(norms: tuple[nn.Module, ...], products: tuple[tuple[nn.Module, ...], 
 
 
 def decoder_apart(layer: Any) -> str | None:
-    """Return the reason why a decoder layer cannot become two compiled calls, or None."""
+    """Return the reason why two compiled calls cannot replace a decoder layer, or None if they can."""
     attn, mlp = layer.attn, layer.mlp
     if not (exactly(attn, DecoderAttention) and exactly(mlp, GatedMLP)):
         return f"{loaded_class(attn).__name__} and {loaded_class(mlp).__name__}"
@@ -117,7 +117,7 @@ def decoder_apart(layer: Any) -> str | None:
 
 
 def vit_apart(layer: Any) -> str | None:
-    """Return the reason why a vision layer cannot become two compiled calls, or None."""
+    """Return the reason why two compiled calls cannot replace a vision layer, or None if they can."""
     attn, mlp = layer.attn, layer.mlp
     if not (exactly(attn, ViTAttention) and exactly(mlp, ViTMLP)):
         return f"{loaded_class(attn).__name__} and {loaded_class(mlp).__name__}"

@@ -165,7 +165,7 @@ class CudaEngine(Engine):
             replace(key, views=count, sizes=key.sizes[:count])
             for bucket in self.options.buckets(longest)
             for key in [Key.of(whole, bucket, steps)]
-            # An episode begins with fewer observation steps, so with fewer views.
+            # At the start of an episode, the history has fewer observations, so there are fewer views.
             for count in range(views, min(views, each) - 1, -each)
         ]
         for key in keys[: self.options.max_graphs]:
@@ -191,7 +191,7 @@ class CudaEngine(Engine):
         program.write(inputs, noise)
         recorded.replay()
         program.fetch(self._chunk)
-        self._wait()  # one wait is enough, because the copies and the graph run on one stream
+        self._wait()  # one wait is enough: copies and graph run on one stream
         watch.lap("step")
 
     def _speak(self, program: Program, inputs: ModelInputs, noise: np.ndarray, watch: Watch) -> np.ndarray:

@@ -94,8 +94,11 @@ class Patches:
 
     @property
     def places(self) -> list[tuple[str, int]]:
-        """Return for each view the name of its field (``frames.`` and the number of its group), and its row in that
-        field."""
+        """Return where each view is stored in the input memory.
+
+        Returns:
+            For each view, the name of a field (``frames.`` and the group's number), and a row of this field.
+        """
         return [(f"frames.{i}", row) for i, run in enumerate(self.runs) for row in range(run.views)]
 
     def write(self, frames: Sequence[Tensor], ops: Ops) -> Tensor:

@@ -116,7 +116,7 @@ class Graphs(GraphRecorder):
 
     def __init__(self, stream: torch.cuda.Stream):
         self.stream = stream
-        # PyTorch frees a memory pool, and its handle, when no graph uses the pool. This graph keeps the shared pool.
+        # PyTorch frees a memory pool when no graph uses the pool. This graph is stored so that the shared pool stays.
         self._first = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._first, stream=stream, capture_error_mode="thread_local"):
             self._kept = torch.zeros(1, device=stream.device)

@@ -30,7 +30,7 @@ from sinew.models.base import AutoregressiveModel, Context
 from sinew.models.solvers import MOST_EARLIER, drawn, solve
 from sinew.processing import ModelInputs
 
-SHOWN = {"read": "prefix", "next": "step"}  # stage -> its name in profiles, where it differs
+SHOWN = {"read": "prefix", "next": "step"}  # key: a stage; value: its name in profiles, if the name differs
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Program:
         first = self.staging.part("frames.0" if self.patches else "pixels").start
         self.small = slice(0, first)  # all bytes except frames and pixels
         shape = (1, *self.model.noise_shape)
-        # The buffer has the noise before the steps and the actions after the steps.
+        # The buffer contains the noise before the solver steps, and the actions after the solver steps.
         self.x = torch.zeros(shape, dtype=torch.float32, device=device)
         self.earlier: list[
             Tensor

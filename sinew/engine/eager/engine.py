@@ -214,7 +214,7 @@ class EagerEngine(Engine):
         text_state = model.begin_text(image_tokens, *batch[1:])
         self._lap(watch, "prefix")
         text: list[int] = []
-        unread: list[int] = []  # tokens whose keys and values are not computed yet
+        unread: list[int] = []  # generated tokens whose keys and values are not computed yet
         while len(text) < most:
             if unread:
                 text_state, unread = self._continued(text_state, unread), []
@@ -256,7 +256,7 @@ class EagerEngine(Engine):
             if value.shape != old.shape or not (value.is_floating_point() and old.is_floating_point()):
                 expected, got = (f"{list(each.shape)} of {each.dtype}" for each in (old, value))
                 raise SinewError(f"weights: {name}: expected {expected}, got {got}")
-            # Copy the tensor, because the caller may continue to train it.
+            # Copy the tensor, because the caller may continue to change it in training.
             tensors[name] = value.to(old.device, old.dtype, copy=True)
             if not tensors[name].isfinite().all():
                 raise SinewError(

@@ -95,8 +95,8 @@ class OnnxEngine(Engine):
         check_assigned(self.assigned, requested)
         self.tables = {steps: _table(table_path(self.directory, steps), steps) for steps in self.graphs.steps}
         self._check_names()
-        # In such graphs all members of a batch share one scale. Observations that are computed together would then
-        # change each other's values, so a stage runs once per member if this stage or a later one is such a graph.
+        # In marked (quantised) graphs, all observations of a batch share one scale, so they would change each other's
+        # results. Therefore a stage runs once per observation if this stage or a later stage is marked.
         marked = [ONE_SCALE in self.sessions[stage].get_modelmeta().custom_metadata_map for stage in STAGES]
         self.by_member = {stage for index, stage in enumerate(STAGES) if any(marked[index:])}
         self._axes = self._batch_axes()
@@ -272,7 +272,8 @@ class OnnxEngine(Engine):
         for words in self.graphs.speaks:
             return self._speak(context, words, watch)
         begun = drawn(noise, 0)
-        # The guidance can need several entries of the context for each row of x. These are their indices.
+        # ``rows`` contains, for each row that the head computes, the index of its row of x. A guidance can need several
+        # head outputs per row of x.
         rows = getattr(guidance, "rows", None)
         act = self._act(context, begun if rows is None else begun[rows], table[:1])
         if watch.trace is not None:

@@ -40,7 +40,7 @@ OPSET = 20  # the first operator set with GELU as one operator
 ON_ONNX = tuple(name for name in REWRITES if name not in ("pack-qkv", "pack-gate-up", "sigmoid-gelu"))
 # The largest batch that the shape analysis of the export assumes. The finished graph has no such limit.
 MOST_BATCHED = 64
-PROMPT = 7  # tokens in the example's prompt; the number must differ from every other size of the model
+PROMPT = 7  # number of tokens in the example's prompt; no other size of the model may have this value
 
 
 @torch.no_grad()
@@ -189,7 +189,7 @@ def _write(
             _label(graph.model, path.stem, component_of)
             graph.save(str(path), external_data=True)
     except RuntimeError as error:
-        # RuntimeError also covers the errors of torch's tracer.
+        # RuntimeError is also the base class of the errors that torch's tracer raises.
         why = " ".join(str(error).split())[:400]
         raise SinewError(
             f"engine onnx: stage {path.stem}: expected shapes that depend on the sizes of batch, prompt and views only"

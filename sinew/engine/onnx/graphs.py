@@ -29,7 +29,8 @@ MAX_GRAPH = 1 << 31
 # The names of the files in the folder of an export.
 FILES = re.compile(r"(?:vision|read|step)\.onnx(?:\.data)?|moments-\d+\.npy")
 CONTROL = ("Loop", "Scan", "If")  # operators that no export contains and that may run forever
-# Prefixes of the names in ``reads``. An autoregressive head has PROMPT before the names that no token changes.
+# Prefixes of the names in ``reads``. With an autoregressive head, names of tensors that no token changes begin with
+# PROMPT.
 CONTEXT, PROMPT = "context.", "context.prompt."
 NEWEST = "context.spoken.token"  # name in ``said``: the newest token, int64 [B]
 Count = Annotated[int, within(0, 1000)]  # number of views, steps or bits
@@ -170,8 +171,8 @@ def check_operators(path: Path) -> None:
     with BundleError.at(path, OSError, UntrustedError):
         data = read_bytes(path, MAX_GRAPH)
     for name in CONTROL:
-        # An operator of this name is field 4 (op_type) in the file. A file without these bytes has no such operator, so
-        # it needs no parsing.
+        # The file stores an operator's name as field 4 (op_type). If the file does not contain the bytes of this field,
+        # it does not contain the operator, and need not be parsed.
         if bytes([0x22, len(name)]) + name.encode() in data and name in set(operators(path, data)):
             raise BundleError(
                 f"{path}: Sinew does not run graphs with the operator {name}, which may never end;"

@@ -20,7 +20,7 @@ from sinew.core.extras import MissingPackageError
 log = logging.getLogger(__name__)
 
 CPU, OPENVINO = "CPUExecutionProvider", "OpenVINOExecutionProvider"
-# Sinew's short name -> ONNX Runtime's name.
+# Key: Sinew's short name of an execution provider. Value: ONNX Runtime's name.
 SHORT = {
     "cpu": CPU,
     "cuda": "CUDAExecutionProvider",
@@ -81,7 +81,7 @@ def choose(names: Sequence[str] = ()) -> tuple[tuple[str, ...], str]:
 def loaded(session: Any, wanted: Sequence[str]) -> list[str]:
     """Return the providers that a session really uses.
 
-    ONNX Runtime continues without a provider whose libraries do not load. In Sinew, this is an error.
+    If the libraries of a provider do not load, ONNX Runtime continues without this provider. Sinew raises an error.
 
     Raises:
         SinewError: A requested provider did not load.
@@ -203,7 +203,8 @@ def session_options(
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
     # The three stages never run at the same time, so they share one memory arena that allocates only what is requested.
-    # A memory plan for a whole run would not hold for another prompt length (research/log/measurements-engines.md).
+    # ONNX Runtime must not plan the memory of a whole run, because the plan would be wrong for another prompt length
+    # (research/log/measurements-engines.md).
     _share_arena(ort)
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.enable_mem_pattern = False

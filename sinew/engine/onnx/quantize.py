@@ -29,7 +29,7 @@ from sinew.core import SinewError, machine
 from sinew.core.extras import MissingPackageError
 from sinew.engine.onnx.graphs import COMPONENT, ONE_SCALE, STAGES, GraphSet, table_path
 
-# Fields of a record that stay the same when its graphs are quantised.
+# Fields of the record ``GraphSet`` that do not change when the graphs are quantised.
 KEPT = (
     "architecture",
     "views",

@@ -26,7 +26,7 @@ from sinew.layers.vit import ViTMLP
 
 LINEAR = 2 * math.sqrt(2 / math.pi)
 CUBIC = 0.044715 * LINEAR
-BLOCK = 1 << 19  # elements of a block with one thread: 2 MiB, and 2 MiB for the temporary tensor
+BLOCK = 1 << 19  # elements of a block with one thread: 2 MiB, and 2 MiB for a temporary tensor
 SHARED_BLOCK = 1 << 21  # elements of a block with several threads; benchmarks/gelu.py measures other sizes
 
 

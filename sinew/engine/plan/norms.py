@@ -71,7 +71,7 @@ def fold(norm: RMSNorm | LayerNorm, readers: list[Linear]) -> nn.Module:
         scale, shift, unit = offset + norm.weight.float(), None, UnitRMSNorm(norm)
     for reader in readers:
         weight = reader.weight.float()
-        repeats = weight.shape[1] // len(scale)  # a pixel shuffle concatenates the channels of several tokens
+        repeats = weight.shape[1] // len(scale)  # after a pixel shuffle, an input has several tokens
         if shift is not None:
             bias = weight @ shift.repeat(repeats)
             dtype = reader.weight.dtype

@@ -39,7 +39,7 @@ class PackedAttention(DecoderAttention):
         heads = self.qkv_proj(h).unflatten(-1, (-1, self.head_dim))  # [B, L, H + 2 Hkv, D]
         turning, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=-2)
         q, k = rotate(turning).split([self.num_heads, self.num_kv_heads], dim=-2)
-        # Copy keys and values, because views in the cache would keep the queries in memory.
+        # Copy keys and values: if the cache contained views of ``heads``, the queries would also stay in memory.
         return q, k.contiguous(), v.contiguous()
 
 
@@ -84,7 +84,7 @@ def pack(layers: Sequence[nn.Module]) -> Linear | str:
     weight = joined([layer.weight for layer in plain])
     biases, bias = [layer.bias for layer in plain], None
     if any(each is not None for each in biases):
-        # Folding a norm can have added a bias to some of the layers only.
+        # Some layers may have no bias, for example if only the other layers got one from a folded norm.
         wide = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in plain]
         bias = torch.cat(wide)
     packed = linear(weight, bias, stores.pop())

@@ -20,8 +20,8 @@ from sinew.engine.plan.rewrite import RewriteOutcome, share
 from sinew.engine.plan.time_tables import TABULATE_TIME
 from sinew.models.base import Model
 
-# The rewrites in the order in which they are applied: modules are dropped before norms are folded, and norms are folded
-# before products are packed.
+# The rewrites in their order of application. Unused modules are removed first. Then norms are folded, and then products
+# are packed.
 REWRITES = {
     rewrite.name: rewrite
     for rewrite in (

@@ -121,8 +121,8 @@ class TextPrefix(NamedTuple):
     """The context of an autoregressive head.
 
     Attributes:
-        prompt: The part that no token changes.
-        spoken: The part that each new token changes.
+        prompt: The part of the context that does not change when tokens are generated.
+        spoken: The part of the context that each generated token changes.
     """
 
     prompt: Context

@@ -18,13 +18,13 @@ from sinew.steps.image import compiled
 from sinew.steps.image.compiled import Mixing, ResizeWeights, Size, scratch
 
 LINEAR_BITS = 11  # binary places of OpenCV's fixed-point weights
-MAX_WEIGHT_BITS = 22  # torch's weights have as many binary places as int16 has room for, at most this many
-# Pillow's 32-bit sums have room for 8 bits of a pixel, 2 bits of headroom and this many places.
+MAX_WEIGHT_BITS = 22  # largest number of binary places of torch's int16 weights
+# Binary places of Pillow's weights. Its 32-bit sums also need 8 bits for a pixel and 2 bits of headroom.
 PILLOW_BITS = 22
 
 # Both source pixels of each target pixel along one axis, and the weights of both pixels.
 Neighbours = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-Table = Callable[[int, int], Neighbours]  # (size, target) -> source pixels and weights
+Table = Callable[[int, int], Neighbours]  # arguments: number of source pixels, number of target pixels
 
 
 def resample(image: np.ndarray, passes: Iterable[tuple[int, ResizeWeights]]) -> np.ndarray:
@@ -247,7 +247,7 @@ def _spans(size: int, target: int, kernel: Callable[..., np.ndarray], reach: np.
         low = max(int(center - support + half), 0)
         distance = np.arange(low, min(int(center + support + half), size), dtype=real) - center
         values = kernel(np.abs((distance + np.float64(0.5)) * np.float64(inverse)).astype(real))
-        spans.append((low, values / np.add.accumulate(values)[-1]))  # add the values in order, as ATen does
+        spans.append((low, values / np.add.accumulate(values)[-1]))  # add the values one by one, as ATen does
     return spans
 
 

@@ -13,20 +13,21 @@ from typing import Annotated, Literal
 from sinew.core.fields import MAX_TEXT, characters, count, printable
 from sinew.steps.prompt.base import PromptStep, PromptText
 
-MOST = 256  # largest number of advantages of a policy; a value function has 201 bins
+MOST = 256  # largest number of advantages of a policy; published value functions have 201 bins
 MAX_NAME = 64  # largest length of a name in characters
-SHOWN = 4  # number of advantages that `sinew inspect` lists
+SHOWN = 4  # `sinew inspect` lists at most this many advantages
 
 
 @dataclass(frozen=True)
 class Advantage(PromptStep):
-    """Write the text for a request's advantage into the prompt. A request without an advantage adds no text.
+    """Write the text for a request's advantage into the prompt. Without an advantage, no text is added.
 
     Attributes:
-        words: (name, text) of each advantage. Requests use the name.
-        usual: The advantage of a request that names none, or "".
-        place: "instruction" writes the text after the instruction, so that later steps change both together (RLinf's
-            ``TokenizePromptWithGuidance``). "text" writes it at this step's position in the prompt.
+        words: Name and text of each advantage. A request contains the name, and the prompt contains the text.
+        usual: The name that is used for a request without an advantage, or "" for none.
+        place: "instruction" writes the text after the instruction, so that later steps change the instruction and this
+            text together (RLinf's ``TokenizePromptWithGuidance``). "text" writes it at this step's position in the
+            prompt.
     """
 
     words: Annotated[

@@ -10,7 +10,10 @@ from sinew.steps.prompt.base import PromptStep
 
 @dataclass(frozen=True)
 class Drop(PromptStep):
-    """Remove these tokens. They mark the position in the text where the model inserts other inputs, such as a view."""
+    """Remove the tokens with the given ids.
+
+    Such a token only marks the position in the text where the model inserts another input, such as a camera view.
+    """
 
     ids: tuple[int, ...]
     kind: Literal["drop"] = field(default="drop", kw_only=True, repr=False)

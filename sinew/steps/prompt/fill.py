@@ -1,4 +1,4 @@
-"""A step for prompts that always have the same number of tokens, because the model also reads the padding."""
+"""A step that pads every prompt to the same number of tokens, for models that also read the padding."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Annotated, Literal
 from sinew.core.fields import MAX_TEXT, Side, characters, count
 from sinew.steps.prompt.base import PromptStep
 
-MOST = 4096  # largest number of texts with their own length
+MOST = 4096  # largest number of texts with their own padded length
 
 
 @dataclass(frozen=True)
 class Fill(PromptStep):
-    """Fill the tokens up to ``length``: with ``token`` up to the length of the text, and with ``behind`` after it.
+    """Pad the tokens to ``length``: with ``token`` up to the text's own padded length, and with ``behind`` after it.
 
-    A text with more tokens than its length is not changed, so that the prompt is rejected later.
+    If a text has more tokens than its padded length, it is not changed. A later check rejects this prompt.
 
     Attributes:
         length: Number of tokens of every prompt.
         token: Id of the padding.
         behind: Id for the positions after the padding.
-        lengths: (text, length) of the texts that were padded to fewer tokens in training. Other texts have ``length``.
+        lengths: Pairs of a text and its own padded length, for texts that were padded to fewer tokens in training.
+            Other texts are padded to ``length``.
     """
 
     length: Side

@@ -11,8 +11,10 @@ from sinew.steps.prompt.base import HeldTokens, PromptStep, PromptText
 
 @dataclass(frozen=True)
 class Image(PromptStep):
-    """Write ``text`` once for each of ``count`` tokens with the id ``token``. The model inserts the view's features
-    there."""
+    """Write ``text`` once for each of ``count`` tokens with the id ``token``.
+
+    The model replaces these tokens by the features of a camera view.
+    """
 
     text: Annotated[str, characters(0, 64)]
     count: Side

@@ -1,4 +1,4 @@
-"""A step for the tokens at whose positions a model's outputs are read."""
+"""A step that checks for marker tokens. The model's outputs are read at the positions of these tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sinew.steps.prompt.base import HeldTokens, PromptStep
 
 @dataclass(frozen=True)
 class Marker(PromptStep):
-    """Require ``count`` tokens with the id ``token`` in the prompt. Other steps write them, and an instruction must not
-    add one.
+    """Require ``count`` tokens with the id ``token`` in the prompt.
 
-    With 0, the prompt must not contain the token.
+    Other steps write these tokens, and the user's instruction must not add more. If ``count`` is 0, the prompt must not
+    contain the token.
     """
 
     token: int

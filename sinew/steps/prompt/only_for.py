@@ -11,7 +11,10 @@ from sinew.steps.prompt.base import PromptStep, PromptText, Written
 
 @dataclass(frozen=True)
 class OnlyFor(PromptStep):
-    """Use the text of the steps so far if number ``dim`` of the state is one of ``values``. Otherwise use ``text``."""
+    """Keep the text of the previous steps if element ``dim`` of the state is one of ``values``.
+
+    Otherwise use ``text``.
+    """
 
     dim: Width
     values: Annotated[tuple[float, ...], SOME]

@@ -16,7 +16,7 @@ class State(PromptStep):
     """Write the normalised state as bin numbers.
 
     Attributes:
-        values: Number of values. A shorter state is padded with zeros, and a longer state is cut.
+        values: Number of state values to write. A shorter state is padded with zeros, and a longer state is cut.
         bins: Number of equal bins of [-1, 1].
     """
 

@@ -1,4 +1,4 @@
-"""A step that rejects instructions with a certain text."""
+"""A step that rejects instructions that contain a certain text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from sinew.steps.prompt.base import PromptStep, PromptText, Written
 
 @dataclass(frozen=True)
 class Without(PromptStep):
-    """Reject an instruction that contains ``text``, for which the policy's project has a rule that Sinew lacks."""
+    """Reject an instruction that contains ``text``.
+
+    The policy's project treats this text by a rule that Sinew does not have.
+    """
 
     text: Written
     kind: Literal["without"] = field(default="without", kw_only=True, repr=False)

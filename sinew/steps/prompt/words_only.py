@@ -1,4 +1,4 @@
-"""A step with the text format of GR00T's ``formalize_language``."""
+"""A step that formats the instruction as GR00T's function ``formalize_language`` does."""
 
 from __future__ import annotations
 

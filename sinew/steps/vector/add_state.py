@@ -13,7 +13,10 @@ from sinew.steps.vector.base import VectorStep, spans
 
 @dataclass(frozen=True)
 class AddState(VectorStep):
-    """Compute x + state[state_dims]. If ``state_dims`` is empty, the state's ``dims`` are added."""
+    """Compute x + state[state_dims], to convert relative actions to absolute actions.
+
+    If ``state_dims`` is empty, the function uses state[dims].
+    """
 
     dims: tuple[int, ...]
     state_dims: tuple[int, ...] = ()

@@ -12,11 +12,11 @@ from sinew.steps import registry
 
 
 class VectorStep(Tagged):
-    """One change of units or frame between a robot's vector and the vector that was normalised in training.
+    """One conversion of units or coordinate frame, between a robot's vector and the vector that training normalised.
 
     Attributes:
         dims: Indices of the vector that the step changes. Other values stay unchanged.
-        monotone: True if each dimension alone maps the ends of a range to the ends of another range.
+        monotone: True if each dimension is converted alone, and the ends of a range become the ends of the new range.
     """
 
     registry = registry.VECTOR
@@ -25,7 +25,7 @@ class VectorStep(Tagged):
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Return the dimensions of the state that the step reads, after the state's own steps."""
+        """Return the dimensions of the state that the step reads. The state's own steps have been applied before."""
         return ()
 
     @property
@@ -52,7 +52,7 @@ class VectorStep(Tagged):
         raise NotImplementedError
 
     def of(self, state: np.ndarray | None) -> np.ndarray | None:
-        """Return the values of a state [D] that the step reads, or None if it reads none."""
+        """Return the values of a state [D] that the step reads. None if the step does not read the state."""
         if not self.reads:
             return None
         assert state is not None, "actions relative to the state need the state"
@@ -77,7 +77,13 @@ def apply_steps(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray | 
 
 
 def turn_back(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray) -> np.ndarray:
-    """Undo :func:`apply_steps` for steps with an inverse, relative to this state."""
+    """Undo :func:`apply_steps`. All steps must have an inverse.
+
+    Args:
+        x: The vectors after the steps, float [..., D].
+        steps: The steps.
+        state: The state after its own steps, for steps that read the state.
+    """
     x = x.copy()
     for step in reversed(steps):
         dims = list(step.dims)
@@ -86,7 +92,7 @@ def turn_back(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray) -> 
 
 
 def spans(dims: Sequence[int]) -> str:
-    """Return dimensions as text, with neighbours as a range."""
+    """Return a list of dimensions as text, with consecutive dimensions as a range."""
     if len(dims) > 2 and list(dims) == list(range(dims[0], dims[-1] + 1)):
         return f"{dims[0]}-{dims[-1]}"
     return ", ".join(map(str, dims))

@@ -14,7 +14,7 @@ from sinew.steps.vector.base import VectorStep, spans
 
 @dataclass(frozen=True)
 class ComposePose(VectorStep):
-    """Convert a pose in the frame of the state's pose to a pose in the robot's frame.
+    """Convert a pose that is relative to the state's pose to a pose in the robot's frame.
 
     A pose is a position and six numbers of a rotation (9 values), or a position and a rotation vector (6 values).
 

@@ -13,7 +13,10 @@ from sinew.steps.vector.base import VectorStep, spans
 
 @dataclass(frozen=True)
 class LinearToAngle(VectorStep):
-    """Compute arcsin((horn^2 + x^2 - arm^2) / (2 horn x)), clipped. Lengths are in metres."""
+    """Compute arcsin((horn^2 + x^2 - arm^2) / (2 horn x)), with the argument clipped to [-1, 1].
+
+    Lengths are in metres.
+    """
 
     dims: tuple[int, ...]
     arm: Finite

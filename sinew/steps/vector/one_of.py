@@ -15,7 +15,10 @@ from sinew.steps.vector.base import VectorStep, spans
 
 @dataclass(frozen=True)
 class OneOf(VectorStep):
-    """Check that x is one of ``values``, and leave it unchanged. ``words`` are the meanings of the values."""
+    """Check that x is one of ``values``, and leave it unchanged.
+
+    ``words`` contains the meaning of each value as text.
+    """
 
     dims: tuple[int, ...]
     values: tuple[Finite, ...]

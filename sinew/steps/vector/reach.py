@@ -1,4 +1,4 @@
-"""A step that limits a position to the largest distance of training."""
+"""A step that limits the distance of a position from the origin to the largest distance in the training data."""
 
 from __future__ import annotations
 

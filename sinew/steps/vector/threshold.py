@@ -13,7 +13,7 @@ from sinew.steps.vector.base import VectorStep, spans
 
 @dataclass(frozen=True)
 class Threshold(VectorStep):
-    """Return ``above`` where x > offset, else ``below``."""
+    """Replace each number by ``above`` if it is larger than ``offset``, otherwise by ``below``."""
 
     dims: tuple[int, ...]
     offset: Finite = 0.0

@@ -120,7 +120,7 @@ def _build(compiler: str) -> Built:
         # The compiler supports the flags of these sets, so compiling failed for another reason, such as memory or a
         # full disk. The next start may succeed.
         failed = [name for name in left_out if _knows(compiler, sets[name])]
-        names = (NAME,) if failed else (NAME, HASH)  # a library without a stored hash is compiled again
+        names = (NAME,) if failed else (NAME, HASH)  # without the stored hash, the next start compiles again
         _run(compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made / NAME))
         (made / HASH).write_text(_sha256(made / NAME), encoding="ascii")
         for name in names:
@@ -284,8 +284,9 @@ def _run(*command: str) -> str:
                 made.terminate()
                 raise
             os.killpg(made.pid, signal.SIGTERM)
-            # The compiler's driver removes its files after SIGTERM. Until this process reaps the driver, no other group
-            # can get its number. A child that the driver had just forked may have missed the first signal.
+            # The compiler removes its temporary files after SIGTERM. A child process that it has just started may have
+            # missed this signal, so the group gets a second signal. The process is not reaped yet, so no other group
+            # can have its number.
             if hasattr(os, "waitid"):  # macOS has waitid since Python 3.13
                 os.waitid(os.P_PID, made.pid, os.WEXITED | os.WNOWAIT)
                 os.killpg(made.pid, signal.SIGKILL)

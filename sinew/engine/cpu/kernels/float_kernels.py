@@ -91,7 +91,7 @@ def _attend(
 ) -> Tensor:
     B, Lq, H, D = q.shape
     before, Hkv = k.shape[1:3]
-    # Without a second part, its arguments are the first part's tensors, with a length of zero.
+    # Without a second part of keys, the kernel gets the first part's tensors again, with a length of zero.
     own = (k, v) if own_k is None or own_v is None else (own_k, own_v)
     Lk = before + (0 if own_k is None else own_k.shape[1])
     if mask is not None:
@@ -182,7 +182,7 @@ def differs(floats: FloatKernels) -> str:
     return next((name for name, same in close if not same), "")
 
 
-_on_cpu: list[FloatKernels] = [REFERENCES]  # one entry: the kernels that the operators call
+_on_cpu: list[FloatKernels] = [REFERENCES]  # has one entry, the implementation that the operators call
 
 
 def install(floats: FloatKernels) -> None:

@@ -92,7 +92,15 @@ def kernel_names(library: Any) -> tuple[str, ...]:
 
 
 def check(what: str, status: int) -> None:
-    """Raise RuntimeError if a function of the library returned a status other than 0."""
+    """Check the status that a function of the library returned.
+
+    Args:
+        what: The function's name, for the error.
+        status: The returned status. 0 means success.
+
+    Raises:
+        RuntimeError: The status is not 0.
+    """
     if status:
         why = "not enough memory" if status == 2 else "the kernel rejected its arguments"
         raise RuntimeError(f"{what}: {why}")

@@ -366,7 +366,7 @@ def declare(library: Any) -> None:
 
 
 def _dense(x: Tensor, width: int, what: str) -> Tensor:
-    """Return x with contiguous rows.
+    """Return x, or a copy of x with contiguous rows.
 
     Raises:
         ValueError: x is not float32 [..., width] on the CPU.
@@ -534,7 +534,7 @@ def install(kernels: LayerKernels) -> None:
 
 
 def usable(x: Tensor) -> bool:
-    """Return True if a compiled call can compute with x: float32 on a CPU, without a gradient."""
+    """Return True if a compiled call accepts x: a float32 tensor on a CPU, for which no gradient is needed."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and not x.requires_grad
 
 

@@ -125,7 +125,7 @@ FUSIONS = (
 )
 
 
-# Layers that read the vectors of TabulatedModulation, or need no such vectors.
+# Classes of layers that read the vectors of TabulatedModulation, and classes that need no such vectors.
 WITH_VECTORS = (FusedLayer, FusedAdaptiveLayer)
 
 

@@ -112,7 +112,7 @@ class FusedAdaptiveLayer(AdaptiveDecoderLayer):
             total, hidden = rowwise(rows, self, one(x), one(attended), **norm)
             branch = rows.product(hidden, self.mlp.down_proj)
             return torch.addcmul(total, branch, after.gate).to(x.dtype)[None]
-        # A norm with a separate pass needs no values from the product before it.
+        # If the norm is a separate kernel, the product before it need not compute the norm's inputs.
         scale, following = (None, None) if after.bias is None else (after.scale, after.following)
         stream = output(self.ops, self.attn.o_proj, one(attended), one(x), before.gate, scale)
         read, norm = modulated(self.ops, stream, eps, after, self.mlp.gate_up_proj)
@@ -142,7 +142,7 @@ def normed(ops: Ops, stream: ResidualStream, eps: float, reader: Any) -> tuple[T
 
     The norm has no weights.
     """
-    if stream.squares is None:  # the sums are missing for the first layer, because no product wrote its input
+    if stream.squares is None:  # the first layer has no sums, because no product computed its input
         return ops.rms(stream.rows, eps), {"bias": reader.bias}
     return stream.rows, {"eps": eps, "bias": reader.bias, "squares": stream.squares}
 

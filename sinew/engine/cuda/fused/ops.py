@@ -190,7 +190,7 @@ class PlainOps(References):
 
     rows = None  # type: ignore[assignment]
 
-    stream_linear = Ops.stream_linear  # a library's product does not compute values for the next norm
+    stream_linear = Ops.stream_linear  # this method does not compute the next norm's inputs
 
     def norm_linear(self, x: Tensor, weight: Tensor, *, silu: bool = False, **norm: Any) -> Tensor:
         y = _linear(x, weight, **norm)
@@ -220,8 +220,9 @@ class PlainOps(References):
         k, v = kv if own is None else (torch.cat([a, b]) for a, b in zip(kv, own, strict=True))
         M, H, D = q.shape
         G = H // k.shape[1]
-        # Heads of a group become rows, as in the kernel. Keys are then not repeated, and every attention backend
-        # supports this form. The mask becomes a finite bias, so that rows without visible keys (padding) stay finite.
+        # Put the heads of a group into the axis of rows, as the kernel does. Keys need no copies then, and every
+        # attention backend supports this form. The mask becomes a finite bias, so that rows without visible keys
+        # (padding) give finite results.
         rows = q.view(M, -1, G, D).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, G * M, D]
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, _masked(q.dtype))
         bias = bias.expand(G, *bias.shape).flatten(0, 1)  # [G * M, P + S]

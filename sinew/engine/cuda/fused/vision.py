@@ -17,7 +17,8 @@ from sinew.engine.cuda.fused.rows import Operand, RowOps, RowTarget
 from sinew.engine.plan.norms import UnitLayerNorm
 from sinew.layers.vit import ViTLayer
 
-# The arguments ``branch`` and ``branch_bias`` of the next norm. Empty if nothing must be added.
+# Keyword arguments (``branch`` and ``branch_bias``) for the next norm, which adds them. Empty if there is no branch to
+# add.
 Added = dict[str, Any]
 
 
@@ -61,7 +62,7 @@ class RowwiseTower(PatchTower):
         for layer in layers:
             x, added = layer.along(x, added, views)
         norm: Any = self.norm
-        if not isinstance(norm, UnitLayerNorm):  # a norm with unknown readers keeps its weight
+        if not isinstance(norm, UnitLayerNorm):  # a norm has a weight if not all of its readers are known
             total = sum((part for part in added.values() if part is not None), x)
             return norm(total.unflatten(0, (views, -1)))
         _, normed = self.rows.norm(x, RowTarget(norm.dtype), eps=norm.eps, kind="layer", **added)

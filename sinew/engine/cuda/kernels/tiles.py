@@ -32,13 +32,13 @@ FEW_ROWS, SOME_ROWS = 64, 256
 PART = 1 << 14
 PROGRAMS = 128  # approximately the number of multiprocessors of a GPU
 NARROW_HEAD = 64  # the largest size of a narrow head
-# Without a GPU, tests and compile checks use the tiles of this compute capability, so that they give the same results
-# on every machine.
+# On machines without a GPU, tests and compile checks use the tiles of this compute capability. Their results are then
+# the same on every machine.
 NO_GPU = 80
 ARCHITECTURES = (80, 89, 90)
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes that one program may use
-# Compute capability -> listed capability with the same shared memory and instructions. 86: A10 and RTX 3090; 87: Orin;
-# 100: B200; 110: Thor; 120: RTX 5090.
+# Key: a GPU's compute capability. Value: a capability in the table with the same shared memory and instructions. 86:
+# A10 and RTX 3090; 87: Orin; 100: B200; 110: Thor; 120: RTX 5090.
 LIKE = {86: 89, 87: 80, 100: 90, 103: 90, 110: 90, 120: 89, 121: 89}
 
 _WIDE = Tile(128, 128, 32, warps=8, stages=4)

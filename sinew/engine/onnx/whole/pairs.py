@@ -27,8 +27,8 @@ from sinew.processing import ModelInputs
 
 PRODUCTS = ("MatMul", "Gemm", "Conv")
 PAIR = ("QuantizeLinear", "DequantizeLinear")
-LARGEST = ".largest"  # suffix of an output that has the largest magnitude of a tensor
-PRODUCT = ".product"  # suffix of a product's output before its pair
+LARGEST = ".largest"  # suffix of the name of an output: the largest magnitude in a tensor
+PRODUCT = ".product"  # suffix of the name of a product's output before the pair
 # Operators that move numbers and compute none, so they lose no precision.
 MOVES = {
     "Cast", "Concat", "Constant", "Expand", "Gather", "Identity", "Pad", "Reshape", "Shape", "Slice", "Split",
@@ -214,7 +214,7 @@ def _put_pairs(graph: Any, products: Sequence[Any], scales: Mapping[str, float],
     constants = {tensor.name: tensor for tensor in graph.initializer}
     added: dict[str, np.ndarray] = {"zero.int8": np.zeros((), np.int8)}
     chosen = {node.output[0] for node in products}
-    paired: dict[str, str] = {}  # tensor -> name of the tensor after its pair
+    paired: dict[str, str] = {}  # key: name of a tensor; value: name of its copy after the pair
     nodes: list[Any] = []
 
     def pair(name: str, made: str, scale: float) -> None:
