@@ -604,7 +604,7 @@ def not_computed(backend: Backend, bundle: Bundle) -> str:
 
 
 def unproved(backend: Backend, bundle: Bundle, options: EngineOptions) -> str:
-    """Return the reason why an engine is not verified against the reference, or "" if it is.
+    """Return the reason why an engine is not verified against the reference engine, or "" if it is verified.
 
     An engine is verified by the project's tests of this architecture in the precisions in use, or by `sinew validate`
     on this machine.

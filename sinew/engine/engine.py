@@ -171,7 +171,10 @@ class Engine(ABC):
         return self.solve(self.read(inputs, watch), noise, steps, guidance, watch)
 
     def trace(self, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:
-        """Return the results of each stage for one observation. The arguments have a batch axis of one."""
+        """Run all stages for one observation, and return the result of each stage.
+
+        The arguments are those of :meth:`run`, with a batch axis of one.
+        """
         trace = Trace()
         self.run(inputs, noise, steps, watch=Watch(trace=trace))
         return trace

@@ -48,7 +48,17 @@ def hardware(device: str) -> str:
 
 
 def keep(bundle: Path, engine: str, device: str, report: dict[str, Any]) -> Path:
-    """Write the record of a validation, which passed or failed, and return its path."""
+    """Store the result of a validation (``sinew validate``) on this machine.
+
+    Args:
+        bundle: The bundle's file.
+        engine: The engine that was compared with the reference.
+        device: The device.
+        report: The report of the validation, which passed or failed.
+
+    Returns:
+        The path of the stored record.
+    """
     record = {**report, "sinew": __version__, "hardware": hardware(device)}
     return machine.write_whole(_path(bundle, engine, device), (json.dumps(record, indent=2) + "\n").encode())
 

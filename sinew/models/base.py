@@ -347,7 +347,10 @@ class Model(nn.Module):
         return steps
 
     def run_head(self, x: Tensor, steps: int, time_embeddings: Iterable[Tensor], context: Context) -> None:
-        """Run the head once, as in the first of ``steps`` solver steps, to measure costs, traces and times."""
+        """Run the head once, as in the first of ``steps`` solver steps.
+
+        Reports use this run to measure its cost and time.
+        """
         first = self.solver.steps(steps)[:1], islice(time_embeddings, 1)
         solve(lambda x, time_embedding: self.act(x, time_embedding, context), x, *first)
 

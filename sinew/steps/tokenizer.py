@@ -49,7 +49,7 @@ def open_tokenizer(
         SinewError: The text is not a tokenizer, the tokenizer would multiply its input or use random numbers, or it
             cannot encode a short text.
     """
-    # Imported here, because clients that send token ids need no tokenizers package.
+    # Import the package here, because policies whose clients send token ids do not need it.
     from tokenizers import Tokenizer
 
     try:

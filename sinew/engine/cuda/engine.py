@@ -125,7 +125,7 @@ class CudaEngine(Engine):
         guidance: Guidance | None = None,
         watch: Watch | None = None,
     ) -> np.ndarray:
-        """Return the actions of one observation, by replaying a graph.
+        """Compute the actions of one observation by the replay of a recorded graph.
 
         A whole graph cannot be stopped, and its stages have no separate times. The watch is checked before and after
         the graph, and gets the time of all stages as one "step". If the watch requires separate stages, the stages run
@@ -214,7 +214,7 @@ class CudaEngine(Engine):
 
         def more(spoken: Spoken) -> Spoken:
             program.recorded("next").replay()
-            return spoken  # the recording writes to the same memory
+            return spoken  # each replay writes its results to the same memory
 
         def after_token(token: np.ndarray) -> None:
             if watch.trace is not None:

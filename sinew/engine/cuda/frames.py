@@ -94,7 +94,7 @@ class Patches:
 
     @property
     def places(self) -> list[tuple[str, int]]:
-        """Return where each view is stored in the input memory.
+        """Find the place of each view in the input memory.
 
         Returns:
             For each view, the name of a field (``frames.`` and the group's number), and a row of this field.

@@ -38,7 +38,8 @@ LEFT = 0.1  # a provider may leave this share of the products to other providers
 
 
 def runtime() -> Any:
-    # ONNX Runtime 1.31 for Linux stores an id and a list of sessions for its makers. This setting prevents it.
+    # ONNX Runtime 1.31 for Linux stores usage data (an id and a list of sessions) for its makers. This setting prevents
+    # it.
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime

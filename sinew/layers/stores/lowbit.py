@@ -251,7 +251,7 @@ def reference_all(
     name: str,
     smallest: float,
 ) -> list[Tensor]:
-    """Compute :func:`reference` for each of several layers with the same input x."""
+    """Compute :func:`reference` for several layers with the same input x. Each list has one entry per layer."""
     layers = zip(weights, scales, biases, strict=True)
     return [reference(x, weight, scale, bias, name, smallest) for weight, scale, bias in layers]
 
@@ -339,7 +339,10 @@ def lowbit_linears(
     name: str,
     smallest: float = TINY,
 ) -> list[Tensor]:
-    """Compute :func:`lowbit_linear` for several layers with the same input x, whose rows are rounded once."""
+    """Compute :func:`lowbit_linear` for several layers with the same input x. Each list has one entry per layer.
+
+    The rows of x are rounded once, for all layers.
+    """
     if x.requires_grad:
         layers = zip(weights, scales, biases, strict=True)
         return [lowbit_linear(x, *layer, name, smallest) for layer in layers]

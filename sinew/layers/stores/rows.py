@@ -47,7 +47,7 @@ class Rows(Store):
         return self.of
 
     def product(self, held: Held, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the product with the converted rows, computed in blocks of rows."""
+        """Return x W^T + bias. The rows of W are converted and multiplied block by block."""
         count, x = self.size(held)[0], x.to(self.of)
         blocks = (torch.arange(i, min(i + BLOCK, count), device=x.device) for i in range(0, count, BLOCK))
         product = torch.cat([F.linear(x, self.take(held, block)) for block in blocks], dim=-1)

@@ -57,7 +57,13 @@ class BinTokens(ActionTokens):
 
 
 def bin_centres(ids: Array, points: int, below: int) -> Array:
-    """Return the centre of each token's bin, in [-1, 1]. An id outside of the bins counts as the nearest bin."""
+    """Return the centre of each token's bin, in [-1, 1]. An id outside of the bins counts as the nearest bin.
+
+    Args:
+        ids: Token ids, int64.
+        points: Number of points in [-1, 1]. The intervals between the points are the bins.
+        below: The first token id after the ids of the bins.
+    """
     tokens: Any = ids
     intervals = points - 1
     bins = (below - 1 - tokens).clip(0, intervals - 1)

@@ -142,9 +142,9 @@ _kept = threading.local()
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return a buffer that belongs to this thread, and that the next call overwrites.
+    """Return a buffer of this thread. A later call with the same name may return the same memory.
 
-    New memory from the system would cost a page fault for each 4 KiB.
+    New memory from the operating system would cost a page fault for each 4 KiB.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size > MOST_KEPT:

@@ -69,7 +69,7 @@ def jpeg_round_trip(frame: np.ndarray, quality: int = 95) -> np.ndarray:
 
 
 def by_numpy(frame: np.ndarray, quality: int) -> np.ndarray:
-    """Compute :func:`jpeg_round_trip` with numpy. Compiled kernels equal the result."""
+    """Compute :func:`jpeg_round_trip` with numpy. Compiled kernels give the same bits."""
     (luma_steps, chroma_steps), _, (luma_factors, chroma_factors) = steps(quality)
     height, width = frame.shape[:2]
     right, bottom = -width % 16, -height % 16
@@ -129,7 +129,10 @@ def _double(plane: np.ndarray) -> np.ndarray:
 
 
 def _code(plane: np.ndarray, quant: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Transform, quantise and restore a plane, int32 [h, w] in 0 .. 255. Both sides must be multiples of 8."""
+    """Compress and decompress one colour plane: transform it, quantise it, and compute the plane again.
+
+    The plane is int32 [h, w] in 0 .. 255. Both sides must be multiples of 8.
+    """
     height, width = plane.shape
     # The layout [v, u, blocks] makes each operation of a pass one operation on long rows.
     blocks = (plane - 128).reshape(height // 8, 8, width // 8, 8).transpose(1, 3, 0, 2).reshape(8, 8, -1)

@@ -48,13 +48,13 @@ def resample(image: np.ndarray, passes: Iterable[tuple[int, ResizeWeights]]) -> 
 
 
 def _fit(image: np.ndarray, axis: int, taps: ResizeWeights) -> bool:
-    """Return whether compiled kernels can read the image with the weights of this axis."""
+    """Return True if compiled kernels support this image and these weights along an axis."""
     dtypes = (np.uint8,) if taps.bits else (np.uint8, np.float32)
     return image.dtype in dtypes and image.shape[axis] == taps.size and compiled.pixels_lie_together(image)
 
 
 def by_numpy(image: np.ndarray, axis: int, taps: ResizeWeights) -> np.ndarray:
-    """Compute one pass with numpy. Compiled kernels equal the result."""
+    """Resize an image along one axis with numpy. Compiled kernels give the same bits."""
     # Reading whole rows is faster than reading columns. For many weights per pixel, transpose the image first.
     if axis == 1 and taps.weights.shape[1] > 6:
         turned = by_numpy(np.ascontiguousarray(image.transpose(1, 0, 2)), 0, taps)
@@ -137,7 +137,7 @@ def linear_mixing(size: Size, target: Size, table: Table) -> Mixing:
 
 
 def linear_by_numpy(image: np.ndarray, target: Size, table: Table) -> np.ndarray:
-    """Compute the linear resize with numpy. The compiled kernel equals the result in every bit."""
+    """Compute OpenCV's linear resize with numpy. The compiled kernel gives the same bits."""
     (y0, y1, wy0, wy1), (x0, x1, wx0, wx1) = map(table, image.shape[:2], target)
     columns = image.take(x0, axis=1) * wx0[:, None] + image.take(x1, axis=1) * wx1[:, None]
     columns >>= 4  # OpenCV's vertical pass works on 16-bit halves

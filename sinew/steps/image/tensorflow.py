@@ -108,7 +108,7 @@ def crop_mixing(size: Size, area: float, target: Size) -> tuple[Mixing, np.ndarr
 
 
 def crop_by_numpy(frame: np.ndarray, area: float, height: int, width: int) -> np.ndarray:
-    """Compute :func:`centre_crop` with numpy. The compiled kernel equals the result in every bit."""
+    """Compute :func:`centre_crop` with numpy. The compiled kernel gives the same bits."""
     # TensorFlow's ``tf.image.convert_image_dtype(image, uint8, saturate=True)`` is x * 255.5, truncated.
     return np.clip(crop_and_resize(frame, area, height, width) * F32(255.5), 0, 255).astype(np.uint8)
 
@@ -132,7 +132,7 @@ def crop_and_resize(frame: np.ndarray, area: float, height: int, width: int) -> 
 
 
 def _corners(size: int, target: int, area: float) -> tuple[np.ndarray, ...]:
-    """Return the neighbours and weights of each target position along one axis.
+    """Return the source pixels and weights of each target position along one axis.
 
     Returns:
         The lower and the upper neighbour, int64 [target], the weight of the upper neighbour, float32 [target], and

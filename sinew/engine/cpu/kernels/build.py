@@ -32,7 +32,8 @@ SOURCES = Path(__file__).parent / "csrc"
 NAME, HASH = "lowbit.so", "lowbit.sha256"
 # The compiler must not contract sums to fused multiply-adds, because sums are rounded as the reference rounds them.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-w")
-# Code between products may use fused multiply-adds, because tests compare it within a tolerance.
+# Kernels for the operations between products may use fused multiply-adds, because their results need not equal the
+# reference in every bit.
 FUSED = "-ffp-contract=fast"
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 EVERYWHERE = ("portable", "floats_portable", "dispatch", "product", "layer", "floats")

@@ -121,8 +121,8 @@ def multiply(data: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tensor | Non
 def library_product(data: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
     """Compute :func:`multiply` with PyTorch's cuBLAS or CUTLASS product, rounded to bfloat16 for every dtype.
 
-    PyTorch has no other product with scales per row. Hopper's tensor cores add e4m3 products with fewer bits than
-    float32, and fast accumulation uses that result.
+    PyTorch has no other product with scales per row. The tensor cores of Hopper GPUs add e4m3 products with fewer bits
+    than float32. With fast accumulation, as here, these sums are not corrected.
     """
     y = torch._scaled_mm(  # noqa: SLF001 - the public function calls this one, and it was measured
         data,

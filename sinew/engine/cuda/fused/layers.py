@@ -141,6 +141,12 @@ def normed(ops: Ops, stream: ResidualStream, eps: float, reader: Any) -> tuple[T
     """Return the inputs and options of a matrix product that also computes the norm of its input.
 
     The norm has no weights.
+
+    Args:
+        ops: The operations.
+        stream: The residual stream, which the product reads.
+        eps: The norm's constant.
+        reader: The layer that computes the product.
     """
     if stream.squares is None:  # the first layer has no sums, because no product computed its input
         return ops.rms(stream.rows, eps), {"bias": reader.bias}
@@ -148,7 +154,15 @@ def normed(ops: Ops, stream: ResidualStream, eps: float, reader: Any) -> tuple[T
 
 
 def modulated(ops: Ops, stream: ResidualStream, eps: float, m: Modulated, reader: Any) -> tuple[Tensor, Norm]:
-    """Return the inputs and options of a matrix product that also computes a norm with the modulation ``m``."""
+    """Return the inputs and options of a matrix product that also computes a norm with the modulation ``m``.
+
+    Args:
+        ops: The operations.
+        stream: The residual stream, which the product reads.
+        eps: The norm's constant.
+        m: The modulation of the norm.
+        reader: The layer that computes the product.
+    """
     if m.bias is None or stream.scaled is None:
         return ops.rms(stream.rows, eps, m.scale, m.shift), {"bias": reader.bias}
     return stream.scaled, {"eps": eps, "bias": m.bias, "squares": stream.squares}
@@ -162,7 +176,15 @@ def between(layer: Any, x: Tensor) -> RowOps | None:
 def turned(
     layer: Any, linear: Any, x: Tensor, rotate: Rotation, heads: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the layer's first norm, the projections and the rotation. Return q, k and v, [1, M, heads, D]."""
+    """Compute the layer's first norm, the projections and the rotation. Return q, k and v, [1, M, heads, D].
+
+    Args:
+        layer: The decoder layer.
+        linear: The projections of queries, keys and values as one layer.
+        x: The layer's input, [1, M, C].
+        rotate: The rotary positions.
+        heads: Number of query heads, and number of key/value heads.
+    """
     ops, eps = layer.ops, layer.input_norm.eps
     if rows := between(layer, x):
         return rotated(rows, linear, one(x), rotate, heads, eps=eps)
@@ -220,7 +242,7 @@ def rowwise(rows: RowOps, layer: Any, x: Tensor, attended: Tensor, **norm: Any) 
     """Compute the second half of the layer up to the MLP's activation, from the attention's output.
 
     Returns:
-        The stream after the attention, in new memory, and the operand of the MLP's last product.
+        The residual stream after the attention, in new memory, and the input of the MLP's last product.
     """
     out, up, down = layer.attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
     branch = rows.product(rows.convert(attended, RowTarget.of(out)), out, bias=False)

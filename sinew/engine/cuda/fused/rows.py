@@ -83,7 +83,7 @@ class RowOps(ABC):
     def rope(
         self, packed: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated q [M, H, D] and k [M, Hkv, D], and unchanged v, from packed [M, (H + 2 Hkv) D]."""
+        """Split packed projections, [M, (H + 2 Hkv) D], into q [M, H, D], k and v [M, Hkv, D]. Rotate q and k."""
 
     def product(self, operand: Operand, linear: Any, bias: bool = True, onto: Tensor | None = None) -> Tensor:
         """Return the product of an operand and a layer, [M, N] in the layer's dtype.

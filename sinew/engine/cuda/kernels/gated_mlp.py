@@ -31,7 +31,7 @@ def gated_mlp_kernel(
     x,  # [M, K]
     weight,  # [2 * N, K]: the gate's rows, then the rows of up
     bias,  # [2 * N] or None
-    given,  # float32 [M, given_columns]: sums of squares as in norm_linear; or None
+    given,  # float32 [M, given_columns]: sums of squares of x, as in norm_linear; or None
     out,  # [M, N]
     M,
     eps,

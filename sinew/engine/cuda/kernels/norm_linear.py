@@ -34,8 +34,10 @@ LEAST_COLUMNS = 32  # the least number of columns of squares that a program load
 
 @kernel
 def given_squares(squares, rows, row_ok, columns, BLOCK: tl.constexpr):
-    """Return the row sums of ``squares``, float32 [M, columns]. Each program that wrote a part of the row wrote one
-    column."""
+    """Return the sum of each row of ``squares``, float32 [M, columns].
+
+    Several programs wrote a row of the norm's input. Each of these programs wrote one column of ``squares``.
+    """
     at = tl.arange(0, BLOCK)
     ok = row_ok[:, None] & (at < columns)[None, :]
     return tl.sum(tl.load(squares + rows[:, None] * columns + at[None, :], mask=ok, other=0.0), axis=1)

@@ -54,7 +54,11 @@ def fold_keys(
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Add one block of keys to the running softmax (base 2). Return numerator, largest score and denominator."""
+    """Add one block of keys to a softmax (base 2) that is computed block by block.
+
+    Returns:
+        The new numerator, largest score and denominator of each row.
+    """
     keys = first + tl.arange(0, BLOCK_N)
     key_ok = keys < length
     inside = tl.arange(0, D)
@@ -90,7 +94,10 @@ def joined(
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Return numerator and denominator of some rows of a tile, summed over all parts in their order."""
+    """Return the softmax's numerator and denominator for some rows of a tile.
+
+    They are sums over all parts of the keys, in order.
+    """
     totals = sums + SPLIT * tiles * BLOCK_M
     acc = tl.zeros((rows.shape[0], D), tl.float32)
     peak = tl.full((rows.shape[0],), -3.0e38, tl.float32)
@@ -116,7 +123,7 @@ def packed_attention_kernel(
     own_v,
     mask,  # uint8 [M, P + S], or [P + S] with KEY_MASK
     out,  # [M, KV * GROUP, D]
-    parts,  # [SPLIT, tiles, BLOCK_M, D] in q's dtype: numerators
+    parts,  # [SPLIT, tiles, BLOCK_M, D] in q's dtype: the softmax's partial numerators
     sums,  # float32 [2, SPLIT, tiles, BLOCK_M]: largest scores, then denominators
     arrivals,  # int32 [tiles]
     M,
@@ -190,7 +197,7 @@ def packed_attention_kernel(
 
 @kernel
 def join_kernel(
-    parts,  # numerators from packed_attention_kernel
+    parts,  # partial numerators that packed_attention_kernel wrote
     sums,
     out,  # [M, KV * GROUP, D]
     M,

@@ -34,7 +34,7 @@ def preprocess_kernel(
     inner_h,
     inner_w,
     W: tl.constexpr,
-    PATCH_H: tl.constexpr,  # a patch of the image's size gives pixels [3, H, W]
+    PATCH_H: tl.constexpr,  # if the patch is the whole image, the result is pixels [3, H, W]
     PATCH_W: tl.constexpr,
     ROW_TAPS: tl.constexpr,
     COL_TAPS: tl.constexpr,
@@ -169,8 +169,10 @@ def preprocess(
 def reference(
     frames: Tensor, resize: ResizeTables, *, dtype: torch.dtype = torch.float32, patch: int | None = None
 ) -> Tensor:
-    """Compute the kernel's result with matrix products in float64, which represents Pillow's integers exactly. Round
-    once to dtype."""
+    """Define the kernel's result with matrix products in float64, which represents Pillow's integers exactly.
+
+    The result is rounded once, to ``dtype``. The arguments are those of :func:`preprocess`.
+    """
     columns = _matrix(resize.columns, resize.source[1])
     rows = _matrix(resize.rows, resize.source[0])
     image = _whole(torch.einsum("vhwc,xw->vhxc", frames.double(), columns), resize.exact)

@@ -31,7 +31,7 @@ def qkv_rope_kernel(
     x,  # [M, K]
     weight,  # [(H + 2 Hkv) * D, K]
     bias,  # [(H + 2 Hkv) * D] or None
-    given,  # float32 [M, given_columns]: sums of squares as in norm_linear; or None
+    given,  # float32 [M, given_columns]: sums of squares of x, as in norm_linear; or None
     cos,  # float32 [M, D / 2]
     sin,
     q,  # [M, H, D]

@@ -18,7 +18,7 @@ from sinew.engine.cuda.kernels.tiles import tile_for
 @kernel
 def write_turned(
     low,  # float32 [BLOCK_M, BLOCK_N], from the lower half of the head
-    high,  # the same columns from the upper half
+    high,  # float32 [BLOCK_M, BLOCK_N], the same columns from the upper half of the head
     cos,
     sin,
     q,

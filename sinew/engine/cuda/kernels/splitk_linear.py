@@ -57,7 +57,7 @@ def splitk_linear_kernel(
 ):
     # The depth that one program multiplies.
     DEPTH: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
-    # If this is True, no load along the depth needs a mask. The compiler cannot find this out.
+    # True if no load along the depth needs a mask. The compiler cannot derive this from the sizes.
     WHOLE: tl.constexpr = K % (DEPTH * SPLIT) == 0
     blocks_m = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
@@ -107,7 +107,7 @@ def splitk_linear_kernel(
             acc += stream
         rounded = acc.to(out.dtype.element_ty)
         tl.store(out + (rows[:, None] * out_row + cols[None, :]), rounded, mask=ok)
-        # The norm reads the rounded values, as they are stored.
+        # The next norm reads the stored (rounded) values, so sum the squares of these values.
         wide = tl.where(ok, rounded.to(tl.float32), 0.0)
         if squares is not None:
             part = squares + rows * ((N + BLOCK_N - 1) // BLOCK_N) + tile // blocks_m

@@ -168,7 +168,7 @@ def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: in
     if kernel in ("splitk_linear", "gated_mlp") and not wide and architecture(capability) == 90:
         tile = spread(dims, tile)
     if kernel == "packed_attention" and -(-dims[0] // tile.m) * dims[3] > 2 * PROGRAMS:
-        tile = replace(tile, split=1)  # the blocks of rows are enough to fill the device
+        tile = replace(tile, split=1)  # there are enough blocks of rows for all multiprocessors
     while tile.split > 1 and not has_work(kernel, dims, tile):
         tile = replace(tile, split=tile.split - 1)
     return tile
@@ -199,7 +199,10 @@ def has_work(kernel: str, dims: Sequence[int], tile: Tile) -> bool:
     if kernel in ("splitk_linear", "qkv_rope"):
         (_, _, extent, *_), size, own = dims, tile.k, 0
     elif kernel == "packed_attention":
-        (_, extent, own, *_), size = dims, tile.n  # the last program also has the queries' own keys
+        (_, extent, own, *_), size = (
+            dims,
+            tile.n,
+        )  # the last program also reads the keys of the queries' own tokens
     else:
         return True
     blocks = -(-extent // size)

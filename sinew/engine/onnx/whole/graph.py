@@ -269,7 +269,7 @@ class _Builder:
             stored.name = f"{stage}.{each.name}"
             self._stored.append(stored)
         outputs = [each.name for each in graph.output]
-        # ONNX requires that a node computes each output of a function.
+        # In ONNX, a node must compute each output of a function. Add a node if an output is a weight.
         for name in set(outputs) & set(weights):
             nodes = [_renamed(onnx, node, name, f"{name}.stored") for node in nodes]
             nodes.append(helper.make_node("Identity", [f"{name}.stored"], [name]))

@@ -159,7 +159,7 @@ def _products(graph: Any, recipe: Mapping[str, str]) -> list[Any]:
         node
         for node in graph.node
         if node.op_type in PRODUCTS and recipe.get(component_of(node)) == "int8"
-        # The weight is a matrix, or the kernels of a convolution.
+        # The weight must be a matrix, or for a Conv node an array with more axes.
         if node.input[1] in axes and (axes[node.input[1]] == 2) == (node.op_type != "Conv")
     ]
 
