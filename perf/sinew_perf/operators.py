@@ -23,7 +23,7 @@ class Tensor:
     Attributes:
         elements: Number of elements.
         dtype: Number format.
-        residency: Place of the tensor.
+        residency: Where the tensor is stored during the call.
         kind: "weight", "activation", "cache" (keys and values of the prefix) or "scores" (of attention).
     """
 

@@ -1,4 +1,4 @@
-"""Sizes of one observation and its answer, for a prediction."""
+"""The sizes of one observation and its answer, for which time or memory is predicted."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from sinew_perf.roofline import timing
 
 @dataclass(frozen=True, slots=True)
 class LoopRates:
-    """Times of one prefix and one head run, and the resulting rates.
+    """The times of one prefix (the context that is computed from a frame) and of one run of the action head, and the
+    rates that follow from them.
 
     Attributes:
         prefix_s: Time of a prefix alone, in seconds.

@@ -85,7 +85,7 @@ class Way:
         return 1e3 * max(self.measured) / self.control_hz
 
     def at(self, latency_ms: float) -> Rate | None:
-        """Return the success at a constant latency. None beyond the largest measured latency."""
+        """Return the success rate at a constant latency. None if this latency is above the largest measured latency."""
         steps = math.ceil(latency_ms * self.control_hz / 1e3 - 1e-6)
         played = sorted(self.measured)
         if steps > played[-1]:

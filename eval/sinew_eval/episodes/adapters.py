@@ -29,7 +29,9 @@ from sinew_eval.suites.mapping import Mapping
 
 
 class EnvAdapter(Protocol):
-    """Interface through which the runner uses an environment. Each environment has its own instance."""
+    """Interface between the runner of episodes and an environment. It converts observations and actions. Each
+    environment has its own instance.
+    """
 
     @property
     def control_hz(self) -> float: ...

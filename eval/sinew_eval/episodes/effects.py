@@ -1,4 +1,4 @@
-"""Measure how much a policy's actions change if one of its inputs changes."""
+"""Measure how much the actions of a policy change if one of its inputs (instruction, camera or state) changes."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Shared(Protocol):
     """Interface of a vectorised environment, whose parts are reset and stepped at the same time.
 
     Attributes:
-        together: True if only all parts can be reset at once.
+        together: True if the parts cannot be reset one by one, but only all at the same time.
     """
 
     together: bool

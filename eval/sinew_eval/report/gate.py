@@ -33,7 +33,8 @@ GATES = Path(__file__).parents[1] / "gates"  # gates of the built-in tasks
 
 @dataclass(frozen=True, slots=True)
 class GateRule:
-    """Rule of a gate. A run fails if any of the conditions is true.
+    """The rule by which a gate (a recorded run of a reference policy) judges later runs. A run fails if any of the
+    conditions is true.
 
     Attributes:
         floor: The run fails if the upper end of its 95 % interval is below this success rate.

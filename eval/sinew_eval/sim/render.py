@@ -96,8 +96,8 @@ class RenderedFrame:
     """A picture that is being drawn.
 
     Attributes:
-        color: uint8 [size, size, 3].
-        inverse_depth: float32 [size, size].
+        color: Colour of each pixel, uint8 [size, size, 3].
+        inverse_depth: 1 / depth of each pixel's nearest surface so far, float32 [size, size].
     """
 
     color: NDArray[np.uint8]

@@ -40,7 +40,7 @@ class Recipe:
 
     Attributes:
         cpu_seconds: Budget in CPU-seconds of all processes together.
-        steps: Budget in steps. 0 to use ``cpu_seconds``. Runs that are compared use steps.
+        steps: Budget in training steps. 0 to use ``cpu_seconds``. Runs that are compared use steps.
         rows: Number of observations per process and training step.
         second_rows: Number of these observations that also get a second, counterfactual instruction (one that the
             expert did not follow).

@@ -1,1 +1,1 @@
-"""Measure a machine, and fit the parameters of a prediction."""
+"""Measure the speed of this machine, and fit the factors with which the times of a policy are predicted."""

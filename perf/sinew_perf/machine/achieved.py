@@ -107,8 +107,8 @@ def sgemm_gflops(threads: int) -> dict[str, float]:
     """Measure the GFLOP/s of large matrix products in torch and numpy.
 
     Args:
-        threads: Threads of torch. numpy uses its own number of threads (OMP_NUM_THREADS), so it is measured only if
-            ``threads`` is the number of cores.
+        threads: Number of compute threads of torch. numpy uses its own number of threads (OMP_NUM_THREADS), so it is
+            measured only if ``threads`` is the number of cores.
 
     Returns:
         For each library, the largest rate of five products.

@@ -141,7 +141,8 @@ class AsyncClient(BaseClient):
     async def context(
         self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
     ) -> tuple:
-        """Compute the context of an observation, for an action head that runs on this machine (split inference).
+        """Compute the context of an observation: all that the action head needs from the vision and language model. The
+        head then runs on this machine (split inference).
 
         Args:
             observation: As in :meth:`infer`.

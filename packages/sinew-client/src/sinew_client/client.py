@@ -172,7 +172,8 @@ class Client(BaseClient):
         return self.infer(asking(observation, None, max_tokens), timeout=timeout).text
 
     def context(self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None) -> tuple:
-        """Compute the context of an observation, for a head that runs on this machine (split inference).
+        """Compute the context of an observation: all that the action head needs from the vision and language model. The
+        head then runs on this machine (split inference).
 
         Args:
             observation: As in :meth:`infer`. The server must serve the policy ``context.FORM``.
@@ -210,7 +211,8 @@ class Client(BaseClient):
 
     @property
     def spec(self) -> PolicySpec:
-        """Inputs and outputs of the server's policy. The client requests them once per connection and hot-swap.
+        """Inputs and outputs of the server's policy. The client requests them once per connection, and again after the
+        server has replaced its policy (hot-swap).
 
         Raises:
             ClientError: See :meth:`metadata`.

@@ -518,7 +518,9 @@ class EndEffector(KnownArm):
         )
 
     def _of_joints(self, pose: Any) -> np.ndarray:
-        """Convert joint positions, a list or a mapping by names, to a pose in the layout of the action, float32."""
+        """Convert joint positions to a pose in the layout of the action, float32. ``pose`` is a list of positions, or a
+        mapping from joint names to positions.
+        """
         names = facts_of(self._robot).names("action")
         whole = self._checked([pose[name] for name in names] if isinstance(pose, Mapping) else pose)
         tip = self.chain.forward(self._of(whole))

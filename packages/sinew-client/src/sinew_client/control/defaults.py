@@ -191,7 +191,8 @@ def stated(policy: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def usual_guidance(policy: Mapping[str, Any]) -> tuple[str, str]:
-    """Choose the default guidance for a stream whose policy computes whole chunks.
+    """Choose the default guidance (the method by which a new chunk continues the running chunk) for a stream whose
+    policy computes whole chunks.
 
     The choice has no effect on a head with a separate time for each action, which always continues the running chunk.
 

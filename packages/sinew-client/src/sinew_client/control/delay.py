@@ -33,7 +33,7 @@ class DelayEstimate:
 
     @property
     def steps(self) -> int:
-        """Expected number of control steps from a request to its chunk."""
+        """Expected number of control steps from a request until its chunk arrives."""
         if not self._delays:
             return self._initial
         ordered = sorted(self._delays)

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ReplanState:
-    """The input of a rule for the next request.
+    """The facts from which a rule decides whether to request the next chunk now.
 
     Attributes:
         since: Number of control steps since the last request.

@@ -233,7 +233,7 @@ class StreamReport:
 
     @classmethod
     def of(cls, loop: Loop) -> StreamReport:
-        """Collect the report so far of a loop whose source is a :class:`Stream`."""
+        """Create the report about the run of a loop so far. The loop's source must be a :class:`Stream`."""
         run, source, player = loop.report(), loop.source, loop.controller
         assert isinstance(source, Stream)
         assert isinstance(player, StreamController)
