@@ -37,7 +37,7 @@ def weights_hash(hashes: Mapping[str, str]) -> str:
 
 
 def check_name(name: str) -> None:
-    """Raise :class:`BundleError` for a text that cannot name an adapter in a request."""
+    """Raise :class:`BundleError` if a text is not a valid name of an adapter."""
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise BundleError(
             f"adapters: expected names of at most {MAX_NAME} letters, digits, '.', '_' and '-', got {name[:80]!r}"

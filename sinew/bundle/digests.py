@@ -44,7 +44,7 @@ def sha256(path: Path, size: int, advance: Callable[[str], object] = lambda _: N
 
 
 class DigestCache:
-    """A cache of the digests of one folder's files. A cache file that cannot be read counts as empty.
+    """A cache of the digests of one folder's files. If the cache file cannot be read, the cache is empty.
 
     Args:
         root: The folder whose files are hashed.

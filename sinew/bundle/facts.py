@@ -34,7 +34,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 
 
 def words(bundle: Bundle) -> dict[str, str]:
-    """Return the facts about a bundle as text for people: topic -> a sentence."""
+    """Return a dict of facts about a bundle for people to read: topic -> a sentence."""
     manifest, spec = bundle.manifest, bundle.manifest.spec
     recipe, source = manifest.processing, manifest.provenance
     image, prompt = recipe.image, recipe.prompt
@@ -100,7 +100,7 @@ def _tokenizer(text: str) -> dict[str, Any]:
 
 
 def _lm_head(bundle: Bundle) -> str:
-    """Return how the bundle stores its language head, and its size in the file."""
+    """Return a sentence that states how the bundle stores its language head, and the head's size in the file."""
     kind = bundle.manifest.config.get("lm_head", "")
     if kind == "tied":
         return "shares the token table, so it adds no bytes"
@@ -111,7 +111,7 @@ def _lm_head(bundle: Bundle) -> str:
 
 
 def _text(text: TextRecipe | None) -> str:
-    """Return the prompts of the language head as text for people."""
+    """Return a sentence about the prompts of the language head."""
     from sinew.steps.prompt.base import template
 
     if text is None:

@@ -107,7 +107,7 @@ class InUse:
 
 
 def watch(path: Path) -> InUse:
-    """Return an object that detects changes of a file from now on."""
+    """Return an object that detects every change of a file after this call."""
     with open_regular(path) as file:
         return InUse(path, file)
 
@@ -219,7 +219,8 @@ class GGUFFile:
 
 
 class _Cursor:
-    """Reads forward through the header. Every read is checked against the remaining bytes of the file."""
+    """Reads the values of the header one after the other. Every read is checked against the remaining bytes of the
+    file."""
 
     def __init__(self, buffer: mmap.mmap, path: Path):
         self.view = memoryview(buffer)

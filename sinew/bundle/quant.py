@@ -121,7 +121,7 @@ def pack_ternary(values: np.ndarray) -> np.ndarray:
 
 
 def unpack_ternary(stored: np.ndarray, k: int) -> np.ndarray:
-    """Unpack stored rows of k weights, of any type, into weights -1, 0 and 1, int8 [channels, k]."""
+    """Unpack ternary weights, whose rows are stored as an array of any type. Return -1, 0 and 1, int8 [channels, k]."""
     packed = np.ascontiguousarray(stored).view(np.uint8).reshape(len(stored), -1, 1, 16)
     spread = packed >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3  # [channels, k / 64, 4, 16]
     return spread.reshape(len(stored), -1)[:, :k].astype(np.int8) - 1

@@ -68,7 +68,8 @@ class Bundle:
         return sum(info.nbytes for info in self.infos.values())
 
     def parameters(self, info: TensorInfo) -> int:
-        """Return the number of weights in a tensor. An element of a ternary tensor has 16 weights, a scale has none."""
+        """Return the number of weights in a tensor. An element of a ternary tensor contains 16 weights. A tensor of
+        scales contains no weights."""
         module, _, part = info.name.rpartition(".")
         if module not in self.lowbit:
             return math.prod(info.shape)
@@ -78,7 +79,8 @@ class Bundle:
 
     @cached_property
     def lowbit(self) -> dict[str, str]:
-        """Return module -> format (``sinew.bundle.quant``) for modules with a low-bit weight."""
+        """Return a dict: name of each module with a low-bit weight -> format of this weight
+        (``sinew.bundle.quant``)."""
         formats = {}
         for name, info in self.infos.items():
             stored = BY_TYPE.get(info.type)
@@ -106,7 +108,8 @@ class Bundle:
         return formats
 
     def tensor(self, name: str, whole: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a tensor over the memory map, without a copy. The map is private, so writing never changes the file.
+        """Return a tensor whose data is in the file's memory map, without a copy. The map is private, so writing never
+        changes the file.
 
         A weight in a low-bit format is returned as bytes, uint8 [channels, bytes of a row].
 
@@ -192,7 +195,8 @@ class Bundle:
 
 
 def read_hashes(file: GGUFFile) -> dict[str, str] | None:
-    """Return name -> SHA-256 of every tensor; None for bundles written before 2026-11-21, which have no hashes.
+    """Return a dict: name of each tensor -> its SHA-256; None for bundles that were written before 2026-11-21, which
+    have no hashes.
 
     Raises:
         BundleError: The header was changed after it was written, or a hash is missing.

@@ -28,7 +28,8 @@ def rename(name: str, prefixes: Renames) -> str:
 
 
 def replace_prefix(name: str, prefixes: Renames) -> str:
-    """Replace the first of ``prefixes``, pairs (old, new), with which ``name`` begins."""
+    """Return ``name`` with a new prefix. ``prefixes`` contains pairs (old, new), and the first pair whose old prefix
+    matches is used."""
     old, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
     return new + name[len(old) :]
 

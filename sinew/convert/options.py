@@ -153,7 +153,7 @@ class ConvertOptions(CheckpointFlags):
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def setting(self, name: str, default: Any) -> Any:
-        """Return the value of ``--set NAME=VALUE``, else ``default``."""
+        """Return the value that the user passed with ``--set NAME=VALUE``; ``default`` if the user passed none."""
         return self.settings.get(name, default)
 
     def for_family(

@@ -24,7 +24,7 @@ Transform = Callable[..., np.ndarray]
 
 @dataclass(frozen=True)
 class Transformed:
-    """Bytes that are computed on demand.
+    """The bytes of a tensor that are computed from other tensors when they are needed.
 
     Attributes:
         inputs: The tensors from which the bytes are computed.

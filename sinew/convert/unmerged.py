@@ -144,7 +144,7 @@ def _moved(source: TensorSource, leaf: Changed, values: np.ndarray, width: int |
 
 
 def _unchanged(source: TensorSource) -> TensorSource:
-    """Return the source as it was before the adapter changed it."""
+    """Return the tensor with the values that it has without the adapter."""
     data = source.data
     if isinstance(data, Changed):
         kind = data.base.type

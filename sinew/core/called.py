@@ -22,10 +22,10 @@ def call(package: str, function: str) -> None:
 
 
 class CalledPackage(ModuleType):
-    """A package that can be called. The call is forwarded to a function."""
+    """A package that can be called like a function. A call of the package calls a function in one of its modules."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Call the function with the same arguments."""
+        """Call the package's function with the same arguments, and return its result."""
         return self._function()(*arguments, **options)
 
     @property

@@ -95,7 +95,8 @@ def printable(low: int, high: int) -> Must:
 
 
 def word(low: int = 1) -> Must:
-    """Require a name that can be quoted in generated programs and pages, with at least ``low`` characters."""
+    """Require a name with at least ``low`` characters, all of which are safe inside quotes in generated programs and
+    web pages."""
     expected = f"{low} to {MAX_NAME} characters, printable, without quotes, backticks and backslashes"
     fits = printable(low, MAX_NAME).fits
     return Must(expected, lambda value: fits(value) and not any(mark in value for mark in '"\\`'))
@@ -162,7 +163,7 @@ def problems(record: Any, path: str = "") -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Shape:
-    """The conditions of a type.
+    """The conditions that a type in a record's declaration sets for values of this type.
 
     Attributes:
         musts: Conditions of the value itself.
@@ -179,7 +180,7 @@ class _Shape:
 
 @cache
 def _shape(hint: Any) -> _Shape | None:
-    """Return the conditions of a type; None if the type has no conditions."""
+    """Return the conditions that a type sets for its values; None if it sets none."""
     if get_origin(hint) is Annotated:
         inner, *conditions = get_args(hint)
         return replace(_shape(inner) or _Shape(), musts=tuple(conditions))
@@ -289,7 +290,7 @@ def to_json(record: Any) -> str:
 
 
 def from_json(text: str, kind: type[T], where: str) -> T:
-    """Decode JSON text strictly.
+    """Decode JSON text to an object of the type ``kind``, and check every value.
 
     Args:
         text: The JSON text.
@@ -310,10 +311,10 @@ def parsed(text: str, where: str) -> Any:
 
 
 def from_builtins(raw: Any, kind: type[T], where: str) -> T:
-    """Decode a record from plain containers.
+    """Convert plain dicts and lists to an object of the type ``kind``, and check every value.
 
     Args:
-        raw: The plain containers.
+        raw: The plain dicts and lists.
         kind: The type of the record.
         where: Prefix of error messages.
 
@@ -344,8 +345,8 @@ def from_builtins(raw: Any, kind: type[T], where: str) -> T:
 
 
 def _unknown_field(raw: Any, decoded: Any, path: str = "") -> str | None:
-    """Return the first field in ``raw`` that its record does not have. msgspec ignores unknown keys of dataclasses, but
-    a misspelt hyper-parameter must not be ignored."""
+    """Return the name of the first field in ``raw`` that the decoded record does not have. msgspec ignores unknown
+    keys of dataclasses, but a misspelt hyper-parameter must not be ignored."""
     if isinstance(raw, dict) and isinstance(decoded, dict):
         for key, value in raw.items():
             if key not in decoded:

@@ -20,7 +20,8 @@ _reader: Reader = "python"  # one for the whole process, because any thread may 
 
 @contextlib.contextmanager
 def read_by(reader: Reader) -> Iterator[None]:
-    """Inside the block, spell options in messages for this reader."""
+    """Inside the ``with`` block, write options in messages in the form for this reader: as Python arguments or as
+    command-line flags."""
     global _reader  # noqa: PLW0603 - one process, one reader
     before, _reader = _reader, reader
     try:
@@ -44,11 +45,12 @@ def short_reason(reason: str) -> str:
 
 
 def option(name: str, value: Mapping[str, str] | Sequence[str] | str | Literal[True] = True) -> str:
-    """Return an option of :func:`sinew.load` with its value, in the spelling of this process's reader.
+    """Return an option of :func:`sinew.load` with its value, as the user of this process would type it: in Python or on
+    the command line.
 
     Args:
         name: Name of the option.
-        value: Its value. True means a switch.
+        value: Its value. True means an option without a value (a switch).
 
     >>> option("rename", {"front": "camera1"})
     "rename={'front': 'camera1'}"
@@ -72,12 +74,13 @@ def option(name: str, value: Mapping[str, str] | Sequence[str] | str | Literal[T
 
 
 def choice(python: str, flags: str) -> str:
-    """Return the text for this process's user: ``python`` in Python, ``flags`` on the command line."""
+    """Return ``python`` if the user of this process calls Sinew from Python, ``flags`` if the user is on the command
+    line."""
     return python if _reader == "python" else flags
 
 
 def pairs(flag: str, form: str, texts: Iterable[str]) -> dict[str, str]:
-    """Parse a repeatable flag of the form ``NAME=VALUE``. Return name -> value.
+    """Parse the values of a flag that may be repeated, each in the form ``NAME=VALUE``. Return a dict: name -> value.
 
     Args:
         flag: The flag.

@@ -76,8 +76,8 @@ def lower_priority(by: int = 19) -> None:
 def beside_others(call: Callable[[], Result]) -> Result:
     """Call a function on a thread with lower priority than the other threads of this process, and return its result.
 
-    Raises the function's errors. On systems other than Linux, a thread has no priority of its own, and the function
-    is called directly.
+    Errors of the function are raised here. On systems other than Linux, a thread has no priority of its own, and the
+    function is called directly.
     """
     if sys.platform != "linux":
         return call()
@@ -118,8 +118,11 @@ def cache_folder(name: str) -> Path:
 
 
 def write_whole(path: Path, data: bytes) -> Path:
-    """Write a file and its parent folders. Any reader sees either the old bytes or the new bytes. Raises OSError, and
-    then leaves no partial file behind."""
+    """Write a file, and create its parent folders. Any reader sees either the old bytes or the new bytes.
+
+    Raises:
+        OSError: The file cannot be written. No partial file is left.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     number, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -139,7 +142,7 @@ class Cores:
     Attributes:
         logical: Logical processors in the affinity mask.
         physical: Physical cores of these processors.
-        quota: Quota of the cgroup in cores; None if there is no limit.
+        quota: Limit of the cgroup (such as a container's limit) in cores; None if there is no limit.
     """
 
     logical: int
@@ -182,7 +185,8 @@ def spinning() -> str:
 
 
 def _cpu_quota() -> float | None:
-    """Return the number of cores that the cgroup allows: the smallest limit up to the root (cgroup v2 or v1)."""
+    """Return the number of cores that this process's cgroup allows; it is the smallest limit of the cgroup and its
+    parents (cgroup v2 or v1)."""
     limits = []
     for folder in _cgroup_folders("cpu"):
         if text := _read(folder / "cpu.max"):  # cgroup v2 has "200000 100000", or "max 100000"

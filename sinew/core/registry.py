@@ -88,13 +88,15 @@ class Family:
         return Path(str(import_module(self.home).__file__)).parent
 
     def load(self, place: str) -> Any:
-        """Import a file of the folder, and return the module or its object NAME. ``place`` is "FILE" or "FILE:NAME"."""
+        """Import a file of the family's folder. Return its module, or the object NAME in it. ``place`` is "FILE" or
+        "FILE:NAME"."""
         module, _, name = place.partition(":")
         imported = import_module(f"{self.home}.{module}")
         return getattr(imported, name) if name else imported
 
     def published(self) -> dict[str, dict[str, Any]]:
-        """Return preset -> record from ``published.json``; {} if the folder has no such file."""
+        """Return the records in the family's ``published.json`` by the name of their preset; {} if there is no such
+        file."""
         path = self.folder / PUBLISHED
         return read_json(path) if path.is_file() else {}
 
@@ -143,7 +145,8 @@ def loaded(group: str, name: str, place: str, what: str, part: str = "") -> Any:
 
 
 def place_of(group: str, name: str) -> str:
-    """Return the MODULE:CLASS of an installed package's entry point; the name itself if there is none."""
+    """Return the value, MODULE:CLASS, of the installed entry point ``name`` of a group; ``name`` itself if there is
+    no such entry point."""
     return next((point.value for point in entry_points(group=group, name=name)), name)
 
 

@@ -28,10 +28,13 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasat
 
 @contextlib.contextmanager
 def beside(target: Path) -> Iterator[Path]:
-    """Yield a new folder ``.TARGET.RANDOM.sinew`` next to the target. Raises OSError if no folder can be created.
+    """Yield a new folder ``.TARGET.RANDOM.sinew`` next to the target. You may rename the folder, or a file in it, to
+    the target.
 
-    You may rename the folder, or a file in it, to the target. A signal that would end the process raises ``SystemExit``
-    with status 128 plus the signal's number, as shells do.
+    Raises:
+        OSError: No folder can be created.
+        SystemExit: A signal arrived that would end the process. The status is 128 plus the signal's number, as in
+            shells.
     """
     name = target.name[:MAX_NAME]
     sweep(target.parent, re.compile(re.escape(f".{name}.") + r"[0-9a-f]{16}\.sinew"))
@@ -123,7 +126,8 @@ def there(path: Path, lock: int | None) -> bool:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Inside the block, turn signals that would end the process into an exception, so that ``finally`` blocks run.
+    """Inside the ``with`` block, a signal that would end the process raises an exception instead, so that ``finally``
+    blocks run.
 
     A signal that is ignored, such as SIGHUP under ``nohup``, stays ignored. In threads other than the main thread, the
     block has no effect.
@@ -146,7 +150,8 @@ def ended_by_signals() -> Iterator[None]:
 
 
 class _Signalled(SystemExit):
-    """Ends the process after a signal, with the exit status that shells expect: 128 plus the signal's number."""
+    """The exception after a signal. It ends the process with the exit status that shells expect: 128 plus the
+    signal's number."""
 
     def __init__(self, number: int):
         super().__init__(128 + number)

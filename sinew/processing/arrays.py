@@ -100,7 +100,7 @@ def _filled(key: str, level: list[Any], shape: list[int], dtype: type) -> np.nda
 
 
 def _joined(key: str, level: list[Any], shape: list[int]) -> np.ndarray:
-    """Return a list of arrays, numpy numbers or tensors as one array. Plain numbers may be between numpy numbers."""
+    """Join a list of arrays, numpy numbers or tensors to one array. The list may also contain plain Python numbers."""
     parts = [
         each if type(each) is np.ndarray else numbers(key, each) for each in level if not _is_plain(each)
     ]

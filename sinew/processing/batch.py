@@ -90,10 +90,9 @@ def stack(members: Sequence[ModelInputs], prompt: PromptRecipe) -> ModelInputs:
 
 
 def stack_prompts(members: Sequence[Prepared], prompt: PromptRecipe) -> ModelInputs:
-    """Join observations into a batch, followed by their unconditional prompts if they have any.
-
-    Both prompts of an observation share its views. The batch then has [B] pixels, and two rows of all other inputs for
-    each of B observations.
+    """Join observations into a batch. If they have a second prompt, without the advantage, the second prompts follow
+    after all first prompts. Both prompts of an observation use the same views. The batch then has [B] pixels, and
+    two rows of all other inputs for each of B observations.
 
     Args:
         members: The observations.

@@ -14,7 +14,8 @@ from sinew.core import BundleError
 
 
 class Normalizer:
-    """Normalises vectors [..., dim], and inverts the normalisation, in the precision of the recipe's convention.
+    """Normalises vectors [..., dim], and inverts the normalisation, in the precision (float32 or float64) that the
+    recipe's ``convention`` states.
 
     Args:
         recipe: How the vector is normalised.
@@ -51,7 +52,7 @@ class Normalizer:
 
     @property
     def is_affine(self) -> bool:
-        """Return True if the inverse is one scale and one offset for each dimension (:meth:`affine`)."""
+        """Return True if the inverse only multiplies each dimension by a number and adds a number (:meth:`affine`)."""
         return not self.clip and not self.rows and not self.snap
 
     def normalize(self, x: np.ndarray) -> np.ndarray:
@@ -141,7 +142,7 @@ class PartNormalizer:
         self.width = sum(part.width for part in self.parts)
 
     def normalize(self, x: np.ndarray) -> np.ndarray:
-        """Return x [..., dim] in model units, [..., width]."""
+        """Convert x [..., dim] from robot units to model units, [..., width]."""
         parts, start = [], 0
         for part in self.parts:
             parts.append(part.normalize(x[..., start : start + part.dim]))
@@ -149,7 +150,7 @@ class PartNormalizer:
         return np.concatenate(parts, axis=-1)
 
     def unnormalize(self, x: np.ndarray) -> np.ndarray:
-        """Return x [steps, width] in robot units."""
+        """Convert x [steps, width] from model units to robot units."""
         parts, start = [], 0
         for part in self.parts:
             parts.append(part.unnormalize(x[..., start : start + part.width]))

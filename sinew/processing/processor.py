@@ -134,13 +134,13 @@ class Allowed(TypedDict, total=False):
 
 
 def turned_state(recipe: Processing, state: np.ndarray) -> np.ndarray:
-    """Convert a robot's state [D] to the frame and units of the statistics."""
+    """Convert a robot's state [D] to the coordinate frame and the units of the training statistics."""
     return apply_steps(state, recipe.state_steps) if recipe.state_steps else state
 
 
 def turned_actions(recipe: Processing, actions: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-    """Convert actions [..., D] from the units of the statistics to robot units. ``state`` [D] is for steps that read
-    it."""
+    """Convert actions [..., D] from the units of the statistics to robot units. ``state`` [D] is needed only by
+    steps that read the state."""
     return apply_steps(actions, recipe.action_steps, state)
 
 
@@ -281,7 +281,8 @@ class Processor:
         return self._assemble(observation, normalized, tokens, padded, pixels)
 
     def _states(self, observation: Observation, advantage: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the newest state, the normalised states of all steps, oldest first, [steps, width], and the tokens."""
+        """Return three results: the newest state; the normalised states of all observation steps, oldest first,
+        [steps, width]; and the tokens."""
         normalized = []
         for index, moment in enumerate(observation.earlier):
             state = self.state(moment.state, f"earlier[{index}].state")
@@ -325,7 +326,7 @@ class Processor:
 
     @property
     def _masked(self) -> bool:
-        """Return True if missing observation steps are masked, False if the oldest step replaces them."""
+        """Return True if the model masks missing observation steps, False if copies of the oldest step replace them."""
         return self.spec.history_padding == "mask"
 
     def noise(self, observation: Observation) -> tuple[np.ndarray, int | None]:
@@ -483,7 +484,10 @@ class Processor:
             )
 
     def state(self, value: object, name: str = "state") -> np.ndarray:
-        """Check a state, and convert it to the frame and units of the training data, [D]. ``name`` is for messages."""
+        """Check a state, and convert it to the coordinate frame and the units of the training data, [D].
+
+        ``name`` is the field's name for messages.
+        """
         state = _vector(value, name, (self.spec.state.dim,), self.state_normalizer.dtype)
         return turned_state(self.recipe, state)
 

@@ -96,8 +96,8 @@ class Prompter:
     ) -> np.ndarray:
         """Return the tokens of a text. The arguments are those of :meth:`text`, and ``expected`` is for messages.
 
-        The result is cached, because an episode has one instruction. If a step reads the state, only the tokenisation
-        is cached.
+        The result is cached, because an episode has one instruction. If a prompt step reads the state, which changes,
+        only the tokens of each complete text are cached.
         """
         name = FIELDS[kind]
         if not isinstance(text, str):
@@ -121,7 +121,7 @@ class Prompter:
             raise ObservationError(name, "text that the tokenizer accepts", str(error)) from None
 
     def _behind(self, words: str) -> tuple[int, ...]:
-        """Return the tokens between a subtask and the actions.
+        """Return the token ids of the text ``words``, which is inserted between a subtask and the actions.
 
         Raises:
             BundleError: The tokenizer lacks a required token.

@@ -163,7 +163,7 @@ class Safety:
     def _allowed(
         self, shape: tuple[int, int], state: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the lowest and the highest number of each row and dimension of a chunk [rows, D]."""
+        """Return the lowest and the highest allowed number for each row and dimension of a chunk [rows, D]."""
         ends, rows = [], shape[0]
         for bound in (self._action_low, self._action_high):
             full = np.array(np.broadcast_to(bound[..., :rows, :] if bound.ndim == 2 else bound, shape))

@@ -73,7 +73,7 @@ class VlacppFile:
         return float(f"{value:.7g}")
 
     def record(self, name: str) -> dict[str, Any]:
-        """Return a metadata entry that is a JSON object stored as text."""
+        """Return a metadata entry whose value is the text of a JSON object, as a record."""
         value = self.metadata.get(f"{self.architecture}.{name}")
         try:
             content = parse_json(value) if isinstance(value, str) else None

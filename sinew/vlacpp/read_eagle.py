@@ -94,8 +94,8 @@ def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
 
 
 def _with_table(file: VlacppFile, eagle: JsonRecord, parts: EagleParts) -> JsonRecord:
-    """Return Eagle's configuration with the number of patches that the file has positions for. vla.cpp's converter can
-    resize the table of positions, which then fits images of one size only."""
+    """Return Eagle's configuration with the number of patches for which the file contains position embeddings.
+    vla.cpp's converter can resize the table of positions, which then fits images of one size only."""
     table, vision = parts.tensors.get(TABLE), eagle.part("vision_config")
     patches, side = vision["num_patches"], vision["patch_size"]
     if table is None or len(table.shape) != 2 or table.shape[0] == patches:

@@ -65,7 +65,8 @@ RULES = [
 
 
 class VlacppCheckpoint(PrismaticCheckpoint):
-    """The tensors of a file under upstream's names, with the head and the projector of the state as separate parts.
+    """The tensors of a vla.cpp file under the names of OpenVLA's checkpoints. The action head and the state projector
+    are separate parts.
 
     Attributes:
         chunk: Metadata key of the number of actions in a chunk. Older files lack this key.

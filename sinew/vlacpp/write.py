@@ -233,7 +233,7 @@ def _statistics(manifest: Manifest) -> Iterator[TensorSource]:
 
 
 def _keys(manifest: Manifest) -> dict[str, Any]:
-    """Return the metadata keys without the prefix of the architecture.
+    """Return a dict of the file's metadata. Its keys do not have the architecture's name in front.
 
     A number in a tuple is written as float64. Other floats are written as float32.
     """

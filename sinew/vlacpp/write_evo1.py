@@ -34,7 +34,11 @@ def _table(source: TensorSource) -> TensorSource:  # input shape [rows, C], outp
 
 def _rules(unshuffle: int) -> list[Rule]:
     def ordered(source: TensorSource) -> TensorSource:
-        """Reorder the columns of a token from channel after channel to patch after patch."""
+        """Reorder the last axis of a weight that reads image tokens.
+
+        In the input, all patches of the first channel come first. In the result, all channels of the first patch come
+        first.
+        """
         *before, width = source.shape
         squares = (*before, width // unshuffle**2, unshuffle**2)
         return moved(lambda x: x.reshape(squares).swapaxes(-1, -2).reshape(source.shape), source)

@@ -50,7 +50,8 @@ def _tower(index: int, letter: str) -> list[Rule]:
 
 
 def language_rules(prefix: str) -> list[Rule]:
-    """Return the rules that rename a language model. The matrices gate and up may be one matrix.
+    """Return the rules that rename the tensors of a language model. They also support a bundle in which the matrices
+    gate and up are one matrix.
 
     Args:
         prefix: Prefix of the names in vla.cpp.
@@ -100,7 +101,7 @@ def _rules(adapter: bool) -> list[Rule]:
 
 
 def renamed(bundle: Bundle, tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
-    """Rename the tensors of a bundle to vla.cpp's names. A tensor without such a name is returned under its own name.
+    """Rename the tensors of a bundle to vla.cpp's names. A tensor for which vla.cpp has no name keeps its own name.
 
     Args:
         bundle: The bundle.
@@ -168,7 +169,7 @@ def beside(_bundle: Bundle, _folder: Path) -> dict[str, Any]:
 
 
 def tower_keys(prefix: str, tower: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata keys of a vision tower, for this exporter and BitVLA's."""
+    """Return the metadata that describes a vision tower. BitVLA's exporter uses this function too."""
     return {
         f"{prefix}.hidden": tower["hidden_size"],
         f"{prefix}.layers": tower["num_layers"],
@@ -179,7 +180,7 @@ def tower_keys(prefix: str, tower: dict[str, Any]) -> dict[str, Any]:
 
 
 def language_keys(language: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata keys of the language model, for this exporter and BitVLA's."""
+    """Return the metadata that describes the language model. BitVLA's exporter uses this function too."""
     return {
         "lm.hidden": language["hidden_size"],
         "lm.layers": language["num_layers"],
@@ -193,7 +194,7 @@ def language_keys(language: dict[str, Any]) -> dict[str, Any]:
 
 
 def statistics(manifest: Manifest) -> dict[str, Any]:
-    """Return the statistics of one robot in the form of the training project's dataset_statistics.json.
+    """Return the statistics of one robot in the format of the file dataset_statistics.json of the training project.
 
     The actions come first, because vla.cpp expects this order.
 

@@ -132,7 +132,8 @@ class Schema:
         return {"input_features", "output_features", *UNREAD.split(), *own}
 
     def fits(self, record: Mapping[str, Any]) -> bool:
-        """Return True if a ``config.json`` without a type has this family's keys, and no others."""
+        """Return True if a ``config.json`` that does not state its type has the keys of this family, and no other
+        keys."""
         keys = {key for key in record if not TRAINING.search(key)}
         own = keys - {"input_features", "output_features", *UNREAD.split()}
         return bool(own) and keys <= self.keys and all(key in record for key in self.required.split())
@@ -417,7 +418,7 @@ class LeRobotCheckpoint:
         return turned
 
     def vector(self, group: str, kind: str, key: str) -> VectorSpec:
-        """Return the size of a vector feature, and the names of its values if they are known."""
+        """Return the specification of a vector feature: its size, and the names of its values if they are known."""
         shape = self._features(group, kind).get(key)
         if shape is None or len(shape) != 1:
             raise ConvertError(
@@ -444,8 +445,8 @@ class LeRobotCheckpoint:
 
     @property
     def environment_dim(self) -> int:
-        """Return how many numbers of the environment follow the robot's numbers in the state; 0 if the policy does not
-        read the environment."""
+        """Return how many values of the policy's state describe the environment; 0 if there are none. They follow
+        the robot's values."""
         there = ENVIRONMENT in self["input_features"]
         return self.vector("input_features", "ENV", ENVIRONMENT).dim if there else 0
 
@@ -471,7 +472,8 @@ class LeRobotCheckpoint:
         )
 
     def action_steps(self) -> tuple[VectorStep, ...]:
-        """Return the steps from the model's un-normalised actions to the robot's actions."""
+        """Return the steps that convert the model's actions, after the normalisation is inverted, to the robot's
+        actions."""
         before = len(self.pipelines.absent)
         steps = action_steps(self.pipelines, self.config, self.state.dim, self.action.dim)
         self.notes += self.pipelines.absent[before:]
@@ -541,7 +543,8 @@ class LeRobotCheckpoint:
         return value
 
     def named(self) -> AbstractContextManager[None]:
-        """Return a context manager that prefixes errors of the model's configuration with the path of this file."""
+        """Return a context manager. Errors about the model's configuration that are raised inside it get the path of
+        the checkpoint's file."""
         return named(self.file)
 
     def committed_rows(self, chunk_size: int) -> int:
@@ -799,5 +802,5 @@ def _colours(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def _short(key: str) -> str:
-    """Return a camera's name without the prefixes of its feature."""
+    """Return a camera's name without the prefix that LeRobot writes before it, such as "observation.images."."""
     return next((key[len(p) :] for p in IMAGE_PREFIXES if key.startswith(p) and key != STATE), key)

@@ -23,7 +23,7 @@ NOISE_LEVELS: dict[str, Any] = {
 
 
 def noise_levels(checkpoint: LeRobotCheckpoint) -> dict[str, Any]:
-    """Return ``solver`` and ``solver_steps`` of a diffusion policy.
+    """Return the fields ``solver`` and ``solver_steps`` of the specification of a diffusion policy.
 
     Args:
         checkpoint: A checkpoint whose schema has the keys of ``NOISE_LEVELS``.

@@ -202,7 +202,7 @@ def stats_record(file: Path) -> dict[str, Any]:
 
 
 def _pooled(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the statistics of all frames of several episodes."""
+    """Combine the statistics of several episodes to statistics of all frames."""
 
     def rows(name: str) -> np.ndarray:
         return np.stack([np.asarray(part[name], np.float64) for part in parts])

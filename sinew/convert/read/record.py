@@ -56,7 +56,8 @@ class JsonRecord:
         self.read = set[str]() if read is None else read
 
     def leftover(self, aside: str, usual: Mapping[str, Any] = MappingProxyType({})) -> tuple[str, ...]:
-        """Return notes about the unread entries of a ``config.json``; () for another file.
+        """Return notes for the user about entries of a ``config.json`` that no code has read; () for a file with
+        another name.
 
         Args:
             aside: Names of entries to ignore, separated by spaces, because they do not change the computation. The

@@ -310,6 +310,6 @@ def _named(files: Sequence[str]) -> str:
 
 
 def _words(error: Exception) -> str:
-    """Return the first line of an error's text, or the name of its type if the text is empty."""
+    """Return the first line of an error's message; the name of the error's class if the message is empty."""
     lines = [line for line in str(error).strip().splitlines() if line and "Client Error" not in line]
     return next(iter(lines), "")[:MAX_WORDS] or type(error).__name__

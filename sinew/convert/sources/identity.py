@@ -94,7 +94,7 @@ def key(files: list[FileIdentity], name: str) -> str:
 
 @cache
 def converter() -> str:
-    """Return the version of Sinew, with a digest of the code that decides the content of a bundle."""
+    """Return the version of Sinew, with a digest of the code that determines the content of a converted bundle."""
     digest = hashlib.sha256()
     home = Path(sinew.__file__).parent
     folders = {package: home / package for package in CODE} | readers()

@@ -96,14 +96,13 @@ class ActConfig:
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
-        """Return rows and columns of the features of each view. Empty if all views have ``rows`` x ``cols``
-        features.
-        """
+        """Return (rows, columns) of the feature map of each camera view. Empty if all views have ``rows`` x ``cols``
+        features."""
         return tuple(self.vision.grid(*frame) for frame in self.frames)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Return the number of features of each view. An empty tuple if all views have ``rows * cols`` features."""
+        """Return the number of features of each camera view. Empty if all views have ``rows * cols`` features."""
         return tuple(rows * cols for rows, cols in self.grids)
 
 
@@ -164,7 +163,7 @@ class FeedForward(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """A layer of ACT's encoder."""
+    """A layer of ACT's transformer encoder: self-attention and an MLP."""
 
     def __init__(self, config: ActConfig):
         super().__init__()

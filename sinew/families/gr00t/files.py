@@ -232,7 +232,7 @@ class NvidiaFiles:
 
     @property
     def files(self) -> list[Path]:
-        """The files of this folder that the bundle depends on."""
+        """The files of this folder from which the content of the bundle is read."""
         names = ("config.json", "processor_config.json", "statistics.json", "embodiment_id.json")
         return [*self.weights[1], *(self.path / name for name in names)]
 
@@ -327,7 +327,7 @@ def head_config(config: JsonRecord, masks: bool) -> HeadConfig:
 
 
 def processing(image: ImageRecipe, prompt: PromptRecipe, vectors: Vectors, config: JsonRecord) -> Processing:
-    """Build the processing of a policy whose state and actions are normalised part by part."""
+    """Build the processing record of a policy. Each part of the state and of the actions has its own normalisation."""
     return Processing(
         image=image,
         prompt=prompt,

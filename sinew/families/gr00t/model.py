@@ -68,7 +68,8 @@ class Gr00tQwenConfig(Gr00tConfig):
 
     Attributes:
         vision: Sizes of Qwen3-VL's tower.
-        position_sections: Number of rotary frequencies that turn with time, row and column.
+        position_sections: Three numbers: how many rotary frequencies encode the time, the row and the column of a
+            token.
     """
 
     vision: QwenViTConfig
@@ -189,9 +190,8 @@ class Gr00t(Model):
 
 
 class Gr00tEagle(Gr00t):
-    """N1.5 and N1.6: Eagle (SigLIP and Qwen3) as the backbone. The features come after the language model's final
-    norm.
-    """
+    """N1.5 and N1.6: Eagle (SigLIP and Qwen3) as the backbone. The head reads the output of the language model's
+    final norm."""
 
     config_type = Gr00tEagleConfig
 
@@ -232,7 +232,8 @@ class Gr00tEagle(Gr00t):
 
 
 class Gr00tQwen(Gr00t):
-    """N1.7: Qwen3-VL as the backbone. The features are those of the last used layer, before any final norm."""
+    """N1.7: Qwen3-VL as the backbone. The head reads the output of the last layer that is used, without a final
+    norm."""
 
     config_type: ClassVar[type] = Gr00tQwenConfig
 

@@ -249,7 +249,7 @@ def part(name: str, low: np.ndarray, high: np.ndarray) -> VectorPart:
 def bounds(
     checkpoint: LeRobotCheckpoint, step: Mapping[str, Any], feature: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Read the bounds of a feature from the statistics file of a pipeline step.
+    """Read the minimum and the maximum of a feature's values from the statistics file of a pipeline step.
 
     Statistics that do not belong to any feature are recorded in a note.
 

@@ -170,7 +170,7 @@ class LeRobotFiles(NvidiaFiles):
 
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Assumptions for facts that the files do not contain, for the user."""
+        """Notes for the user: assumptions about facts that the files do not contain."""
         return tuple(self.checkpoint.notes)
 
     def cameras(self, frames: tuple[int, int]) -> list[CameraSpec]:
@@ -270,7 +270,8 @@ class LeRobotFiles(NvidiaFiles):
             )
 
     def _gripper(self, vectors: Vectors) -> tuple[VectorStep, ...]:
-        """Return LIBERO's conversion of the gripper action to a sign, if config.json requires it."""
+        """Return the step that converts the gripper action to -1 or 1 for LIBERO, if config.json requires it; else
+        ()."""
         transform = self.checkpoint["action_decode_transform"]
         if transform == "auto":
             transform = LIBERO if self.checkpoint["embodiment_tag"] == "libero_sim" else None

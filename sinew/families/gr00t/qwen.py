@@ -141,7 +141,8 @@ def model_config(config: JsonRecord, vlm: JsonRecord, rows: int, cols: int) -> G
 
 
 def position_sections(text: JsonRecord) -> tuple[int, int, int]:
-    """Return the number of rotary frequencies of Qwen3-VL that turn with time, row and column."""
+    """Return three numbers: how many rotary frequencies of Qwen3-VL encode the time, the row and the column of a
+    token."""
     sections = (text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})
     time, row, column = sections.get("mrope_section") or (0, 0, 0)
     if not sections.get("mrope_interleaved") or not time:

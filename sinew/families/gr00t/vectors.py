@@ -96,15 +96,19 @@ class Modalities:
         return len(offsets), stride
 
     def listed(self, modality: str, name: str) -> tuple[str, ...]:
-        """Return an optional list of keys of a modality, for example ``sin_cos_embedding_keys``."""
+        """Return a list of part names that a modality's configuration may contain, for example
+        ``sin_cos_embedding_keys``; () if it is absent."""
         return tuple(self._modality(modality).get(name) or ())
 
     def flag(self, modality: str, name: str) -> bool:
-        """Return an optional boolean field of a modality."""
+        """Return the value of a true-or-false field of a modality's configuration; False if it is absent."""
         return bool(self._modality(modality).get(name))
 
     def actions(self) -> list[dict[str, Any]]:
-        """Return the representation of each action key, in order. The default is absolute actions."""
+        """Return the configuration of each part of an action (absolute or relative, type and format), in order.
+
+        The default is absolute actions.
+        """
         count = len(self.keys("action"))
         configs = self._modality("action").get("action_configs") or [{}] * count
         if len(configs) != count:

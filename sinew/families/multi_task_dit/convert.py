@@ -302,7 +302,7 @@ def tensors(
 
 
 def tower(number: int, separate: bool) -> str:
-    """Return the prefix of a vision tower's tensors."""
+    """Return the prefix of the names of a vision tower's tensors in the checkpoint."""
     return f"observation_encoder.vision_encoder{f's.{number}' if separate else ''}.model.vision_model."
 
 

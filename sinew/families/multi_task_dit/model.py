@@ -140,7 +140,7 @@ class ModulatedBlock(nn.Module):
 
 
 class MultiTaskDiT(Model):
-    """The multi-task diffusion transformer: CLIP and a modulated transformer."""
+    """The multi-task diffusion transformer: CLIP encoders, and a transformer that is conditioned on their features."""
 
     config_type = MultiTaskDiTConfig
     config: MultiTaskDiTConfig

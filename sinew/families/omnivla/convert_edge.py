@@ -330,7 +330,7 @@ def picked(places: TensorSource, config: EdgeConfig) -> TensorSource:
 
 
 def map_places(count: int) -> np.ndarray:
-    """Return column and row of each position of a map, from -1 to 1, float32 [2, count, count].
+    """Return the column and the row of each position of a feature map, scaled to -1 to 1, float32 [2, count, count].
 
     The values are rounded as in torch's arange.
     """
@@ -374,7 +374,8 @@ def tower_tensors(own: dict[str, TensorSource], theirs: str, ours: str) -> dict[
 def as_one(
     name: str, weight: TensorSource, bias: TensorSource | None, norm: list[TensorSource], eps: float
 ) -> dict[str, TensorSource]:
-    """Fold a batch norm into the convolution before it. Returns weight and bias under ``name``."""
+    """Merge a batch norm into the weights of the convolution before it. Return the new weight and bias under
+    ``name``."""
     scale, shift, mean, variance = norm
     sources = [weight, scale, shift, mean, variance, *([bias] if bias else [])]
 

@@ -23,7 +23,7 @@ KINDS = ("pose", "satellite", "image", "language")
 
 
 def kinds(goals: Sequence[int]) -> tuple[str, ...]:
-    """Return the kinds of inputs that any of the goals reads."""
+    """Return the kinds of inputs that at least one of the goals reads."""
     return tuple(kind for kind in KINDS if any(kind in GOALS[goal].split("+") for goal in goals))
 
 

@@ -52,7 +52,7 @@ class GoalStates(NamedTuple):
 
 
 class GoalHead(RegressionHead):
-    """OFT's head, whose first layer also reads the goal's number."""
+    """OpenVLA-OFT's action head. Its first layer also reads the number of the goal."""
 
     def __init__(self, input_size: int, hidden_size: int, output_size: int):
         super().__init__(input_size, hidden_size, output_size)

@@ -139,8 +139,8 @@ class BridgeHead(nn.Module):
 
         Args:
             steps: Actions in a chunk.
-            queries: [blocks, B, Q, C].
-            task: [blocks, B, N, C].
+            queries: [blocks, B, Q, C], states of the action queries and the robot's state, for each block.
+            task: [blocks, B, N, C], states of the camera views, for each block.
 
         Returns:
             Output, [B, steps, output].

@@ -234,7 +234,7 @@ def decodes_in_parallel(checkpoint: PrismaticCheckpoint, action: bool, state: bo
 
 
 def decoding_notes(action: bool, state: bool, parallel: bool) -> tuple[str, ...]:
-    """Return notes about the decoding of a policy without an action head."""
+    """Return notes for the user that state how the actions of a policy without an action head are decoded."""
     if action:
         return ()
     if not parallel:

@@ -109,7 +109,7 @@ class OFTConfig(PrismaticConfig):
 
 
 def check_action_tokens(config: OpenVLAConfig | OFTConfig) -> None:
-    """Raise ValueError if a bin has no token in the vocabulary."""
+    """Raise ValueError if the vocabulary has no token for one of the action bins."""
     if not 1 < config.action_bins <= config.action_tokens_end <= config.vocab_size:
         raise ValueError(
             f"action_tokens_end: expected {config.action_bins} to {config.vocab_size}, got {config.action_tokens_end}"

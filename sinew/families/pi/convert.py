@@ -427,7 +427,7 @@ def state_in_prompt(checkpoint: LeRobotCheckpoint, options: ConvertOptions, conf
 
 
 class Sizes(Protocol):
-    """Sizes that the processing recipe needs from the configuration of a model based on PaliGemma."""
+    """The fields of a configuration that the processing recipe needs, for models based on PaliGemma."""
 
     @property
     def vision(self) -> ViTConfig: ...

@@ -76,7 +76,8 @@ class PiExpert(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the hidden states. The projections and norms around them may have a wider dtype."""
+        """Return the dtype of the hidden states. The projections and norms before and after the layers may have a
+        dtype with more bits."""
         return self.layers[0].mlp.down_proj.dtype
 
 
