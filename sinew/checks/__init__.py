@@ -251,7 +251,9 @@ def temporary_disk() -> Check:
 
 
 def loopback() -> Check:
-    """Measure round trips of an observation's size over ZeroMQ on 127.0.0.1, the smallest time that a server adds."""
+    """Measure the time of a round trip over ZeroMQ on 127.0.0.1, with a message of an observation's size. A server adds
+    at least this time to an inference.
+    """
     from sinew_client.link import Link
 
     payload, samples = bytes(2 * 224 * 224 * 3), []
@@ -296,7 +298,9 @@ def _echo(listening: socket.socket) -> None:
 
 
 def golden() -> list[Check]:
-    """Compare a small policy with the reference implementation's stored outputs."""
+    """Run a small test policy of each policy family that has one, and compare its outputs with the stored outputs of
+    the reference implementation.
+    """
     checks = [family.load(family.golden) for family in families() if family.golden]
     if not checks:
         return [Check("golden", "warn", "this installation contains no golden fixture", "reinstall sinew")]

@@ -11,7 +11,7 @@ class Check:
     """One line of `sinew doctor`.
 
     Attributes:
-        name: The subject of the check.
+        name: Subject of the check, such as "torch".
         status: "ok", "warn" or "fail".
         detail: The result as a sentence.
         advice: The next step for the user; "" if no step is needed.

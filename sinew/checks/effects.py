@@ -40,7 +40,7 @@ Verdict = Literal["used", "weak", "no effect", "not read"]
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of one change of one input on the actions.
+    """The measured effect on the actions if one input of the policy is changed.
 
     Attributes:
         input: "instruction", "state", or "camera NAME".

@@ -22,7 +22,7 @@ SLIPS = 10  # a plan that is right, but early or late by up to 1/10 of a chunk, 
 
 @dataclass(frozen=True)
 class Episode:
-    """The plans of one recorded episode.
+    """The plans (chunks of actions) that were computed for one recorded episode.
 
     Attributes:
         name: Name of the episode in the recording.

@@ -466,7 +466,9 @@ def _wide(bundle: Bundle) -> int:
 
 @contextlib.contextmanager
 def _alone(bundle: Path, engine: str) -> Iterator[None]:
-    """Hold a lock, so that only one process prepares this engine of the bundle at a time."""
+    """Hold a lock while the ``with`` block runs, so that only one process at a time prepares this engine of the
+    bundle.
+    """
     from sinew.engine import prepared
 
     path, lock = prepared.lock_of(bundle, engine), None

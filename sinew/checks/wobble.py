@@ -51,7 +51,9 @@ class Curve:
     seconds: float
 
     def at(self, times: np.ndarray) -> np.ndarray:
-        """Return the curve at some times in seconds, [n], between -1 and 1; 0 before its start and after its end."""
+        """Return the value of the curve at each of some times, [n]. Values are between -1 and 1, and 0 before the start
+        and after the end of the curve. ``times`` are seconds after the start.
+        """
         waves = sum(np.sin(2 * np.pi * f * times + 2 * k) for k, f in enumerate(FREQUENCIES))
         fade = np.clip(np.minimum(times, self.seconds - times) / FADE_S, 0.0, 1.0)
         return waves / len(FREQUENCIES) * fade * fade * (3 - 2 * fade)
@@ -120,7 +122,7 @@ class Wobble:
         return True
 
     def ask(self, observation: Mapping[str, Any], now: float) -> None:
-        """Compute the chunk for an observation."""
+        """Compute the wobble's chunk for an observation. ``poll`` returns this chunk."""
         if self._begun is None:
             self._begun = now
         times = now - self._begun + np.arange(self._rows) / self._hz
@@ -214,7 +216,7 @@ class TracedRobot:
         return 4 * max(self._took, default=0.0) < self._late
 
     def _poll(self, end: float) -> None:
-        """Observe the robot until a time of the loop's clock."""
+        """Observe the robot again and again until the time ``end`` of the loop's clock."""
         quick = self._quick()
         while (remaining := end - self._pace.now()) > 0:
             if quick and remaining > POLL_S + max(self._took, default=0.0):

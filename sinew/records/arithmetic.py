@@ -52,9 +52,10 @@ def unlike(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def tolerance(*each: Mapping[str, Any]) -> tuple[float, str]:
-    """Return the allowed difference between chunks of two servers, in units of the model's output, and the precision.
+    """Return two values: the allowed difference between chunks of two servers, in units of the model's output, and the
+    precision that decides it.
 
-    The lower precision of both servers decides. If no precision is known, it is fp32, the strictest.
+    The lower precision of the two servers decides. If no precision is known, it is fp32, the strictest.
     """
     words = {
         word

@@ -362,7 +362,7 @@ def read_meta(npz: Npz) -> dict[str, Any]:
 
 
 def check_array(name: str, array: np.ndarray) -> None:
-    """Reject an array of a record that is impossible for any policy and request.
+    """Check that an array of a record could come from some policy and request.
 
     Raises:
         SinewError: The array has an impossible shape, type or value.

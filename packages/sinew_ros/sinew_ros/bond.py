@@ -26,8 +26,8 @@ PERIOD_S, TIMEOUT_S = 0.25, 4.0
 
 
 class Bond:
-    """The node's half of a bond. A manager that never answers has no effect, because most managers do not use
-    bonds.
+    """The node's half of a bond, a connection on which both sides send heartbeats. A manager that never answers has no
+    effect, because most managers do not use bonds.
 
     Args:
         transport: Transport with the methods ``publisher`` and ``subscribe``.

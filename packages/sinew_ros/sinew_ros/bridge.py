@@ -48,7 +48,9 @@ SENSOR, COMMAND, LATCHED = "sensor", "command", "latched"
 
 
 class Transport(Protocol):
-    """Access to topics by name and type, as ROS 2 writes them: ``/joint_states``, ``sensor_msgs/msg/JointState``."""
+    """Interface for access to topics by name and type, as ROS 2 writes them: ``/joint_states``,
+    ``sensor_msgs/msg/JointState``.
+    """
 
     def subscribe(self, topic: str, kind: str, quality: str, callback: Callable[[Any], None]) -> None:
         """Call a function with every message of a topic.
@@ -231,7 +233,9 @@ class Bridge:
             self._chunk = command.chunk
 
     def _halt(self) -> None:
-        """End a running trajectory at the target of the last command."""
+        """Stop the trajectory that the robot follows: publish a trajectory that ends at the target of the last
+        command.
+        """
         if self._chunk is not None and self._target is not None:
             self.robot.follow(self._target[None])
         self._chunk = None

@@ -39,7 +39,7 @@ OUTCOMES = {
 
 
 class Goal(Protocol):
-    """An accepted goal, as the transport passes it on.
+    """Interface of an accepted goal, which the transport passes to :class:`Goals`.
 
     Attributes:
         goal: The message of the goal.
@@ -176,7 +176,7 @@ class Goals:
         self.count: Counter = Counter()  # outcome, or "refused" -> number of goals
 
     def open(self, bridge: DrivenRobot) -> None:
-        """Accept goals for a bridge. Without a goal, the robot of the bridge holds its position."""
+        """Accept goals for a bridge from now on. While no goal runs, the robot of the bridge holds its position."""
         with self._lock:
             self._bridge = bridge
 

@@ -102,7 +102,7 @@ class Kept:
 
 
 class Managed:
-    """A bridge behind the services of a managed node.
+    """Controls a bridge through the services of a managed ROS 2 node.
 
     ``configure`` creates the bridge and subscribes to its topics. ``activate`` lets the bridge drive the robot.
     ``deactivate`` holds the robot. ``cleanup`` removes the bridge. ``shutdown`` ends the node. If the manager
@@ -171,8 +171,8 @@ class Managed:
         self._ended.set()
 
     def _change(self, transition: Any) -> bool:
-        """Make a transition that the manager requests, by its label or else by its number. Return True if it
-        succeeded.
+        """Make a transition that the manager requests. The request names the transition by a label or, without a label,
+        by a number. Return True if the transition succeeded.
         """
         with self._lock:
             possible = self.available()

@@ -25,7 +25,9 @@ REFERENCE = "reference.npy"  # float32 [chunk, actions], in robot units
 
 
 def write_reference(bundle: Bundle, folder: Path) -> None:
-    """Write the actions of unquantised eager float32 for the first random observation next to the graphs."""
+    """Compute the actions for the first random observation with the reference engine (eager, in float32, without
+    quantisation), and write them next to the graphs.
+    """
     policy = Policy(bundle, "cpu", "fp32", "eager", ignore_recipe=True)
     (folder / REFERENCE).write_bytes(_bytes(policy.infer(next(random_observations(policy))).actions))
 
@@ -37,7 +39,7 @@ def prove_whole(
     run: Callable[[dict[str, np.ndarray]], np.ndarray],
     prompt: str = "",
 ) -> float:
-    """Compare one graph of a whole policy with eager float32 on one random observation.
+    """Compare one graph of a whole policy with the reference engine (eager, in float32) on one random observation.
 
     Args:
         bundle: The bundle.

@@ -356,7 +356,8 @@ def assignment(cost: np.ndarray) -> list[int]:
         cost: Cost of each row in each column, [n, n].
     """
     size = len(cost)
-    over, under = np.zeros(size), np.zeros(size)  # dual prices of rows and of columns
+    # Prices of rows and of columns in the dual of the assignment problem.
+    over, under = np.zeros(size), np.zeros(size)
     holder = np.full(size, -1)  # the row that is assigned to each column; -1 for none
     for row in range(size):
         reach, through = np.full(size, np.inf), np.full(size, -1)

@@ -1,4 +1,4 @@
-"""Statistics of a robot's observations over some seconds: its frames, its states and their times."""
+"""Collects statistics of a robot's observations over some seconds: of its frames, its states and their times."""
 
 from __future__ import annotations
 

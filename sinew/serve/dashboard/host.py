@@ -1,4 +1,4 @@
-"""The load of a server's machine for the dashboard: its processors and its memory."""
+"""Measures the load of the server's machine for the dashboard: its processors and its memory."""
 
 from __future__ import annotations
 

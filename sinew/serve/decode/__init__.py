@@ -1,1 +1,1 @@
-"""Decoders of untrusted bytes to numpy arrays."""
+"""Decoders that convert the bytes of untrusted clients to numpy arrays."""

@@ -1,1 +1,1 @@
-"""The protocol of Isaac-GR00T's policy client."""
+"""The server's side of the protocol of Isaac-GR00T's policy client."""
