@@ -649,7 +649,7 @@ def with_precision(
 
 
 def half_storage(backend: Backend, bundle: Bundle, dtype: str, kind: str) -> tuple[str, str]:
-    """Return the half precision ("bf16", "fp16") in which weights stay although products are float32, and the reason.
+    """Return the half precision ("bf16" or "fp16") of weights in memory while products are float32, and the reason.
 
     Both are empty strings if no weight is widened:
 

@@ -227,7 +227,7 @@ class Engine(ABC):
         """Replace weights for every later read and solve. Weights that are not named stay unchanged.
 
         Args:
-            weights: Name in the bundle -> new weight.
+            weights: The new weights, by their names in the bundle.
 
         Raises:
             SinewError: A weight does not fit. No weight is replaced then.

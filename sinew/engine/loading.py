@@ -219,7 +219,7 @@ class Placement:
     Attributes:
         bundle: The bundle.
         model: The model on the meta device.
-        tensors: Name -> tensor of the bundle.
+        tensors: The bundle's tensors by name.
         coded: For each module with a low-bit weight, the format of this weight.
         device, dtype, lowbit, half_stays, tables: Arguments of :func:`load_model`.
     """

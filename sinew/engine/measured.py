@@ -66,9 +66,9 @@ class Times:
     """The measured seconds of each engine. The engines were measured alternately, so their times can be compared.
 
     Attributes:
-        chunks: Engine -> seconds for a whole action chunk. On a CPU with one thread, these are seconds of processor
+        chunks: For each engine, the seconds for a whole chunk. On a CPU with one thread, these are seconds of processor
             time.
-        products: Engine -> seconds for one small matrix product on a CPU.
+        products: For each engine, the seconds for one small matrix product on a CPU.
         unit: The unit of the chunks' times in messages: "processor ms" or "ms".
         note: The reason why the measurement of the chunks is less exact, or "".
         threads: Number of threads that the chunks were measured with.
@@ -178,7 +178,7 @@ def time_products(products: Mapping[str, Callable[[], object]], threads: int) ->
     The products are measured alternately. The result is the shortest of :data:`TRIES` times.
 
     Args:
-        products: Engine -> function that computes the engine's product.
+        products: For each engine, a function that computes the engine's small product.
         threads: Number of threads of PyTorch and of the compiled kernels.
     """
     import time

@@ -37,7 +37,8 @@ class EngineFinding:
         against: The engine that runs the bundle without the preparation.
         taken: True if the prepared engine is verified, and is faster than ``against`` on this machine.
         why: The reason, as a sentence.
-        seconds: Engine -> measured seconds of a chunk. On a CPU, processor seconds. Empty if no chunk was measured.
+        seconds: For each engine, the measured seconds for a chunk. On a CPU, processor seconds. Empty if no chunk was
+            measured.
         device: The device.
         threads: The number of threads that computed.
     """
@@ -51,7 +52,7 @@ class EngineFinding:
     threads: int = 1
 
     def keep(self, bundle: Path) -> Path:
-        """Write the finding to disk for the next start.
+        """Write the result of the preparation to disk for the next start.
 
         Raises:
             OSError: The file cannot be written.
@@ -70,7 +71,10 @@ def lock_of(bundle: Path, engine: str) -> Path:
 
 
 def kept(bundle: Path, engine: str, threads: int | None = None) -> EngineFinding | None:
-    """Return the stored finding about an engine for a bundle, these versions and this hardware, or None."""
+    """Return the stored result of ``sinew prepare`` for a bundle and an engine, or None.
+
+    A result for other versions or other hardware is ignored.
+    """
     threads = threads or 1
     try:
         record = read_json(_path(bundle, engine, threads))
@@ -91,7 +95,7 @@ def kept(bundle: Path, engine: str, threads: int | None = None) -> EngineFinding
 
 
 def forget(bundle: Path, engine: str, threads: int | None = None) -> None:
-    """Remove the finding about an engine, so that the next start prepares the engine again."""
+    """Remove the stored result for an engine, so that the next start prepares the engine again."""
     with contextlib.suppress(OSError):
         _path(bundle, engine, threads or 1).unlink()
 
@@ -106,7 +110,7 @@ def _versions() -> dict[str, str]:
 
 
 def conditions(device: str) -> dict[str, Any]:
-    """Return the versions and the hardware for which a finding or a measurement is valid, as a JSON-ready dict."""
+    """Return the versions and the hardware for which a stored result or measurement is valid, as a JSON-ready dict."""
     return {"sinew": __version__, "libraries": _versions(), "hardware": proofs.hardware(device)}
 
 

@@ -30,12 +30,12 @@ class Reuse:
     Only observations without a batch, and views of tested shapes, are looked up and stored.
 
     Args:
-        encode: Pixels [B, V, ...] -> tokens [B, V, N, C] in the engine's own arrays.
-        join: Joins one or several arrays of tokens along the axis of views, into a new array.
+        encode: Computes the tokens [B, V, N, C] of pixels [B, V, ...], in the engine's own array type.
+        join: Concatenates arrays of tokens along the axis of views. The result is a new array.
         same: Returns True if two arrays of tokens have the same bits.
         threads: Returns the number of threads that compute for the calling thread, because sums may depend on it.
-        renew: (context, newer state) -> the context for the newer state. None if the state cannot be read separately
-            from the other inputs.
+        renew: A function of a context and a newer state that returns the context for this state. None if the state
+            cannot be read separately from the other inputs.
         alike: False if the model encodes all views together, so that one view cannot be encoded alone.
     """
 

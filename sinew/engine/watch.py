@@ -18,11 +18,11 @@ class Trace:
 
     Attributes:
         vision: Image tokens [V, tokens, C].
-        prefix: Name in the context -> tensor of the observation that each step reads. A rewritten model may have other
+        prefix: The tensors that each step reads, by their names in the context. A rewritten model may have other
             tensors than the reference.
         head: The output of each step of the solver, then the last x, all [H, A] in model units. If the head generates
             tokens, each token, [1], then the chunk.
-        rows: Module -> indices by which this embedding table was read.
+        rows: For each embedding table (module), the indices of the rows that were read.
     """
 
     vision: np.ndarray = field(default_factory=lambda: np.empty(0))

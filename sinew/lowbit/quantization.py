@@ -66,7 +66,7 @@ class Quantized:
         out: The new bundle.
         source: The bundle that was read.
         architecture: Name of the model family.
-        recipe: Component -> precision (the quantisation recipe).
+        recipe: The quantisation recipe: the precision of each component.
         record: The header's record of the quantisation, with the error of the chunk and the success gate.
         proof: Comparison of the source bundle with its own reference.
         absent: Components of the default recipe that contain no weights that can be quantised.
@@ -217,7 +217,7 @@ def quantized(
 
     Args:
         opened: The source bundle.
-        chosen: Component -> precision.
+        chosen: The precision of each component, by the component's name.
         samples: Observations for the error.
         out: The new bundle.
         engine: Engine that computes the error. None uses the engine that the precisions need.
@@ -340,7 +340,7 @@ def paired(
     Args:
         opened: The bundle.
         folder: The export.
-        chosen: Component -> precision (:func:`paired_recipe`).
+        chosen: The precision of each component, from :func:`paired_recipe`.
         count: Number of observations that calibrate the scales of activations. The same number of later observations
             measures the error, which is written into the folder's header with the recipe.
         records: A folder of recordings with the observations, or None.

@@ -32,10 +32,10 @@ Measure = Callable[[Bundle, dict[str, str], Path], Trial]
 
 @dataclass(frozen=True)
 class Point:
-    """One recipe with its predictions.
+    """One quantisation recipe with its predicted size, error and time.
 
     Attributes:
-        recipe: Component -> precision.
+        recipe: The precision of each component, by the component's name.
         nbytes: Bytes of all tensors.
         predicted: The error that is predicted from the errors of single components.
         milliseconds: The predicted time of a chunk, which is the sum of the stages' times.
@@ -101,8 +101,8 @@ def all_points(
 
     Args:
         bundle: The bundle.
-        alone: Component -> precision -> error if no other component is rounded.
-        times: (component, precision) -> milliseconds of the component's stage.
+        alone: For each component and precision, the error if no other component is rounded.
+        times: For each pair (component, precision), the milliseconds of the component's stage.
     """
     base = stored_bytes(bundle, {})
     saved = {

@@ -96,7 +96,7 @@ def calibrated_rows(
 
     Args:
         bundle: The bundle.
-        formats: Layer -> low-bit format.
+        formats: The low-bit format of each layer, by the layer's name.
         model: The bundle's model with float weights.
         runs: Returns calls that compute the model, with the same observations each time. It is called several times if
             the moments of all layers do not fit the memory at once.
@@ -131,8 +131,8 @@ def lowbit_sources(
 
     Args:
         bundle: The bundle.
-        formats: Layer -> low-bit format.
-        made: Layer -> file with rows that were rounded before.
+        formats: The low-bit format of each layer, by the layer's name.
+        made: For each layer that was rounded before, the file with its rows.
 
     Raises:
         SinewError: The bundle has low-bit weights already. Rounding twice would hide an error.

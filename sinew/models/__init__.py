@@ -53,7 +53,7 @@ def mismatch(
     Args:
         model: The model.
         shapes: Shape of each tensor, by name.
-        aliases: Model's name of a tensor -> the name of this tensor that the user knows, if the two names differ.
+        aliases: The name of a tensor that the user knows, by the model's name, if the two names differ.
     """
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     names = aliases or {}

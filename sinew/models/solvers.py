@@ -53,7 +53,7 @@ def solve(
     """Run all solver steps.
 
     Args:
-        act: The head: (x, time_embedding) -> output [B, H, A].
+        act: The head. It is called with x and a time embedding, and returns the output [B, H, A].
         noise: [B, H, A], the start of x. A solver that needs more noise takes [B, D, H, A]
             (:func:`sinew_client.solver.drawn`).
         steps: The steps, from :meth:`Solver.steps`.

@@ -37,8 +37,8 @@ class Watched(TorchDispatchMode):
 
     Attributes:
         stage: The stage that runs now.
-        found: Stage -> problem -> how often the problem occurred.
-        operators: Stage -> number of operators that compute.
+        found: For each stage and problem, how often the problem occurred.
+        operators: For each stage, the number of operators that compute.
     """
 
     def __init__(self) -> None:

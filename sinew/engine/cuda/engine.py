@@ -52,7 +52,7 @@ class CudaEngine(Engine):
         actions: Converts the chunk from model units to the robot's units on the device. With None, the chunk stays in
             model units.
         options: The options.
-        scales: FP8 layer -> scale of its input.
+        scales: For each FP8 layer's name, the scale of its input.
         recorder: Records the programs. By default, device and options decide.
     """
 

@@ -17,8 +17,10 @@ class CudaOptions:
     """Options of the CUDA engine.
 
     Attributes:
-        graph: Record the program once per key and replay it. False runs the same program call by call.
-        kernels: Use Triton's kernels. False uses PyTorch's own operations alone, with ``scaled_dot_product_attention``.
+        graph: True records the program once per key (sizes of an observation) and replays it. False runs the same
+            program without a recording.
+        kernels: True uses Triton kernels. False uses only PyTorch's own operations, with
+            ``scaled_dot_product_attention``.
         fp8: Components ("vision", "language", "head") whose linear layers multiply in FP8 (e4m3).
         scaled_norms: A norm that the solver's time modulates (pi0.5) becomes part of the products that read it. False
             makes it a separate pass.

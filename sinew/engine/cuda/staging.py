@@ -30,12 +30,12 @@ class Staging:
     """Two blocks of memory with the same layout.
 
     Args:
-        fields: Field -> shape and dtype.
+        fields: Shape and dtype of each field, by the field's name.
         device: The device.
 
     Attributes:
-        host: Field -> numpy view of the host's block, for writing.
-        device: Field -> tensor in the device's block.
+        host: For each field, a numpy view of the host's block, for writing.
+        device: For each field, a tensor in the device's block.
     """
 
     def __init__(self, fields: Mapping[str, Field], device: torch.device):

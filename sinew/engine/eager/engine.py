@@ -356,7 +356,9 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def precision_of(model: Model) -> dict[str, str]:
-    """Return component -> precision of its parameters, such as "bf16+fp32". The type of most numbers comes first.
+    """Return the precision of each component's parameters, such as "bf16+fp32".
+
+    The type of most numbers comes first.
 
     Token tables that stay in their stored precision are not listed, because the model does not compute in this
     precision.

@@ -45,7 +45,7 @@ def shipped_folder(bundle: Path) -> Path:
 
 
 def floats(bundle: Bundle) -> dict[str, np.ndarray]:
-    """Return name -> float32 array for the bundle's tensors: a view of the memory map, or a copy for bfloat16."""
+    """Return the bundle's tensors as float32 arrays by name: views of the memory map, or copies of bfloat16."""
     arrays = {}
     for name, info in bundle.infos.items():
         if info.type is GGMLQuantizationType.F32:
@@ -119,13 +119,13 @@ def borrow(directory: Path, bundle: Bundle) -> GraphSet:
 def _borrow(
     model: Any, known: dict[Any, tuple[str, bool]], tensors: dict[str, np.ndarray]
 ) -> tuple[str, ...]:
-    """Replace constants of one graph by tensors of the bundle.
+    """Replace constants of one graph by the names of equal tensors of the bundle.
 
     Args:
         model: The ONNX model.
         known: Maps an array's shape and bytes to the name of a tensor, and to True if the array is the tensor's
             transpose.
-        tensors: Name -> tensor of the bundle.
+        tensors: The bundle's tensors by name.
 
     Returns:
         The names of the tensors that the graph now borrows.

@@ -61,7 +61,7 @@ class GraphSet:
         recipe: The precision of each component, for quantised graphs.
         method: Method of the quantisation, as text.
         bits: Bits of int8 weights, or 0 without int8 weights.
-        borrows: Stage -> names of the bundle's tensors that it uses, if the graphs have no weights.
+        borrows: For each stage, the names of the bundle's tensors that it uses, if the graphs have no weights.
         sha256: Name of each other file in the folder -> its hash.
         said: For an autoregressive head, the names in ``reads`` of the tensors that one call of the step stage changes.
         speaks: For an autoregressive head, the meaning of its action tokens. The step stage generates one token per

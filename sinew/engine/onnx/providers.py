@@ -190,7 +190,7 @@ def session_options(
 
     Args:
         threads: Number of threads.
-        lent: Name -> constant that is not in the graph's file.
+        lent: Constants that are not in the graph's file, by name.
         providers: The providers that the session will use.
     """
     ort = runtime()

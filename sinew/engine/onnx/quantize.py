@@ -58,7 +58,7 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
     Args:
         source: The folder of the float32 graphs.
         target: The folder for the new graphs, which may be the same folder.
-        recipe: Component -> precision.
+        recipe: The precision of each component, by the component's name.
         bits: Bits of int8 weights.
 
     Returns:
@@ -127,7 +127,7 @@ def quantize_products(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
 
     Args:
         model: The ONNX model.
-        recipe: Component -> "int8" or "int8-rows".
+        recipe: The precision ("int8" or "int8-rows") of each component that is quantised.
         bits: Bits of int8 weights.
 
     Returns:
@@ -178,8 +178,8 @@ def replace_nodes(graph: Any, nodes: list[Any], added: dict[str, np.ndarray]) ->
     Args:
         graph: The ONNX graph.
         nodes: The new nodes.
-        added: Name -> new constant. The function empties this dict, because a model of gigabytes may not fit the memory
-            twice.
+        added: New constants, by name. The function empties this dict, because a model of gigabytes may not fit the
+            memory twice.
     """
     from onnx import numpy_helper
 

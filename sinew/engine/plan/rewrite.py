@@ -29,7 +29,7 @@ Status = Literal["applied", "built in", "not applicable", "off"]
 
 @dataclass(frozen=True, slots=True)
 class RewriteOutcome:
-    """The outcome of one rewrite.
+    """The outcome of one rewrite: whether it was applied, and which modules it changed.
 
     Attributes:
         name: The rewrite's name.
@@ -97,7 +97,7 @@ def left_out(left: Mapping[str, str]) -> str:
     """Return text that lists the modules which a rewrite did not change.
 
     Args:
-        left: Name of each unchanged module -> the reason.
+        left: The names of unchanged modules, each with the reason.
     """
     whys = ", ".join(sorted(set(left.values())))
     return f"; not {', '.join(spans(list(left)))} ({whys})" if left else ""
@@ -110,7 +110,7 @@ def verdict(
 
     Args:
         names: Names of the changed modules.
-        left: Name of an unchanged module -> the reason.
+        left: The names of unchanged modules, each with the reason.
         reason: The reason for the changes.
         absent: The reason if the model had no module to change.
     """

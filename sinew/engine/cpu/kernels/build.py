@@ -138,7 +138,7 @@ def _build(compiler: str) -> Built:
 
 
 def unkept(folder: Path) -> str:
-    """Create ``folder``, and return the reason why a library cannot be stored in it, or ""."""
+    """Create ``folder`` for a library. Return the reason why this folder cannot store the library, or "" if it can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -37,11 +37,11 @@ HEADROOM = 2.0
 
 @dataclass(frozen=True)
 class Fp8Calibration:
-    """A calibration.
+    """The measured largest inputs of a bundle's layers, from which FP8 scales are computed.
 
     Attributes:
         fingerprint: Fingerprint of the bundle.
-        amax: Layer -> the largest magnitude of its input.
+        amax: For each layer, the largest magnitude of its input.
         observations: Number of observations.
         source: The origin of the observations, as text.
     """
@@ -53,7 +53,7 @@ class Fp8Calibration:
 
     @property
     def scales(self) -> dict[str, float]:
-        """Return layer -> scale of its input.
+        """Return for each layer's name the scale of its input.
 
         A layer that did not run during the calibration is missing. Such a layer computes one scale per row of its
         input.
@@ -62,7 +62,7 @@ class Fp8Calibration:
 
 
 def linears(model: Model, components: Iterable[str]) -> dict[str, nn.Linear]:
-    """Return name -> linear layer of ``components`` that can be FP8, in the order of the model.
+    """Return the linear layers of ``components`` that can be FP8, by name, in the order of the model.
 
     These layers are left out:
 
@@ -101,8 +101,8 @@ def use_fp8(
 
     Args:
         model: The model.
-        layers: Name -> layer, from :func:`linears`.
-        scales: Layer -> scale of its input. Other layers get a scale per row.
+        layers: The layers by name, from :func:`linears`.
+        scales: For each layer's name, the scale of its input. Other layers get a scale per row.
 
     Raises:
         SinewError: A scale belongs to a layer that the model does not have.
@@ -150,7 +150,7 @@ def calibrate(
     """Run the model over observations, and return the largest input of each layer.
 
     Args:
-        layers: Name -> layer.
+        layers: The layers by name.
         runs: Each call computes one observation.
         fingerprint: Fingerprint of the bundle.
         source: The origin of the observations, as text.

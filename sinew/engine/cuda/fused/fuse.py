@@ -145,7 +145,7 @@ def fuse(
         ops: The operations.
         scaled: See ``CudaOptions.scaled_norms``.
         fp8: Components whose linear layers become e4m3.
-        scales: FP8 layer -> scale of its input. Other inputs are scaled per row.
+        scales: For each FP8 layer's name, the scale of its input. Other inputs get a scale per row.
     """
     model: Any = clone_model(plan.model)
     outcomes = [*plan.outcomes]

@@ -63,7 +63,7 @@ class Ops(ABC):
     def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
         """Return norm(x) W^T, [M, N] in weight's dtype.
 
-        Shapes are x [M, K] and weight [N, K]; ``norm`` holds the norm's options.
+        The shapes are x [M, K] and weight [N, K]. The keyword arguments ``norm`` are the norm's options.
         """
 
     @abstractmethod

@@ -38,7 +38,7 @@ class RowTarget(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """The operand of a product.
+    """The input of a matrix product, in the dtype that the product expects.
 
     Attributes:
         data: [M, K].

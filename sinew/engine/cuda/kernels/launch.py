@@ -125,9 +125,9 @@ class Specialised:
 
     Attributes:
         kernel: The kernel.
-        signature: Parameter -> Triton's name of its type.
-        values: Position of a parameter -> its constant.
-        aligned: Position of a parameter -> True if it is divisible by 16.
+        signature: For each parameter, Triton's name of its type.
+        values: The constant of each constant parameter, by the parameter's position.
+        aligned: True for each parameter that is divisible by 16, by the parameter's position.
         options: Options of the compiler.
     """
 

@@ -61,7 +61,7 @@ class FrameMap:
     offset: np.ndarray
 
     def __call__(self, frame: np.ndarray) -> np.ndarray:
-        """Return the pixels of a frame: uint8 [height, width, 3] -> float32 [channels, h, w]."""
+        """Convert a frame, uint8 [height, width, 3], to pixels, float32 [channels, h, w]."""
         planes = self.rows @ frame.astype(np.float32).transpose(2, 0, 1) @ self.columns
         pixels: np.ndarray = self.scale[:, None, None] * planes[self.channels] + self.offset
         return pixels
@@ -187,7 +187,7 @@ def open_whole(folder: Path) -> tuple[dict[str, list[int]], Callable[[dict[str, 
     """Open ``policy.onnx`` on the CPU.
 
     Returns:
-        Input -> shape, and a function that computes the actions, [1, H, D], from the inputs.
+        The shape of each input by name, and a function that computes the actions, [1, H, D], from the inputs.
     """
     session = runtime().InferenceSession(str(folder / WHOLE), providers=[CPU])
     shapes = {node.name: list(node.shape) for node in session.get_inputs()}

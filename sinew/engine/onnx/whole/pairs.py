@@ -53,7 +53,7 @@ class WatchedEngine(OnnxEngine):
     """Runs graphs that also output the largest magnitudes of their activations.
 
     Attributes:
-        largest: Tensor -> its largest magnitude so far.
+        largest: The largest magnitude of each tensor so far, by the tensor's name.
     """
 
     def __init__(self, directory: Path, solver: Solver):
@@ -61,7 +61,7 @@ class WatchedEngine(OnnxEngine):
         self.largest: dict[str, float] = {}
 
     def _watched(self, stage: str, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run a stage, update the largest magnitudes, and return name -> output."""
+        """Run a stage, update the largest magnitudes, and return the outputs by name."""
         session = self.sessions[stage]
         inputs = {node.name: np.ascontiguousarray(given[node.name]) for node in session.get_inputs()}
         outputs = dict(
@@ -101,7 +101,7 @@ def write_pairs(
 
     Args:
         folder: The folder of the export.
-        recipe: Component -> precision.
+        recipe: The precision of each component, by the component's name.
         bits: Bits of the weights.
         solver: The policy's solver.
         runs: Inputs and noise of the observations that calibrate the scales of activations.
@@ -176,7 +176,10 @@ def _magnitudes(
     solver: Solver,
     runs: Iterable[tuple[ModelInputs, np.ndarray]],
 ) -> tuple[dict[str, float], int]:
-    """Run the graphs over observations, and return "stage:tensor" -> largest magnitude, and the number of runs."""
+    """Run the graphs over observations.
+
+    Return the largest magnitude of each tensor, by "stage:tensor", and the number of runs.
+    """
     import onnx
 
     helper, count = onnx.helper, 0
@@ -206,7 +209,7 @@ def _put_pairs(graph: Any, products: Sequence[Any], scales: Mapping[str, float],
     Args:
         graph: The ONNX graph.
         products: The nodes that get pairs.
-        scales: Activation -> scale.
+        scales: The scale of each activation, by the activation's name.
         bits: Bits of the weights.
     """
     from onnx import helper, numpy_helper
