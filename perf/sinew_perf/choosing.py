@@ -60,7 +60,7 @@ class Mode:
         return self.available * low, self.available * high
 
     def expected(self, failure: float) -> float:
-        """Return the expected cost of an attempt, if a failure costs ``failure``."""
+        """Return the expected cost of an attempt with this mode, if a failed attempt costs ``failure`` in addition."""
         return self.cost + (1.0 - self.success) * failure
 
 

@@ -138,8 +138,8 @@ class MemoryReport:
 
     @property
     def of_the_file(self) -> int:
-        """Return the minimum number of bytes of weights that are pages of the file. Engine cpu copies int8 weights
-        into panels for its kernels.
+        """Return the smallest number of bytes of weights that must be in memory as mapped pages of the bundle's file.
+        Engine cpu copies int8 weights into panels for its kernels.
         """
         rows = () if not self.mapped else self.weights
         return sum(row.resident for row in rows if not (self.laid_out and row.dtype == "int8"))
@@ -501,7 +501,9 @@ def kept(recorded: ProgramTrace) -> int:
 
 
 def cache_scale(program: PublishedProgram) -> float:
-    """Return the bits of the cache's format divided by the bits of the traced format."""
+    """Return the number of bits in the format of the cache (the prefix's keys and values), divided by the number of
+    bits in the format of the trace.
+    """
     if program.precision is None or program.precision["prefix"].cache not in SMALL_BITS:
         return 1.0
     precision = program.precision["prefix"]

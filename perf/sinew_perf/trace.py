@@ -152,7 +152,7 @@ class TracedCall:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An allocation or release of memory.
+    """An allocation or a release of a memory block during the trace.
 
     Attributes:
         stage: Stage in which it happened.

@@ -250,7 +250,7 @@ class Variant:
         return {name: value for name, value in record.items() if value or name not in later}
 
     def record(self) -> dict[str, Any]:
-        """Return the record for a report: the result of ``to_dict`` without folders of this machine."""
+        """Return the fields as a dict for a report. Paths are written without the folders of this machine."""
         values = self.to_dict()
         if self.edge_adapter:
             values["edge_adapter"] = file_name(self.edge_adapter)
@@ -548,7 +548,7 @@ class Task:
         return cls(**_checked("task", values, _TASK_FIELDS))
 
     def record(self) -> dict[str, Any]:
-        """Return the record for a report: the result of ``to_dict`` without folders of this machine."""
+        """Return the fields as a dict for a report. Paths are written without the folders of this machine."""
         values: dict[str, Any] = portable(self.to_dict())
         return {
             **values,

@@ -112,7 +112,7 @@ def _timeless(observation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def way(latency: Latency) -> float:
-    """Return a constant latency in seconds.
+    """Convert a constant latency to seconds.
 
     Raises:
         SinewError: The latency is not a plain number of milliseconds.

@@ -23,7 +23,7 @@ STOP_SECONDS = 30
 
 @contextmanager
 def serving(bundle: Path, log: Path, *arguments: str) -> Iterator[str]:
-    """Serve a bundle. The server stops with the context, and also if this process is killed.
+    """Serve a bundle. The server stops when the context ends, and also if this process is killed.
 
     Args:
         bundle: The bundle.

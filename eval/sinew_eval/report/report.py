@@ -398,7 +398,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def swept(report: dict[str, Any]) -> list[str]:
-    """Return the fields of the variants that have more than one value, in the order of their first change."""
+    """Return the names of the settings in which the variants of a report differ, in the order of their first change."""
     variants = [entry["variant"] for entry in report["variants"]]
     names = [name for name in variants[0] if all(name in variant for variant in variants)]
     changed = []

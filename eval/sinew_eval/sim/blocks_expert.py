@@ -99,7 +99,7 @@ def _action(move: np.ndarray, gripper: float) -> np.ndarray:
 
 
 def _between_fingers(world: World) -> int | None:
-    """Return the index of the block between the fingers. None if there is no block."""
+    """Return the index of the block that is between the fingers. None if there is no block between them."""
     offset = np.abs(world.blocks - world.ee)
     inside = (offset[:, 0] < 0.016) & (offset[:, 1] < 0.020) & (offset[:, 2] < 0.020)
     if not inside.any() or world.opening < 0.030:

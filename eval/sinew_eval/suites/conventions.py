@@ -96,14 +96,14 @@ STATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def _opening_to_closing(action: np.ndarray) -> np.ndarray:
-    """Convert the last number from 0 (closed) to 1 (open) into +1 (close) or -1 (open)."""
+    """Convert the last number of an action, a gripper from 0 (closed) to 1 (open), into +1 (close) or -1 (open)."""
     action = action.copy()
     action[-1] = -1.0 if action[-1] > 0.5 else 1.0
     return action
 
 
 def _opening_to_sign(action: np.ndarray) -> np.ndarray:
-    """Convert the last number from 0 (closed) to 1 (open) into -1 (close) or +1 (open)."""
+    """Convert the last number of an action, a gripper from 0 (closed) to 1 (open), into -1 (close) or +1 (open)."""
     action = action.copy()
     action[-1] = 1.0 if action[-1] > 0.5 else -1.0
     return action

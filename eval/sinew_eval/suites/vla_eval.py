@@ -167,7 +167,9 @@ def _draw_with(kind: Any, mode: str, name: str) -> None:
 
 
 def _accepted(kind: Any) -> set[str]:
-    """Return the arguments of a constructor, including those that it passes on to its base classes."""
+    """Return the names of the arguments that a constructor accepts, including those that it passes on to its base
+    classes.
+    """
     found: set[str] = set()
     for each in kind.__mro__:
         if "__init__" not in vars(each) or each is object:

@@ -112,7 +112,7 @@ class Shard:
 
 
 class Shards:
-    """Several shards, from which frames are drawn as from one."""
+    """Several shards (folders with demonstrations) that are used like a single shard."""
 
     def __init__(self, folders: list[Path]):
         self.parts = [Shard(f) for f in folders]

@@ -123,7 +123,7 @@ class Calibration:
         """Predict the time of a stage with all its repeats.
 
         Args:
-            component: The stage with unfused traffic, as in the samples.
+            component: The stage. Its memory traffic must be that of unfused operators, as in the samples.
         """
         seconds = component.repeats * seconds_of(work(component), self.speeds, self.factors)
         # Errors are predicted / measured - 1, so a measured time is between predicted / (1 + band) and

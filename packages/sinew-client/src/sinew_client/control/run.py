@@ -438,7 +438,9 @@ class Run:
         return self.loop.report()
 
     def stop(self) -> None:
-        """End the run after the present control step. A second call also ends the return. Safe from any thread."""
+        """End the run after the present control step. A second call also ends the return to the rest pose. Safe from
+        any thread.
+        """
         self.loop.stop()
 
     def close(self) -> None:
