@@ -23,7 +23,9 @@ MAGNIFIED = 1000.0
 # ranges. It is then the noise of a joint that did not move: encoders of robots have 4,096 steps per turn, so such a
 # range has four steps.
 SMALL = 1e-3
-FEWEST = 4  # with fewer values, a range is not compared with the median range of the other values
+# If a vector has fewer values than this, the width of a range is not compared with the median width of the other
+# ranges.
+FEWEST = 4
 SAME = 0.1  # two ranges are alike if their ends differ by at most this share of the range
 OUTSIDE = 0.1  # zero may be outside of a range by this share of it, because quantiles cut off extremes
 ROUNDING = 1e-3  # rounding to float32 or in a text file may break an inequality by this share of a range

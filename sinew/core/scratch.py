@@ -181,4 +181,5 @@ def _again(otherwise: Callable[[Any], object], unraised: Any) -> None:
             threading.Timer(0.01, os.kill, (os.getpid(), end.number)).start()
             return
         except _Signalled:
-            continue  # on a busy machine, the signal may arrive before the thread has started, and is lost again
+            # Send it again: on a busy machine, the signal may arrive before the thread has started, and is then lost.
+            continue

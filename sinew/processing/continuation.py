@@ -125,7 +125,8 @@ def continuation(
     previous = np.asarray(request.previous, np.float64)[: spec.chunk_size]
     rows, delay = spec.noise_shape[0] - first_row, int(request.delay or 0)
     end = min(spec.chunk_size - int(request.horizon or 0), len(previous))
-    # Import late, because the robot's controller needs protobuf, which a machine that only runs benchmarks may lack.
+    # Import this only here. The robot's controller needs protobuf, which may not be installed on a machine that only
+    # runs benchmarks.
     from sinew_client.control.blend import guidance_weights, ramp_strength
 
     if kind == "ramp":

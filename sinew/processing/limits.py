@@ -13,7 +13,8 @@ from sinew.core import PolicySpec
 from sinew.processing.normalize import Angles, Normalizer, PartNormalizer, RotationPart
 from sinew.steps.vector.base import VectorStep, apply_steps
 
-DEVIATIONS = 3.0  # half of a range's width, in standard deviations
+# For mean and standard deviation, a range goes from this many deviations below the mean to this many above it.
+DEVIATIONS = 3.0
 FLOOR = 0.1  # smallest half width, relative to the centre or to 1, for joints that never moved in training
 
 

@@ -172,7 +172,8 @@ class Processor:
         if self.recipe.all_cameras:
             self.may_miss = 0
         self._cameras = [camera.name for camera in self.spec.cameras]
-        # (camera, shape) of uint8 frames that have passed `check_frame`, so that equal shapes are not checked again.
+        # Pairs (camera, shape) of uint8 frames that have passed `check_frame`. Frames with the same pair are not
+        # checked again.
         self._fitting: set[tuple[str, tuple[int, ...]]] = set()
         self._images = {c.name: self.recipe.image.of_camera(i) for i, c in enumerate(self.spec.cameras)}
         opened = None if beside is None else beside.prompter.tokenizer
@@ -297,7 +298,7 @@ class Processor:
     ) -> ModelInputs:
         names = [name for name in self._cameras if name in observation.images]
         moments: list[Moment | Observation] = [*observation.earlier, observation]
-        # If earlier steps are missing and not masked, the oldest step replaces them.
+        # If the model does not mask missing observation steps, copies of the oldest step replace them.
         spare = 0 if self._masked else self.spec.history - len(moments)
         raw = tuple([moment.images[name] for moment in moments for name in names])
         present, frames = len(names) * (spare + len(moments)), list[np.ndarray]()

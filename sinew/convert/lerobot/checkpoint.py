@@ -661,7 +661,8 @@ class LeRobotCheckpoint:
                 f"statistics of {feature} are impossible for any data set: {'; '.join(wrong)}; compute them again"
             )
         eps = config.get("eps", 1e-8)
-        # float() of a float32 is exact, and JSON stores all digits, so the bundle's statistics have no rounding.
+        # The conversion from float32 to float is exact, and JSON stores all digits, so the statistics are not rounded
+        # in the bundle.
         return Normalization(
             mode, {s: tuple(float(v) for v in statistics[s].reshape(-1)) for s in needed}, eps
         )

@@ -32,7 +32,7 @@ SETTINGS = {"ignore": IGNORE_SETTING}
 UNUSED_TENSORS = ("model.vae_encoder", "model.encoder_latent_input_proj.weight")
 BACKBONE = "model.backbone."
 SCHEMA = Schema(
-    # Defaults of LeRobot's configuration_act.py.
+    # Default values of the configuration's keys, from LeRobot's configuration_act.py.
     defaults={
         "chunk_size": 100,
         "n_action_steps": 100,

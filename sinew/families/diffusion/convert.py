@@ -33,7 +33,7 @@ SETTINGS = {"ignore": IGNORE_SETTING}
 # Channels per group of the group norms that replace the backbone's batch norms.
 GROUP = 16
 SCHEMA = Schema(
-    # Defaults of LeRobot's configuration_diffusion.py.
+    # Default values of the configuration's keys, from LeRobot's configuration_diffusion.py.
     defaults={
         "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
         "vision_backbone": "resnet18",

@@ -19,7 +19,7 @@ from sinew.layers.norm import GroupNorm
 from sinew.layers.sizes import check_sizes
 
 NORM_EPS = 1e-5  # default of torch; the reference implementation uses the default too
-# Groups of the last norm, which are independent of the other norms' groups.
+# Number of groups of the last group norm. The configuration sets the number only for the other norms.
 LAST_GROUPS = 8
 MAX_STAGES = 8
 # A float32 convolution on a CPU is computed as one matrix product if it has at most FEW_ROWS rows, or a weight of at

@@ -58,7 +58,7 @@ VIEW = "<|vision_start|>", "<|vision_end|>"
 ROBOT = f"<|state_start|>{STATE}<|state_end|>"
 BEHIND = "<|vla|><|im_end|>\n<|im_start|>assistant\n<|action_start|>"
 SCHEMA = Schema(
-    # Defaults of LeRobot's configuration_eo1.py.
+    # Default values of the configuration's keys, from LeRobot's configuration_eo1.py.
     defaults={
         "vlm_base": "Qwen/Qwen2.5-VL-3B-Instruct",
         "image_min_pixels": 64 * 28 * 28,

@@ -24,7 +24,7 @@ GRIPPER = {
     "gripper_above_threshold_value": -1.0,
 }
 SCHEMA = Schema(
-    # Defaults of LeRobot's configuration_evo1.py.
+    # Default values of the configuration's keys, from LeRobot's configuration_evo1.py.
     defaults={
         "chunk_size": 50,
         "n_action_steps": 50,

@@ -41,7 +41,7 @@ FILES = "config.json tokenizer*.json vocab.json merges.txt"
 # the text feature at the token with the highest id.
 OLD_END = 2
 SCHEMA = Schema(
-    # Defaults of LeRobot's configuration_multi_task_dit.py.
+    # Default values of the configuration's keys, from LeRobot's configuration_multi_task_dit.py.
     defaults={
         **NOISE_LEVELS,
         "objective": "diffusion",

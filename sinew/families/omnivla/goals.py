@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# The index of a goal is its number in OmniVLA's runner (inference/run_omnivla_edge.py, run_forward_pass).
+# The index of a goal in this tuple is its number in OmniVLA's script (inference/run_omnivla_edge.py, run_forward_pass).
 GOALS = (
     "satellite",
     "pose+satellite",

@@ -53,9 +53,9 @@ class RobotConstants:
 
 # Key: (size of an action, size of the state). Value: the constants of this robot in prismatic/vla/constants.py.
 ROBOTS = {
-    # Constants for LIBERO.
+    # Constants for the robot of the simulated benchmark LIBERO.
     (7, 8): RobotConstants(8, "bounds_q99", ("full_image", "wrist_image")),
-    # Constants for ALOHA.
+    # Constants for the robot ALOHA.
     (14, 14): RobotConstants(25, "bounds", ("full_image", "left_wrist_image", "right_wrist_image")),
     # Constants for the Bridge data set.
     (7, 7): RobotConstants(5, "bounds_q99", ("full_image",)),

@@ -62,7 +62,7 @@ SUBTASK_PROMPT, SUBTASK_END = "Task: {prompt}, State: {state};\nSubtask: ", ";\n
 # PaliGemma's prompt for a question (Beyer et al. 2024, arXiv 2407.07726, section 3).
 QUESTION_PROMPT = "answer en {prompt}\n"
 GEMMA: dict[str, Any] = {"norm": "gemma_rms", "activation": "gelu_tanh"}
-# Defaults of LeRobot's configuration_pi0.py, unchanged from LeRobot 0.4 to 0.6.
+# Default values of the configuration's keys, from LeRobot's configuration_pi0.py, unchanged from LeRobot 0.4 to 0.6.
 DEFAULTS = {
     "paligemma_variant": "gemma_2b",
     "action_expert_variant": "gemma_300m",
@@ -109,7 +109,7 @@ PI05 = Schema(
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"},
         "tokenizer_max_length": 200,
     },
-    # The function with_memory reads the MEMORY keys, and the function committed_rows reads the last key.
+    # Other functions read these keys: with_memory reads the MEMORY keys, and committed_rows reads the last key.
     unread=" ".join((UNREAD, *MEMORY, "rtc_training_max_delay")),
     steps={
         "relative_actions_processor": RELATIVE,

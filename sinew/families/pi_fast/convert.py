@@ -37,7 +37,7 @@ PROMPT = "Task: {prompt}, State: {state};\n"
 MARK, END = "Action: ", "|"
 ACTION_TOKENIZER = "action_tokenizer_processor"
 SCHEMA = Schema(
-    # Defaults of LeRobot's configuration_pi0_fast.py.
+    # Default values of the configuration's keys, from LeRobot's configuration_pi0_fast.py.
     defaults={
         "paligemma_variant": "gemma_2b",
         "chunk_size": 50,

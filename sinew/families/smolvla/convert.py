@@ -82,7 +82,8 @@ SETTINGS = {
     "question_prompt": PROMPT_SETTINGS["question_prompt"],
 }
 SCHEMA = Schema(
-    # Defaults of LeRobot's configuration_smolvla.py, unchanged from its first version to LeRobot 0.6.
+    # Default values of the configuration's keys, from LeRobot's configuration_smolvla.py, unchanged from its first
+    # version to LeRobot 0.6.
     defaults={
         "chunk_size": 50,
         "n_action_steps": 50,

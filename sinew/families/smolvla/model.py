@@ -213,7 +213,8 @@ class SmolVLA(ExpertModel):
         """Return the prefix with the rotary positions and masks for solver steps: first those of the self layers,
         then those of the cross layers."""
         config = self.config.expert
-        H = self.config.chunk_size + (prefix.state is not None)  # the state's token comes first
+        # The expert's tokens are the actions, after a token for the state if there is one.
+        H = self.config.chunk_size + (prefix.state is not None)
         B, device = prefix.valid.shape[0], prefix.valid.device
         steps = torch.arange(H, device=device)[None]
         after_prefix = Rotation.at(prefix.length[:, None] + steps, config.head_dim, config.rope_theta)

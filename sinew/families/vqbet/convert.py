@@ -45,7 +45,7 @@ UNUSED_TENSORS = (
     "vqbet.select_target_actions_indices",
 )
 SCHEMA = Schema(
-    # Defaults of LeRobot's configuration_vqbet.py.
+    # Default values of the configuration's keys, from LeRobot's configuration_vqbet.py.
     defaults={
         "n_action_pred_token": 3,
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
@@ -87,7 +87,8 @@ RULES = (
     ),
     Rule(r"vqbet\.action_token", ("action_token",), lambda source: reshape(source, -1)),
     Rule(BOOK + "embed", (r"books.\1.weight",), lambda source: pick(source, 0)),
-    Rule(r"vqbet\.policy\.transformer\.h\.\d+\.attn\.bias"),  # the causal mask
+    # This tensor is the causal mask, which Sinew computes itself.
+    Rule(r"vqbet\.policy\.transformer\.h\.\d+\.attn\.bias"),
 )
 
 

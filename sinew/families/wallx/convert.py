@@ -49,7 +49,7 @@ OPTIONS = ("vlm", "tokenizer", "stats", "stats_key", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 FILES = "config.json tokenizer*.json *preprocessor_config.json vocab.json merges.txt"
 SCHEMA = Schema(
-    # Defaults of LeRobot's configuration_wall_x.py.
+    # Default values of the configuration's keys, from LeRobot's configuration_wall_x.py.
     defaults={
         "pretrained_name_or_path": "x-square-robot/wall-oss-flow",
         "chunk_size": 32,

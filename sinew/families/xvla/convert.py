@@ -44,7 +44,7 @@ NORMALIZE, DOMAIN = "xvla_imagenet_normalize", "xvla_add_domain_id"
 ROTATE = "xvla_rotation_6d_to_axis_angle"
 OF_ALL_VIEWS = {"image_keys": (None,)}
 SCHEMA = Schema(
-    # Defaults of LeRobot's configuration_xvla.py.
+    # Default values of the configuration's keys, from LeRobot's configuration_xvla.py.
     defaults={
         "chunk_size": 32,
         "n_action_steps": 32,
