@@ -200,7 +200,7 @@ class _Contender(NamedTuple):
     """An engine that is verified and can run the bundle, with its own options.
 
     Attributes:
-        follows: True if the engine computes every precision of the bundle's recipe as the weights are stored.
+        follows: True if the engine computes each component in the precision that the bundle's recipe states.
     """
 
     name: str
@@ -378,7 +378,10 @@ def choose_device(device: str | None, backend: Backend | None = None) -> tuple[s
 
 
 def exported_graphs(bundle: Bundle) -> Path | None:
-    """Return the folder of an export if this bundle is the header of the export, or None for a bundle with weights."""
+    """Return the folder of an ONNX export if ``bundle`` is the header file of this export.
+
+    None for a bundle with weights.
+    """
     folder = bundle.path.parent
     return folder if not bundle.infos and (folder / "graphs.json").is_file() else None
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sinew.layers.norm import GroupNorm
 from sinew.layers.sizes import check_sizes
 
-STRIDE = 32  # pixels of a frame along each side of one feature
+STRIDE = 32  # side in pixels of the frame's area that one feature of the last map covers
 NORM_EPS = 1e-5  # default of torchvision
 # Number of blocks per stage, by torchvision's name.
 LAYERS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}

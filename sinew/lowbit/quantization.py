@@ -571,8 +571,8 @@ def measure(
         if timings is not None:
             timings.append(watch.timing())
         expected, got = expected[:, :width], got[:, :width]
-        # A chunk of zeros has the norm 0. An invalid token sequence gives such a chunk. The value 1.0 prevents a
-        # division by zero.
+        # An invalid token sequence gives a chunk of zeros, whose norm is 0. Use 1.0 instead, to prevent a division by
+        # zero.
         size = float(np.linalg.norm(expected)) or 1.0
         errors.append(float(np.linalg.norm(got - expected)) / size)
     return errors

@@ -135,7 +135,7 @@ class ExpertModel(Model):
 
     @abstractmethod
     def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:
-        """Convert the vision tower's features to unscaled image tokens.
+        """Convert the vision tower's features to image tokens, before the language model's scale factor is applied.
 
         Args:
             features: [N, rows * cols, C].

@@ -122,7 +122,7 @@ class Qwen25VL(Model):
             rows: bool [B, H], all True.
 
         Returns:
-            bool [B, H, H], True if the action's token attends to the other action's token.
+            bool [B, H, H]. An entry [b, i, j] is True if the token of action i attends to the token of action j.
         """
 
     @property

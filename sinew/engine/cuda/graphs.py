@@ -123,7 +123,7 @@ class Graphs(GraphRecorder):
         self.shared = self._first.pool()
 
     def record(self, program: Callable[[], Any], apart: bool = False) -> RecordedGraph:
-        # Warm up on the stream of the recording, because cuBLAS has a workspace per stream.
+        # Run the program on the recording's stream first, because cuBLAS allocates a workspace for each stream.
         for _ in range(WARM_UPS):
             program()
         self.stream.synchronize()

@@ -134,7 +134,10 @@ class Program:
             self._write(inputs, noise)
 
     def fetch(self, chunk: Tensor) -> None:
-        """Copy the actions to host memory. The copy is complete when the current stream has finished."""
+        """Start the copy of the actions to the CPU's memory.
+
+        The copy is complete when the current CUDA stream has finished.
+        """
         with StageRange("copies"):
             chunk.copy_(self.actions, non_blocking=True)
 
@@ -188,7 +191,7 @@ class Program:
     # fixed addresses.
 
     def vision(self) -> Tensor:
-        """Return image tokens, [1, V, tokens, C], of the frames or pixels."""
+        """Compute the image tokens, [1, V, tokens, C], of the frames or pixels in the input memory."""
         tensors = self.staging.device
         if self.patches is None:
             return self.model.embed_images(tensors["pixels"][None])
@@ -207,7 +210,7 @@ class Program:
         self._read(self.vision())
 
     def next(self) -> None:
-        """Generate one more token."""
+        """Generate one more token of the chunk, for an autoregressive head."""
         context, spoken = self.recorded("read").result
         following = self.model.next(spoken, context)
         for old, new in zip(tree_leaves(spoken), tree_leaves(following), strict=True):

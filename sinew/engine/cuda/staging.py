@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinew.core.machine import cores
 
-ALIGNMENT = 256  # bytes; the alignment of a device's allocator, which is enough for every load
+ALIGNMENT = 256  # bytes; PyTorch's GPU allocator uses the same alignment
 WORTH_A_THREAD = 512 << 10  # bytes; copying a smaller frame is faster than handing it to another thread
 # The number excludes the caller's thread. One copying thread already uses a large part of the memory bandwidth.
 MOST_THREADS = 3

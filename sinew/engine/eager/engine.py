@@ -121,7 +121,7 @@ class EagerEngine(Engine):
     @torch.inference_mode()
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> Context:
         watch = watch or Watch()
-        # A trace needs computed values, so no result is reused for it.
+        # A trace must contain computed values, so no stored result is used.
         reuse = self.reuse if watch.trace is None else None
         if reuse is not None and (stored := reuse.context(inputs, watch)) is not None:
             return stored

@@ -193,7 +193,7 @@ class OnnxEngine(Engine):
             weights_nbytes=nbytes,
             guides=BACKEND.guides,
             refusals=self._refusals(),
-            # With one scale for all tokens of the prefix, padding tokens would change the rounding.
+            # If all tokens of the prefix share one scale, padding tokens would change the rounding of the other tokens.
             exact_lengths="read" in self.by_member,
             providers=tuple(self.providers),
             assigned=assigned_text(self.assigned),
@@ -224,7 +224,7 @@ class OnnxEngine(Engine):
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> list[Any]:
         """Run the vision and read stages. Return the tensors that ``graphs.reads`` names, in ONNX Runtime's memory."""
         watch, count = watch or Watch(), len(inputs.tokens)
-        # A trace needs computed values, so no result is reused for it.
+        # A trace must contain computed values, so no stored result is used.
         reuse = self.reuse if watch.trace is None else None
         if reuse is not None and (stored := reuse.context(inputs, watch)) is not None:
             return list(stored)

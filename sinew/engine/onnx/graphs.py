@@ -33,7 +33,7 @@ CONTROL = ("Loop", "Scan", "If")  # operators that no export contains and that m
 # PROMPT.
 CONTEXT, PROMPT = "context.", "context.prompt."
 NEWEST = "context.spoken.token"  # name in ``said``: the newest token, int64 [B]
-Count = Annotated[int, within(0, 1000)]  # number of views, steps or bits
+Count = Annotated[int, within(0, 1000)]  # a number of views, solver steps or bits
 # The fields that Sinew reads from an ONNX file: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto.
 _PROTO = """
 message ModelProto {
@@ -54,7 +54,7 @@ class GraphSet:
 
     Attributes:
         architecture: Name of the architecture.
-        views: Number of views in the read stage's input.
+        views: Number of camera views in the read stage's input.
         reads: Names of the tensors that the read stage returns and the step stage reads, in order.
         steps: Numbers of solver steps that have a table.
         rewrites: Names of the rewrites that were applied to the model.

@@ -21,7 +21,7 @@ from sinew.engine.plan.plan import Plan
 from sinew.engine.traced import place
 from sinew.models.base import AutoregressiveModel, Context, Model, Spoken
 
-SAID = "context.spoken."  # prefix of the names in :class:`TextPrefix`
+SAID = "context.spoken."  # prefix of the names of tensors in the field ``spoken`` of :class:`TextPrefix`
 
 
 @dataclass(frozen=True)

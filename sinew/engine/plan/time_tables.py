@@ -40,7 +40,7 @@ class SplitActionTime(ExpertModel):
 
 def split_action_time(model: Any) -> None:
     project, mix = model.action_in_proj, model.action_time_mlp_in
-    # Both are [C, C]. The columns for actions come first.
+    # Both parts of the weight are [C, C]. The columns for actions come first.
     for_actions, for_time = mix.weight.float().chunk(2, dim=1)
     action_part = for_actions @ project.weight.float()
     bias = for_actions @ project.bias.float() + mix.bias.float()

@@ -1,1 +1,1 @@
-"""The ways to store a weight matrix. Each way is one class (``sinew/layers/stores/store.py``)."""
+"""The forms in which a weight matrix can be in memory. Each form is one class (``sinew/layers/stores/store.py``)."""

@@ -1,5 +1,6 @@
-"""Stores of low-bit weights (``sinew/bundle/quant.py``). The matrix products of ``lowbit.py`` read the weights
-in their stored form.
+"""The classes (stores) that keep low-bit weights in memory in the formats of ``sinew/bundle/quant.py``.
+
+The matrix products of ``lowbit.py`` read the weights in their stored form.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ BLOCK = 1024
 
 @dataclass(frozen=True)
 class Rows(Store):
-    """Rows of a table in another store, converted to one dtype on one device.
+    """A store that wraps another store of a table.
+
+    Selected rows are converted to one dtype, and copied to one device.
 
     Attributes:
         stored: The store of the table.

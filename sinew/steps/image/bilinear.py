@@ -1,8 +1,9 @@
 """Bilinear resize of a frame into channel planes: ``torch.nn.functional.interpolate`` without torch.
 
 The resize has half-pixel centres and no antialiasing. It reads only the source rows and columns that a target pixel
-needs. Bytes are gathered before they become floats, which needs a quarter of the memory traffic. Columns are mixed
-first, then rows, with torch's weights in torch's order, so that both results agree to the last bits of float32.
+needs. Bytes are selected first and converted to floats later, which needs a quarter of the memory traffic. Columns are
+interpolated first, then rows, with torch's weights in torch's order, so that the result differs from torch's at most in
+the last bits of float32.
 """
 
 from __future__ import annotations

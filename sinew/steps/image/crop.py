@@ -15,12 +15,14 @@ from sinew.steps.image.base import ImageStep
 
 @dataclass(frozen=True)
 class Crop(ImageStep):
-    """Crop the centre of a frame: ``fraction`` of both sides, cut to whole pixels, or ``height`` x ``width`` if it is
-    0.
+    """Crop the centre of a frame to ``fraction`` of both sides, in whole pixels, or to ``height`` x ``width``.
+
+    The fraction 0 selects ``height`` x ``width``.
 
     Attributes:
-        rounded: True rounds the position of the crop (torchvision), False cuts it (albumentations).
-        floats: True crops frames of floats, False frames of bytes.
+        rounded: True rounds the position of the crop to whole pixels (torchvision). False truncates it
+            (albumentations).
+        floats: True accepts float32 frames, False accepts uint8 frames.
     """
 
     height: int = 0

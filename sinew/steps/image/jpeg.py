@@ -46,7 +46,7 @@ CHROMA[:4, :4] = [[17, 18, 24, 47], [18, 21, 26, 66], [24, 26, 56, 99], [47, 66,
 
 @dataclass(frozen=True)
 class Jpeg(ImageStep):
-    """Write the frame as a JPEG of this ``quality``, and read it again."""
+    """Compress the frame as a JPEG image of this ``quality``, and decompress it again."""
 
     quality: Annotated[int, within(1, 100)] = 95
     other_sizes: bool = False

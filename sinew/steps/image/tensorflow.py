@@ -91,7 +91,7 @@ def centre_crop(frame: np.ndarray, area: float, height: int, width: int) -> np.n
 
     OpenVLA's ``crop_and_resize`` keeps the aspect ratio: both sides of the box are the square root of ``area``.
     """
-    # An axis of one pixel has no step between positions.
+    # The kernel does not support an axis with one target pixel, which has no distance between positions.
     if not compiled.take_bytes(frame) or 1 in (height, width):
         return crop_by_numpy(frame, area, height, width)
     mixing, past_y, past_x = crop_mixing(frame.shape[:2], area, (height, width))

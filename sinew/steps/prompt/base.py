@@ -188,7 +188,7 @@ class PromptRecipe:
 
     @cached_property
     def whole(self) -> int:
-        """Return the number of tokens of every prompt, or 0 if prompts differ in length."""
+        """Return the number of tokens of a prompt if all prompts have the same length, otherwise 0."""
         return max((step.whole for step in self.steps), default=0)
 
     @cached_property

@@ -11,7 +11,7 @@ from sinew.steps.prompt.base import PromptStep, PromptText, Written
 
 @dataclass(frozen=True)
 class Text(PromptStep):
-    """Write ``text``, the same for every instruction."""
+    """Write the fixed text ``text``, which is the same for every instruction."""
 
     text: Written
     kind: Literal["text"] = field(default="text", kw_only=True, repr=False)

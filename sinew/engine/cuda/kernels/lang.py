@@ -43,8 +43,9 @@ def interpreted(kernel: Any) -> bool:
 def dot(a, b, acc, UPCAST: tl.constexpr):
     """Return acc + a @ b in float32.
 
-    Float32 tiles are multiplied on tensor cores, with three products for one. The parts below 2^-22 of a factor are
-    dropped. UPCAST is for Triton's interpreter, which would multiply the bit patterns of bfloat16 tiles.
+    A product of float32 tiles is computed as three products on tensor cores. The parts of a factor below 2^-22 of its
+    size are ignored. UPCAST converts bfloat16 tiles to float32 for Triton's interpreter, which would otherwise multiply
+    their bit patterns.
     """
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")

@@ -65,7 +65,8 @@ def norm_linear_kernel(
     UPCAST: tl.constexpr,
 ):
     blocks_m = tl.cdiv(M, BLOCK_M)
-    # Row blocks change fastest, so programs that run together share a block of the weight, which comes from memory.
+    # Consecutive programs compute different rows with the same block of the weight, so programs that run together share
+    # this block in the cache.
     block = tl.program_id(0)
     rows = (block % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (block // blocks_m) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -42,7 +42,7 @@ def fold_keys(
     k,
     v,
     mask,  # mask of the segment's first key
-    first,  # index of the block's first key
+    first,  # index of the first key of the block
     row_ok,
     mask_rows,
     length,
@@ -64,7 +64,7 @@ def fold_keys(
     inside = tl.arange(0, D)
     # [D, BLOCK_N]
     k_tile = tl.load(k + (keys[None, :] * row + inside[:, None]), mask=key_ok[None, :], other=0.0)
-    # The score of a masked key is MASKED. The score of a position after the last key is minus infinity.
+    # A masked key gets the score MASKED. A position after the last key gets the score minus infinity.
     hidden = tl.where(key_ok, MASKED, float("-inf"))
     if KEY_MASK:
         sees = tl.load(mask + keys, mask=key_ok, other=0)[None, :]

@@ -67,7 +67,7 @@ def row_norm_kernel(
             added *= tl.load(gate + cols, mask=ok, other=0.0).to(tl.float32)
         rounded = (h + added).to(total.dtype.element_ty)
         tl.store(total + row * total_row + cols, rounded, mask=ok)
-        h = rounded.to(tl.float32)  # the norm reads the rounded values, as the stream stores them
+        h = rounded.to(tl.float32)  # the norm reads the rounded values, which the stream stores
     if LAYER:
         h = tl.where(ok, h - tl.sum(h, axis=0) / C, 0.0)
     if squares is None:

@@ -68,7 +68,7 @@ def splitk_linear_kernel(
     depth = split * DEPTH + tl.arange(0, BLOCK_K)
     x_tile = x + (rows[:, None] * x_row + depth[None, :])
     w_tile = weight + (cols[None, :] * K + depth[:, None])
-    # Load the operands of the epilogue before the loop, so that their latency passes while the loop loads the weight.
+    # Load the bias, gate and residual before the loop: they arrive while the loop loads the weight.
     ok = row_ok[:, None] & col_ok[None, :]
     if bias is not None:
         bias_row = tl.load(bias + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]

@@ -47,9 +47,10 @@ _SMALL = Tile(64, 32, 64, warps=8, stages=3)
 _NARROW = Tile(32, 64, split=4, stages=2)
 _ROWS = {"few": Tile(warps=4)}
 _WHOLE_ROWS = {"few": Tile(warps=8)}
-# A tile covers columns of one row. If the row gets its own scale, the tile covers the whole row and more warps.
+# A tile is a run of columns in one row. If each row gets its own scale, the kernel uses a tile of the whole row, with
+# more warps.
 _COLUMNS = {"few": Tile(n=256, warps=2), "many": Tile(n=1024, warps=4)}
-_HEADS = {"few": Tile(1, warps=1), "many": Tile(8, warps=4)}  # the tile covers rows of one head
+_HEADS = {"few": Tile(1, warps=1), "many": Tile(8, warps=4)}  # m is a number of rows of one head
 _PIXELS = {"few": Tile(n=128, warps=2)}
 
 TILES: dict[str, dict[int, dict[str, Tile]]] = {
@@ -185,7 +186,7 @@ def spread(dims: Sequence[int], tile: Tile) -> Tile:
 def regime(kernel: str, dims: Sequence[int], regimes: Collection[str]) -> Regime:
     """Return the class of a problem's size, one of ``regimes`` (for example "few" for up to 64 rows)."""
     packed = kernel == "packed_attention"
-    # Attention packs the heads of a group into rows: 8 heads x 64 queries.
+    # In attention, each pair of a query and a head is one row: "few" then means 8 heads x 64 queries.
     few = FEW_ROWS * 8 if packed else FEW_ROWS
     if few < dims[0] <= SOME_ROWS and "some" in regimes:
         return "some"
