@@ -1,4 +1,5 @@
-"""The settings that affect an answer bit for bit, and the allowed difference between two answers.
+"""Lists the settings that affect every bit of an answer, and computes the allowed difference between two answers if
+these settings differ.
 
 The server states the settings, and each record stores them. If all of :data:`KEYS` are equal, the same policy gives the
 same chunk, bit for bit. Otherwise sums are computed in another order and rounded differently, and :func:`tolerance`

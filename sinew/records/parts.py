@@ -1,5 +1,5 @@
-"""Read single parts of a record, for commands that show records or convert them. Each part is checked first, because a
-record may come from elsewhere.
+"""Read single parts of a record, for commands that show records or convert them. Each part is checked first, because
+another program or person may have made the record.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rows(record: Record) -> np.ndarray | None:
 
 
 def numbers(record: Record) -> np.ndarray:
-    """Return the state, numbers [D].
+    """Return the robot's state in a record, an array of numbers [D].
 
     Raises:
         SinewError: The record contains no such numbers.
@@ -54,7 +54,7 @@ def numbers(record: Record) -> np.ndarray:
 
 
 def pixels(record: Record, name: str) -> np.ndarray:
-    """Return a frame as uint8 [height, width, 3]. Floats in [0, 1] are converted.
+    """Return a camera frame of a record as uint8 [height, width, 3]. Floats in [0, 1] are converted.
 
     Raises:
         SinewError: The array is not a frame.

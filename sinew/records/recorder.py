@@ -260,10 +260,11 @@ def record_files(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def open_record(path: Path) -> Iterator[Npz]:
-    """Open the arrays of a record. Each array is read when it is requested.
+    """Open the arrays of a record. Each array is read only when it is requested. The file is closed at the end of the
+    ``with`` block.
 
     Raises:
-        SinewError: The file is not a record. Errors of readers inside the block are converted to this error too.
+        SinewError: The file is not a record. A ValueError inside the ``with`` block is converted to this error too.
     """
     try:
         with (

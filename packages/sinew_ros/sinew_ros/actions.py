@@ -51,7 +51,7 @@ class _Held:
 
 
 class ActionServer:
-    """The server of one action. An actor decides which goals run.
+    """The server of one ROS action. The server handles the messages, and an actor decides which goals run.
 
     Args:
         transport: Transport with the methods ``take``, ``publisher`` and ``now``.

@@ -93,7 +93,7 @@ class Bag:
         return self._first + (0.0 if self._began is None else time.monotonic() - self._began)
 
     def begin(self, over: Callable[[], None]) -> None:
-        """Start to play. ``over`` is called after the last message."""
+        """Start to play the bag. ``over`` is called after the last message."""
         missing = sorted(set(self._takes) - set(self._kinds))
         if missing:
             logger.warning("the bag has no messages on these topics of the contract: %s", ", ".join(missing))

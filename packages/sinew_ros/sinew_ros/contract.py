@@ -441,7 +441,9 @@ def _output(where: str, given: Any) -> Output:
 
 
 class _Fields:
-    """A mapping whose keys are read one by one. :meth:`end` rejects keys that were not read."""
+    """Reads a mapping of the contract key by key. :meth:`end` rejects keys that were never read, because they may be
+    misspelt.
+    """
 
     def __init__(self, where: str, given: Any):
         if not isinstance(given, Mapping):

@@ -110,7 +110,7 @@ class Dds:
         return send
 
     def serve(self, name: str, kind: str, answer: Callable[[Any], Mapping[str, Any]]) -> None:
-        """Answer the calls of a service one after another, on an own thread.
+        """Answer the calls of a service one after another, on a thread for this service.
 
         The callers must use rmw_cyclonedds. rmw_fastrtps sends the identity of a caller outside the message,
         where CycloneDDS does not read it.

@@ -53,7 +53,9 @@ class Goal(Protocol):
         """Publish the fields of a feedback message. This may be called from any thread."""
 
     def end(self, status: int, fields: Mapping[str, Any]) -> None:
-        """Set the terminal status and the fields of the result. This is called once, from any thread."""
+        """End the goal: set its final status, and send the fields of the result. This method is called once, from any
+        thread.
+        """
 
 
 class Run:
@@ -231,7 +233,9 @@ class Goals:
         self._thread.start()
 
     def cancels(self, number: bytes) -> bool:
-        """Cancel a goal by its id, so that the robot holds. Return True if the goal was still running."""
+        """Cancel the goal with the id ``number``. The robot then holds its position. Return True if the goal was still
+        running.
+        """
         with self._lock:
             run = self._run
             return (
@@ -239,8 +243,8 @@ class Goals:
             )
 
     def succeed(self) -> None:
-        """End the running goal as a success. A goal without a command so far is not ended, because the message may
-        belong to the previous goal.
+        """End the running goal as a success. A goal for which no command was sent yet is not ended, because the success
+        message may belong to the previous goal.
         """
         with self._lock:
             if self._run is not None and self._run.feedback()["command"]:

@@ -93,7 +93,7 @@ class Kept:
         return self._publishers[topic, kind]
 
     def forget(self) -> None:
-        """Drop all further messages until the next bridge subscribes."""
+        """Drop all messages that arrive from now on, until the next bridge subscribes."""
         self._takes = {topic: [] for topic in self._takes}
 
     def _take(self, topic: str, message: Any) -> None:
@@ -156,7 +156,9 @@ class Managed:
         return [number for number, (_, start, _) in ASKED.items() if start == self.state]
 
     def wait(self) -> None:
-        """Wait for ``shutdown`` or :meth:`stop`, and finalize the node. Raises the error that has ended the loop."""
+        """Wait for ``shutdown`` or :meth:`stop`, and end the node (state "finalized"). If an error has ended the
+        control loop, this error is raised.
+        """
         self._ended.wait()
         with self._lock:
             if self.state != FINALIZED:

@@ -46,8 +46,8 @@ class ChunkService:
         self.answered = self.failed = 0
 
     def answer(self, request: Any) -> dict[str, Any]:
-        """Return the fields of a response. An error is a field of the response, because ROS services have no other
-        form for it.
+        """Return the fields of the response to a call. An error is sent as a field of the response, because ROS
+        services have no other way to report it.
         """
         try:
             response = self._answer(request)

@@ -175,7 +175,9 @@ def _picture(camera: str, frame: np.ndarray, when: int) -> dict[str, Any]:
 
 
 def _vector(values: np.ndarray, spec: VectorSpec | None) -> dict[str, Any]:
-    """Return a vector with the names of its joints. Numbers that are not finite become None, as JSON requires."""
+    """Return a vector for a JSON message, with the names of its joints. Numbers that are not finite become None,
+    because JSON cannot represent them.
+    """
     flat = [float(value) if np.isfinite(value) else None for value in values.reshape(-1)]
     names = (
         list(spec.names)

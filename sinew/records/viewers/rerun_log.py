@@ -165,11 +165,13 @@ class RerunLog:
             self._count(entity, len(times))
 
     def number(self, root: Sequence[str], entity: str, value: float) -> None:
-        """Add one number to the entity ``entity``, at the present time."""
+        """Add one number to the entity ``entity``, at the time of :meth:`at`."""
         self._log([*root, entity], self._rerun.Scalars(float(value)))
 
     def text(self, root: Sequence[str], entity: str, text: str, level: str = "INFO") -> None:
-        """Log a line of text."""
+        """Add a line of text to the entity ``entity``, at the time of :meth:`at`. ``level`` is the log level that the
+        viewer shows.
+        """
         # Text from JSON may contain surrogates, which cannot be encoded.
         plain = text.encode(errors="backslashreplace").decode()
         self._log([*root, entity], self._rerun.TextLog(plain, level=level))

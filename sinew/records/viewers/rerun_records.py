@@ -94,7 +94,7 @@ class Answers:
             self._running[root] = when, actions
 
     def end(self) -> None:
-        """Log the remaining actions of the last chunks."""
+        """Log the remaining actions of the last chunk of each session. Call this method after the last request."""
         for root in list(self._running):
             self._finish(root, np.inf)
 
@@ -190,7 +190,7 @@ class RerunRecorder(BackgroundWriter):
         super().__init__("sinew-rerun", "the viewer" if self.log.live else "the disk")
 
     def describe(self, spec: PolicySpec) -> None:
-        """Receive names of joints and the control rate, before the first request."""
+        """Receive the policy's specification (names of joints, control rate) before its first request."""
         self._answers = Answers(self.log, hz=spec.control_hz, state=spec.state, action=spec.action)
 
     def close(self) -> None:
