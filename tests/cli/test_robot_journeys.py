@@ -181,7 +181,7 @@ def test_windows_continue_under_every_guidance(said: Any, guidance_of: list[str]
     assert (status, report["errors"], report["failed"]) == (0, 0, [])
     assert report["executed"] == 40
     assert report["windows"] > 1
-    assert (f"({guidance_of[1]})" if guidance_of else "no guidance") in report["label"]
+    assert (f"({guidance_of[1].removeprefix('rtc=')})" if guidance_of else "no guidance") in report["label"]
 
 
 @pytest.mark.slow

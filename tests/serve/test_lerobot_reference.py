@@ -97,5 +97,5 @@ def test_a_policy_of_our_own_widths_is_lerobots_too(release: str, plugin: Path, 
 def test_a_bundle_of_another_kind_is_refused(release: str, plugin: Path, golden: Path) -> None:
     done = lerobot(release, plugin, "reference", golden / "act-2cam" / "checkpoint", "--bundle", BLOCKS)
     assert done.returncode == 1
-    assert "expected a bundle of act as " in done.stderr
+    assert "expected a bundle of the family act, as " in done.stderr
     assert done.stderr.rstrip().endswith("got smolvla")
