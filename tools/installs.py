@@ -170,13 +170,13 @@ def pages() -> list[Path]:
 def written(text: str) -> list[str]:
     """Return the install lines of a document's blocks and of its sentences."""
     text = text.replace("\\\n", " ")
-    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
     blocks += ["\n".join(each) for each in [re.findall(r"^ {4}\S.*$", text, re.MULTILINE)]]
     lines = [line.strip() for block in blocks for line in block.splitlines() if WORDS.search(line)]
     lines += [
         found.replace("\n", " ")
         for found in re.findall(
-            r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+            r"`([^`]+)`", re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
         )
     ]
     return [START.search(line)[0] for line in lines if WORDS.search(line) and START.search(line)]  # type: ignore[index]

@@ -310,6 +310,7 @@ def quick_start(walk: Walk) -> None:
         "pip install -c constraints.txt ./packages/sinew-client '.[full]' ./eval ./perf",
         "made the environment that this runs in",
     )
+    walk.leaves("uv pip install -c constraints.txt '.[full]'", NOT_HERE["uv"])
     won(walk.type("sinew run blocks --robot gym:sinew/Blocks-v0 --episodes 3"), 1, of=3)
     arm(walk)
     walk.type("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
