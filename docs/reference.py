@@ -65,12 +65,12 @@ def menu() -> dict[str, Any]:
         inner = []
         for words, _ in commands(section):
             inner.append({" ".join(words): f"{FOLDER}/verbs/{'-'.join(words)}.md"})
-        verbs.append({title: inner})
+        verbs.append({f"Commands: {title}": inner})  # the menu has another part with the name Start
     return {
         "API and settings": [
             {"Python": f"{FOLDER}/python.md"},
             {"All settings": f"{FOLDER}/settings.md"},
-            {"Verbs": verbs},
+            {"Commands": verbs},
         ]
     }
 
@@ -136,7 +136,9 @@ def _python() -> str:
             for each in found.__all__
             if not (each.startswith("__") or inspect.ismodule(getattr(found, each)))
         ]
-        lines += [line for name in names for line in (f"::: {module}.{name}", "")]
+        # The table of contents shows the module, because two modules can have a class of the same name.
+        for name in names:
+            lines += [f"::: {module}.{name}", "    options:", f"      toc_label: {module}.{name}", ""]
     lines += ["## To add to Sinew", ""]
     for name, text in EXTENSIONS.items():
         lines += [text, "", f"::: {name}", ""]

@@ -44,6 +44,9 @@ def on_post_page(output: str, **_: Any) -> str:
     return output.replace(DIALOG, f'{DIALOG} aria-label="Search"')
 
 
+on_post_template = on_post_page  # 404.html is a template, and not a page
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the front page, and every file outside of docs/ that a page or the menu links to."""
     files.append(File.generated(config, "index.md", content=_moved((ROOT / "README.md").read_text(), "")))
