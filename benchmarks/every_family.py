@@ -63,24 +63,26 @@ FLOAT32 = ("act", "diffusion", "vqbet", "multi_task_dit", "omnivla-edge", "turbo
 LABELS = {"eager": "eager", "plan": "plan", "onnx": "onnx", "int8": "cpu, int8", "4bit": "cpu, 4 bits"}
 PAGE = """# Speed by policy family
 
-This page shows what one action chunk costs on a CPU, for every policy family that Sinew serves, at its published size.
-Use it to choose an engine and a precision before you download a checkpoint. The weights are random, so nothing here
-says anything about success. `python -m benchmarks.every_family OUT` measures it, and
+This page shows what one action chunk costs on a CPU, for the policy families that Sinew serves, at their published
+sizes. Use it to choose an engine and a precision before you download a checkpoint. The weights are random, so the page
+says nothing about success. `python -m benchmarks.every_family OUT` measures the tables, and
 `python -m benchmarks.every_family OUT --page docs/speed-by-family.md` writes this page.
 
-The CPU is {cpu}, with {threads} thread. A large product reaches {float32:.0f} GFLOP/s in float32 and {bfloat16:.0f} in
-bfloat16.
+The CPU is an {cpu} with {threads} compute thread. Other programs used the machine during the measurement (load
+{low:.0f} to {high:.0f} on {cores} cores). Processor time changes little with the load, but the seconds until the first
+chunk do.
 
-## Seconds of processor time for one chunk
+## Processor seconds for one chunk
 
-GFLOP are the operations of a chunk, as `sinew perf` counts them. The bound is the time of these operations at the rate
-of a large product in the type that the checkpoint has. `eager` and `plan` compute in that type, `onnx` in float32, and
-`cpu` multiplies weights of 8 or 4 bits.
+GFLOP is the number of operations of a chunk, as `sinew perf` counts them. The next column has the processor seconds of
+these operations at the rate of a large PyTorch product: {float32:.0f} GFLOP/s in float32, and {bfloat16:.0f} GFLOP/s in
+bfloat16. `eager` and `plan` compute in the type of the checkpoint. `onnx` computes in float32 with products of its own,
+which can be faster than those of PyTorch. `cpu` multiplies weights of 8 or 4 bits.
 """
-MEMORY = """## Memory and the first action
+MEMORY = """## Memory and the first chunk
 
-Peak memory of the process in MiB, and seconds from the start of the process to the first chunk. The bundle's size is in
-MiB."""
+The columns of the engines have the peak memory of the process in MiB. The last two columns have the seconds from the
+start of the process to the first chunk, for `eager` and for `cpu` with int8 weights."""
 WORD = "w"
 GIB = 1 << 30
 NOISE = (
@@ -280,9 +282,11 @@ def written(results: dict[str, Any]) -> str:
     results = {name: results[name] for name in presets() if name in results}
     some = next(iter(results.values()))
     rates = {kind: some["rates"][kind] for kind in ("float32", "bfloat16")}
-    lines = [PAGE.format(cpu=some["cpu"], threads=some["threads"], **rates)]
+    loads = [row["load"] for result in results.values() for row in result["rows"].values() if "load" in row]
+    about = {"low": min(loads), "high": max(loads), "cores": machine.cores().logical}
+    lines = [PAGE.format(cpu=some["cpu"], threads=some["threads"], **about, **rates)]
     lines += [
-        "| policy | GFLOP | bound | " + " | ".join(LABELS.values()) + " |",
+        "| policy | GFLOP | at product rate | " + " | ".join(LABELS.values()) + " |",
         "|---|" + "--:|" * (2 + len(LABELS)),
     ]
     for name, result in results.items():
@@ -294,7 +298,7 @@ def written(results: dict[str, Any]) -> str:
         "",
         MEMORY,
         "",
-        "| policy | bundle | " + " | ".join(LABELS.values()) + " | first action, eager | int8 |",
+        "| policy | bundle, MiB | " + " | ".join(LABELS.values()) + " | first chunk, eager | int8 |",
     ]
     lines.append("|---|" + "--:|" * (3 + len(LABELS)))
     for result in results.values():
@@ -308,7 +312,11 @@ def written(results: dict[str, Any]) -> str:
             if "reason" in measured:
                 reasons.setdefault(measured["reason"], []).append(f"{result['title']} ({LABELS[row]})")
     if reasons:
-        lines += ["", "Rows with a dash did not run:", ""]
+        lines += [
+            "",
+            "A dash means that the engine was not measured. These engines did not run:",
+            "",
+        ]
         lines += [f"* {', '.join(who)}: {reason}" for reason, who in reasons.items()]
     return "\n".join(lines) + "\n"
 
