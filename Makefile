@@ -172,7 +172,7 @@ $(LIGHT): $(SOURCES)
 	@touch $@
 
 $(READY): $(LIGHT)
-	@echo "make: everything else into $(VENV): 215 MB to download, and torch"
+	@echo "make: everything else into $(VENV): 176 MB to download, and torch"
 ifeq ($(TORCH_INDEX)$(shell uname -s),Linux)
 	@echo "make: torch as package indexes have it for Linux is built for CUDA: 2.7 GB to download, 5 GB on disk." \
 		"make TORCH_INDEX=INDEX_OF_CPU_BUILDS takes the CPU build of the index that you name"

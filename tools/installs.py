@@ -419,7 +419,7 @@ SAID = (
     ("Makefile", r"without torch: ([\d.]+ [MG]B) to download", "demo"),
     ("Makefile", r"everything else into \$\(VENV\): ([\d.]+ [MG]B) to download, and torch", "rest"),
     ("Makefile", r"built for CUDA: ([\d.]+ [MG]B) to download", "cuda"),
-    ("README.md", r"These commands download ([\d.]+ [MG]B)", "demo"),
+    ("README.md", r"The following commands download ([\d.]+ [MG]B)", "demo"),
     ("README.md", r"`make test` downloads\s+([\d.]+ [MG]B) on Linux", "everything"),
 )
 AGREES = 0.06  # of a number of two digits
