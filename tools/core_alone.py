@@ -70,7 +70,7 @@ class Command:
 COMMANDS = (
     Command(("-m", "sinew", "--help"), prints="Not installed:"),
     Command(
-        ("-m", "sinew", "doctor", "blocks"), prints="weights alone: the package sinew-perf counts activations"
+        ("-m", "sinew", "doctor", "blocks"), prints="weights only: the package sinew-perf counts activations"
     ),
     Command(
         ("-m", "sinew", "perf", "need", "--rate", "10"),
