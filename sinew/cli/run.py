@@ -54,7 +54,7 @@ def run(
     exit status is 3 if answers failed or were missing at the end, or if the robot never got a command.
 
     This help shows the common flags. `sinew run --settings` lists all other settings. Use them with --set NAME=VALUE
-    or in a file (--config FILE.toml, table [run]). docs/control.md explains them.
+    or in a file (--config FILE.toml, table [run]).
 
     Args:
         target: Policy that drives the robot: a server's address (tcp://HOST:PORT, or tcp://A,tcp://B to switch when

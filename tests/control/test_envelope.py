@@ -707,7 +707,7 @@ def test_a_speed_that_has_no_way_is_refused() -> None:
         Settings(20.0, speed=0.5).controller(2)
     with pytest.raises(SettingsError, match="speed: expected 1 with real-time chunking"):
         Settings(20.0, speed=0.5, handover="rtc", motion={"kind": "absolute"}).controller(2)
-    for value in (0.0, 1.5, -1.0, math.nan):
+    for value in (0.0, 1e-9, 1.5, -1.0, math.nan):  # a log may name any speed, and memory grows as it falls
         with pytest.raises(SettingsError, match="^speed: expected"):
             Settings(20.0, speed=value)
 

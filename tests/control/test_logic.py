@@ -1605,7 +1605,7 @@ def test_settings_at_their_bounds() -> None:
         ("camera_delay", 0.5, "expected 0 to less than stale (0.5 s), got 0.5"),
         ("camera_delay", True, "expected 0 to less than stale (0.5 s), got True"),
         ("max_age", 0, "expected a number above 0, got 0"),
-        ("speed", 1.01, "expected at most 1 (the speed of training), got 1.01"),
+        ("speed", 1.01, "expected 0.01 to 1 (the speed of training), got 1.01"),
         ("substeps", 0, "expected 1 to 100, got 0"),
         ("substeps", 101, "expected 1 to 100, got 101"),
         ("substeps", True, "expected Integral, got True"),

@@ -22,6 +22,9 @@ from sinew_client.errors import ClientError
 from sinew_client.protocol import MAX_ROWS
 from sinew_client.untrusted import named, shown
 
+# A lower speed would stretch a chunk over more than 100 times its steps, and a decision log from outside could name
+# any speed.
+LEAST_SPEED = 0.01
 LARGEST_CHUNK = 8192  # largest number of actions in a chunk, the same limit as in bundles
 _KINDS: Mapping[str, tuple] = {
     **dict.fromkeys(("handover", "replan", "fusion", "filter"), (str,)),
@@ -77,7 +80,7 @@ class Settings:
             before the first command, because waypoints are sent unchanged.
         filter: Filter of the actions before they are sent (:func:`~sinew_client.control.smoothing.parse_filter`); ""
             applies no filter.
-        speed: Speed at which chunks are played, above 0 and at most 1.
+        speed: Speed at which chunks are played, 0.01 to 1.
         stale_of: For a camera or "state", its largest age in seconds, if it differs from ``stale``.
         camera_delay: Seconds from the exposure of a frame to its observation. Set it for a robot that states neither
             ``time``, ``age`` nor ``times``. `sinew doctor POLICY --observe ROBOT --delays` measures it. It is added to
@@ -139,8 +142,10 @@ class Settings:
             _above_zero(f"stale_of.{named(name)}", value)
         if not 1e-3 <= self.hz <= 1e5:
             raise SettingsError(f"hz: expected 0.001 to 100000, got {self.hz:g}")
-        if self.speed > 1.0:
-            raise SettingsError(f"speed: expected at most 1 (the speed of training), got {self.speed:g}")
+        if not LEAST_SPEED <= self.speed <= 1.0:
+            raise SettingsError(
+                f"speed: expected {LEAST_SPEED:g} to 1 (the speed of training), got {self.speed:g}"
+            )
         if not 1 <= self.substeps <= 100:
             raise SettingsError(f"substeps: expected 1 to 100, got {self.substeps}")
         if self.committed_rows < 0:
