@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 
 from sinew.cli import terminal
 from sinew.cli.options import Count
@@ -45,6 +46,8 @@ def skip(
         raise SinewError(
             "--layers and --out: expected both or neither; without them, each layer is tried and nothing is written"
         )
+    if out is not None and out.exists():
+        raise SinewError(f"--out {out}: the file already exists; choose another name")
     opened = open_bundle(bundle)
     tried = [parse_layers(layers)] if layers else candidates(opened)
     if not tried:
@@ -57,18 +60,19 @@ def skip(
         progress.task(f"leaving out {len(tried)} times", len(tried)) as advance,
         tempfile.TemporaryDirectory() as folder,
     ):
-        for number, skipped in enumerate(tried):
-            place = out if out is not None else Path(folder) / f"{number}.gguf"
+        # Without --out, each short bundle replaces the one before, so one copy of the weights needs space at a time.
+        place = out if out is not None else Path(folder) / "short.gguf"
+        for skipped in tried:
             without_layers(opened, skipped, place)
             rows.append(_measured(place, reference, inputs, text_of(skipped)))
             advance("")
     rows.sort(key=lambda row: row["change"])
     stacks = ", ".join(f"{name} {count} layers" for name, count in stacks_of(opened).items())
     columns = ("left out", ">change of the actions, median", ">largest", ">weights, MB")
-    table = terminal.table(f"{bundle}: {stacks}", *columns)
+    table = terminal.table(escape(f"{bundle}: {stacks}"), *columns)
     for row in rows:
         megabytes = f"{row['nbytes'] / 1e6:.1f}"
-        table.add_row(row["layers"], f"{row['change']:.3f}", f"{row['change_max']:.3f}", megabytes)
+        table.add_row(escape(row["layers"]), f"{row['change']:.3f}", f"{row['change_max']:.3f}", megabytes)
     console = terminal.console()
     console.print(table)
     console.print(

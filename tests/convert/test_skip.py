@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,20 @@ def test_layers_that_cannot_be_left_out_are_named(tmp_path: Path, layers: str, s
     assert not (tmp_path / "x.gguf").exists()
 
 
+def test_ranking_needs_the_space_of_one_short_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ranking of a large policy writes dozens of copies of its weights, one after the other."""
+    written: list[int] = []
+
+    def counted(bundle: Bundle, skipped: Any, out: Path) -> None:
+        without_layers(bundle, skipped, out)
+        written.append(len(list(out.parent.glob("*.gguf"))))
+
+    monkeypatch.setattr("sinew.convert.skip.without_layers", counted)
+    assert main(["skip", str(PEN), "--observations", "1"]) == 0
+    assert len(written) > 1
+    assert set(written) == {1}
+
+
 def test_a_command_ranks_the_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["skip", str(PEN), "--observations", "3", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -88,5 +103,7 @@ def test_a_command_ranks_the_layers(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = str(tmp_path / "short.gguf")
     assert main(["skip", str(PEN), "--layers", "vision=1", "--out", out, "--observations", "3"]) == 0
     assert "measure the success with" in capsys.readouterr().out
+    assert main(["skip", str(PEN), "--layers", "vision=1", "--out", out]) == 1
+    assert "the file already exists" in capsys.readouterr().err
     assert main(["skip", str(PEN), "--layers", "vision=1"]) == 1
     assert "expected both or neither" in capsys.readouterr().err
