@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -106,19 +108,27 @@ def plan_again(
         done: Called after each observation.
 
     Raises:
-        SinewError: A record is not one of ``sinew run --frames``.
+        SinewError: A record is not one of ``sinew run --frames``, or a human drove the robot in all of them.
     """
-    episodes = []
-    for name, steps, observations in _episodes(records, hz):
+    episodes: list[Episode] = []
+    for name, observations in groupby(_episodes(records, hz), itemgetter(0)):
+        steps: list[int] = []
         frames: list[int] = []
         plans = []
-        for index, observation in enumerate(observations):
-            repeats = oldest and index and _same_frames(observations[index - 1], observation)
+        before: Observation | None = (
+            None  # only one earlier observation stays in memory, because frames are large
+        )
+        for index, (_, step, observation) in enumerate(observations):
+            repeats = oldest and before is not None and _same_frames(before, observation)
             frames.append(max(frames[-1], index - oldest) if repeats else index)
             chunks = [infer(replace(observation, noise=None, seed=seed)).actions for seed in range(draws)]
             plans.append(np.stack(chunks).astype(np.float32))
+            steps.append(step)
+            before = observation
             done()
-        episodes.append(Episode(name, steps, frames, np.stack(plans)))
+        episodes.append(Episode(name[0], steps, frames, np.stack(plans)))
+    if not episodes:
+        raise SinewError("--frames: expected control steps in which the policy drove the robot, got none")
     return episodes
 
 
@@ -201,11 +211,13 @@ def _change(episode: Episode, old: int, new: int, scale: np.ndarray) -> float | 
     return None if best is None else float(np.sqrt(max(0.0, best)))
 
 
-def _episodes(records: Iterable[Record], hz: float) -> Iterator[tuple[str, list[int], list[Observation]]]:
-    """Yield the name, the steps and the observations of each episode. If a human drove the robot for some steps, the
-    steps before and after belong to different episodes.
+def _episodes(records: Iterable[Record], hz: float) -> Iterator[tuple[tuple[str, int], int, Observation]]:
+    """Yield the episode, the control step and the observation of each record in which the policy drove the robot.
+
+    An episode is (name, part). If a human drove the robot for some steps, the steps before and after are different
+    parts.
     """
-    name, steps, observations = "", [], []  # type: tuple[str, list[int], list[Observation]]
+    name, part = "", 0
     for record in records:
         if record.wire != "run" or record.observation.time is None:
             raise SinewError(
@@ -213,15 +225,10 @@ def _episodes(records: Iterable[Record], hz: float) -> Iterator[tuple[str, list[
                 " Pass the folder of --frames"
             )
         session = str(record.meta.get("session", ""))
-        if (session != name or record.by == "human") and steps:
-            yield name, steps, observations
-            steps, observations = [], []
+        part += session != name or record.by == "human"
         name = session
         if record.by != "human":
-            steps.append(round(record.observation.time * hz))
-            observations.append(record.observation)
-    if steps:
-        yield name, steps, observations
+            yield (name, part), round(record.observation.time * hz), record.observation
 
 
 def _same_frames(before: Observation, now: Observation) -> bool:

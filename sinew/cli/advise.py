@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sinew.checks.advice import Advised
     from sinew.checks.plan_age import PlanAges
     from sinew.core import ActionChunk, Observation
+    from sinew.records.recorder import Record
 
 MAX_AGE = 100  # largest age of a plan that is compared, in actions
 AGES_SHOWN = tuple(sorted({2**power for power in range(16)} | {3 * 2**power for power in range(1, 16)}))
@@ -93,24 +94,30 @@ def _plans(
 ) -> tuple[PlanAges, float | None]:
     """Compute the recorded observations again. Return the ages of plans, and the control rate of the policy."""
     from sinew.checks.plan_age import compare, plan_again
-    from sinew.records.recorder import read_records
+    from sinew.records.recorder import record_files
 
-    records, names = [], []  # type: tuple[list[Any], list[str]]
-    for record in read_records(frames):
-        name = str(record.meta.get("session", ""))
-        if name not in names:
-            if len(names) == episodes:
-                break
-            names.append(name)
-        records.append(record)
+    count = len(record_files(frames))
     infer, hz, close = _open(policy, cameras, runs)
     try:
-        with progress.task(f"computing {len(records)} observations {draws} times", len(records)) as advance:
+        with progress.task(f"computing up to {count} observations {draws} times", count) as advance:
             oldest = max((age for _, age in log.waits), default=0)
+            records = _first_episodes(frames, episodes)
             plans = plan_again(infer, records, log.settings.hz, draws, oldest, lambda: advance(""))
     finally:
         close()
     return compare(plans, range(1, min(plans[0].plans.shape[2], MAX_AGE))), hz
+
+
+def _first_episodes(frames: Path, episodes: int) -> Iterator[Record]:
+    """Read the records of the first episodes, one at a time, because the frames of an episode may fill the memory."""
+    from sinew.records.recorder import read_records
+
+    names: set[str] = set()
+    for record in read_records(frames):
+        names.add(str(record.meta.get("session", "")))
+        if len(names) > episodes:
+            return
+        yield record
 
 
 def _open(

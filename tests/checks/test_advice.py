@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +94,30 @@ def test_frames_that_repeat_are_as_old_as_their_first() -> None:
 def test_steps_that_a_human_drove_divide_an_episode() -> None:
     records = [record(step, 0.0, by="human" if step in (3, 4) else "policy") for step in range(8)]
     assert [each.steps for each in plan_again(planner(0.0), records, HZ, 1, 0)] == [[0, 1, 2], [5, 6, 7]]
+
+
+def test_only_one_earlier_frame_stays_in_memory() -> None:
+    """The frames of a minute of a real robot are gigabytes."""
+    frames: list[Any] = []
+
+    def lazily() -> Iterator[Record]:
+        for step in range(8):
+            frame = np.full((2, 2, 3), step, np.uint8)
+            frames.append(weakref.ref(frame))
+            yield record(step, 0.0, frame=frame)
+            del frame
+            gc.collect()
+            assert sum(each() is not None for each in frames) <= 3
+
+    assert len(plan_again(planner(0.0), lazily(), HZ, 1, 1)) == 1
+
+
+def test_a_run_that_a_human_drove_has_no_plans() -> None:
+    records = [record(step, 0.0, by="human") for step in range(3)]
+    with pytest.raises(
+        SinewError, match="expected control steps in which the policy drove the robot, got none"
+    ):
+        plan_again(planner(0.0), records, HZ, 1, 0)
 
 
 def test_records_of_a_server_are_rejected() -> None:
