@@ -101,6 +101,20 @@ def test_a_command_reads_reports(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "play more episodes: about" in out
 
 
+def test_a_report_cannot_style_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A report may come from another machine. Brackets in its names are text, and not a broken style."""
+    task = "x [/bold] [link=http://evil.example]y"
+    modes = [
+        part
+        for name in ("[/a]", "b")
+        for part in ("--mode", f"{name}={written(tmp_path, name[-1:] + 'f', 99, task=task)}")
+    ]
+    assert main(["perf", "choose", *modes, "--failure-cost", "1"]) in (0, 1)
+    out = capsys.readouterr().out
+    assert "[/bold]" in out
+    assert "[/a]" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -108,8 +122,8 @@ def test_a_command_reads_reports(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (("--mode", "a={robot}", "--mode", "b={sweep}"), "several variants: write --mode b="),
         (("--mode", "a={robot}", "--mode", "b={sweep}/report.json:no"), "no variant 'no'"),
         (("--mode", "a={robot}", "--mode", "b={other}"), "expected reports of one task"),
-        (("--mode", "a={robot}", "--mode", "a={other}"), "--mode a: expected each name once"),
-        (("--mode", "a"), "--mode a: expected NAME=VALUE"),
+        (("--mode", "a={robot}", "--mode", "a={other}"), "a is another mode's name"),
+        (("--mode", "a"), "--mode a: expected NAME=REPORT"),
         (("--mode", "a={robot}", "--cost", "b=1"), "--cost b: expected one of a"),
         (("--mode", "a={robot}", "--cost", "a=-1"), "--cost a=-1: expected a number from 0"),
         (("--mode", "a={robot}", "--available", "a=2"), "--available a=2: expected a number from 0 to 1"),

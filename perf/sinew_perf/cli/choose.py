@@ -6,8 +6,10 @@ from dataclasses import asdict
 from typing import Annotated
 
 from cyclopts import Parameter, validators
+from rich.markup import escape
 from sinew.cli import terminal
 from sinew.core import SinewError
+from sinew.core.hints import pairs
 
 Pairs = Annotated[list[str], Parameter(negative="")]
 PairsIfAny = Annotated[list[str] | None, Parameter(negative="")]
@@ -39,11 +41,13 @@ def choose(
     """
     from sinew_perf.choosing import read_mode, select
 
-    reports = _pairs("--mode", mode)
-    costs = {name: _number("--cost", name, text) for name, text in _pairs("--cost", cost or []).items()}
+    reports = pairs("--mode", "NAME=REPORT", mode)
+    costs = {
+        name: _number("--cost", name, text) for name, text in pairs("--cost", "NAME=COST", cost or []).items()
+    }
     shares = {
         name: _number("--available", name, text, 1.0)
-        for name, text in _pairs("--available", available or []).items()
+        for name, text in pairs("--available", "NAME=SHARE", available or []).items()
     }
     for flag, given in (("--cost", costs), ("--available", shares)):
         for name in given:
@@ -57,15 +61,15 @@ def choose(
     selection = select(modes, failure_cost)
     console = terminal.console()
     table = terminal.table(
-        f"{modes[0].task}: a failure costs {failure_cost:g}",
+        escape(f"{modes[0].task}: a failure costs {failure_cost:g}"),
         "mode", "success, %", ">latency", ">cost", ">expected cost", "95 % interval", ">cheapest, %",
     )  # fmt: skip
     for row in selection.modes:
         low, high = row.mode.interval
         table.add_row(
-            row.mode.name,
+            escape(row.mode.name),
             f"{100 * row.mode.success:.1f} ({100 * low:.1f} to {100 * high:.1f})",
-            row.mode.latency or "-",
+            escape(row.mode.latency) or "-",
             f"{row.mode.cost:g}",
             f"{row.expected:.3g}",
             f"{row.low:.3g} to {row.high:.3g}",
@@ -75,7 +79,8 @@ def choose(
     best = selection.chosen
     if selection.sure:
         console.print(
-            f"choose {best.mode.name}: it has the least expected cost in {best.cheapest:.1%} of the draws"
+            f"choose {best.mode.name}: it has the least expected cost in {best.cheapest:.1%} of the draws",
+            markup=False,
         )
     else:
         other = selection.modes[1].mode.name
@@ -87,7 +92,8 @@ def choose(
         )
         console.print(
             f"not decided: {best.mode.name} has the least expected cost in {best.cheapest:.0%} of the draws. To decide"
-            f" between {best.mode.name} and {other}, play more episodes: {count}"
+            f" between {best.mode.name} and {other}, play more episodes: {count}",
+            markup=False,
         )
     for number, (start, name) in enumerate(selection.ranges):
         rest = selection.ranges[number + 1 :]
@@ -108,19 +114,6 @@ def choose(
         }
     )
     return 0 if selection.sure else 1
-
-
-def _pairs(flag: str, texts: list[str]) -> dict[str, str]:
-    """Parse values of the form NAME=VALUE. Raises :class:`SinewError` for another form, or a name that repeats."""
-    pairs: dict[str, str] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not (name and equals and value):
-            raise SinewError(f"{flag} {text}: expected NAME=VALUE")
-        if name in pairs:
-            raise SinewError(f"{flag} {name}: expected each name once; choose another name")
-        pairs[name] = value
-    return pairs
 
 
 def _number(flag: str, name: str, text: str, most: float = 1e12) -> float:
