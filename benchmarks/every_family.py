@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -311,6 +312,8 @@ def written(results: dict[str, Any]) -> str:
         for row, measured in result["rows"].items():
             if "reason" in measured:
                 reasons.setdefault(measured["reason"], []).append(f"{result['title']} ({LABELS[row]})")
+    if absent := [published(name).title for name in presets() if name not in (*results, *SAME)]:
+        lines += ["", f"Not measured yet: {', '.join(absent)}."]
     if reasons:
         lines += [
             "",
@@ -377,6 +380,10 @@ def main(
             print(name, row, result["rows"][row], flush=True)
             store.write_text(json.dumps(results, indent=1))
         bundle.unlink()
+        for exported in out.glob(
+            f"{name}*.onnx-*"
+        ):  # the graphs of engine onnx, gigabytes for a large policy
+            shutil.rmtree(exported)
 
 
 if __name__ == "__main__":

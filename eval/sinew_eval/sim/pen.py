@@ -259,7 +259,7 @@ def picture(drop: DropEpisode, bottom: float, opening: float, size: int) -> np.n
 
 
 def _coverage(low: float, high: float, size: int) -> np.ndarray:
-    """For each of ``size`` cells (cell i is [i, i + 1]), return the share that the interval [low, high] covers."""
+    """Return the share of each of ``size`` cells that the interval [low, high] covers. Cell i is [i, i + 1]."""
     edge = np.arange(size)
     return np.clip(np.minimum(high, edge + 1) - np.maximum(low, edge), 0.0, 1.0)
 
