@@ -689,7 +689,7 @@ def test_a_server_ends_with_the_evaluation_that_a_signal_ends(tmp_path: Path, nu
         process.send_signal(number)
         assert process.wait(120) == (128 + number if number == signal.SIGTERM else -number)
     # Who is killed has not waited for its server, which may still be ending
-    with pytest.raises(SinewError, match="no answer|broke before the answer came"):
+    with pytest.raises(SinewError, match="no answer|broke before the answer arrived"):
         ask_for(120, address)
 
 

@@ -440,6 +440,8 @@ def test_an_engine_that_computes_something_else_is_not_taken(act: Path, monkeypa
     monkeypatch.setattr(
         OnnxEngine, "solve", lambda *given, **options: solve(*given, **options) * np.float32(1.01)
     )
+    # Eager is timed too. On a busy machine it may look 15 % faster than plan, and the command would report that.
+    monkeypatch.setattr("sinew.engine.backend.REFERENCE_MARGIN", 1e6)
     assert main(["prepare", str(act), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["taken"], told["seconds"]) == (False, {})
