@@ -329,7 +329,7 @@ class Policy(DescribedPolicy, OpenPolicy):
         cancel: threading.Event | None = None,
         between: Callable[[], None] | None = None,
     ) -> list[ActionChunk | SinewError]:
-        """Run several prepared observations together (docs/batches.md).
+        """Run several prepared observations together, as one batch.
 
         All must have the same :func:`sinew.processing.batch_key`. In float32 the result differs from :meth:`run` by at
         most 1e-5.

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import sinew_client
+from sinew_client import documentation
 
 import sinew
 
@@ -89,6 +90,27 @@ def sources() -> Iterator[tuple[Path, ast.Module]]:
 TREES = list(sources())
 
 
+def documentation_of(tree: ast.Module) -> set[int]:
+    """Return the identities of the nodes of a module's docstrings."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    firsts = (node.body[0] for node in ast.walk(tree) if isinstance(node, kinds) and node.body)
+    return {id(each.value) for each in firsts if isinstance(each, ast.Expr)}
+
+
+def visible() -> Iterator[tuple[str, str]]:
+    """Yield (place, text) of everything that a user reads: strings, the help of commands, and public docstrings."""
+    for path, tree in TREES:
+        internal = documentation_of(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in internal:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
+            command = isinstance(node, ast.FunctionDef | ast.ClassDef) and "cli" in path.parts
+            if command and (doc := ast.get_docstring(node)):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", doc
+    for name, value in PUBLIC:
+        yield name, inspect.getdoc(value) or ""
+
+
 def help_texts() -> Iterator[tuple[str, str, str]]:
     """Yield (file, parameter, text) of what `--help` prints: the Args of functions in folders called cli."""
     for path, tree in TREES:
@@ -125,6 +147,26 @@ def test_a_message_says_what_it_got() -> None:
     ]
     assert len(strings) > 10_000
     assert [each for each in strings if re.search(r"got (another|more than that)\b", each[1])] == []
+
+
+def test_a_text_names_the_title_of_a_page_and_not_its_file() -> None:
+    """An installed package has no docs/, so ``sinew_client.documentation.page`` writes the reference."""
+    titles = {path.read_text("utf-8").splitlines()[0] for path in (ROOT / "docs").glob("*.md")}
+    texts = list(visible())
+    assert len(texts) > 10_000
+    assert [each for each in texts if re.search(r"\bdocs/[\w-]+\.md|\[[\w-]+\.md\]", each[1])] == []
+    named = {
+        title for _, text in texts for title in re.findall(r'\bpages? "([^"{]+)"', " ".join(text.split()))
+    }
+    assert {f"# {title}" for title in named | {*documentation.TITLES.values()}} - titles == set()
+    for name, title in documentation.TITLES.items():
+        assert (ROOT / "docs" / f"{name}.md").read_text("utf-8").startswith(f"# {title}\n")
+
+
+def test_one_function_knows_the_address_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert documentation.page("install") == 'the page "Install" of the documentation'
+    monkeypatch.setattr(documentation, "SITE", "https://example.org/")
+    assert "(https://example.org/install.html)" in documentation.page("install")
 
 
 @pytest.mark.parametrize("page", PAGES)

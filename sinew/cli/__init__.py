@@ -16,6 +16,7 @@ from typing import Any
 from cyclopts import App, CycloptsError, Group, Parameter
 from rich.console import Console
 from rich.markup import escape
+from sinew_client.documentation import page
 
 from sinew import __version__
 from sinew.cli import settings, terminal, usage
@@ -40,7 +41,8 @@ def build_app(config: Path | None = None, words: Sequence[str] = ()) -> App:
             "`sinew VERB --help` shows the flags of a verb and an example. `--json` prints a result as JSON alone,"
             " `--json FILE.json` writes it beside the text. `--debug` (or SINEW_DEBUG=1) shows the traceback of an"
             " error. Every flag can also come from the environment (SINEW_SERVE_HOST) or from `--config FILE.toml`"
-            " (SINEW_CONFIG): `host` under `[serve]`. Exit status: 0 as asked; docs/commands.md lists the others."
+            " (SINEW_CONFIG): `host` under `[serve]`. The exit status is 0 if the command succeeded;"
+            f" {page('commands')} lists the others."
         ),
         version=__version__,
         group_parameters=Group("Options", sort_key=0),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sinew_client.documentation import page
 
 from sinew.cli import terminal
 from sinew.core import SinewError, progress
@@ -103,7 +104,8 @@ def advice(measured: Delays) -> list[str]:
     if ages and not any(each.clock for each in measured.cameras.values()):
         lines.append(
             f"frames are {1e3 * max(ages):.0f} ms old when they are observed, and the robot does not state it; to count"
-            f" their age, pass --set camera_delay={max(ages):.3f} to sinew run (see docs/wiring.md before you use it)"
+            f" their age, pass --set camera_delay={max(ages):.3f} to sinew run"
+            f" (read {page('wiring')} before you use it)"
         )
     for name, camera in measured.cameras.items():
         clock = camera.clock

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.table import Table
+from sinew_client.documentation import page
 
 from sinew.cli import terminal
 
@@ -80,7 +81,7 @@ def show_plan(record: dict[str, Any]) -> None:
     console.print(table)
     left_out = ", ".join(record["left_out_on_cpu"])
     console.print(
-        f"Under PyTorch on a CPU, the engine does not apply {left_out or 'none of these'} (docs/plan.md)."
+        f"Under PyTorch on a CPU, the engine does not apply {left_out or 'none of these'}; see {page('plan')}."
     )
 
 

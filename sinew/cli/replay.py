@@ -10,6 +10,7 @@ from rich.text import Text
 from sinew_client import Client
 from sinew_client.auth import api_key_of
 from sinew_client.control import is_journal, repeat, watched
+from sinew_client.documentation import page
 
 from sinew.cli import terminal
 from sinew.cli.options import PositiveIfAny
@@ -121,7 +122,7 @@ def print_replay(result: dict[str, Any]) -> None:
         lines.append(f"the conditions of the recording have changed: {changes}")
         lines.append(
             f"so the tolerance is {tolerance['of']:.2g} of each action's scale, for sums in another order in"
-            f" {tolerance['precision']} (docs/recordings.md)"
+            f" {tolerance['precision']} (see {page('recordings')})"
         )
     else:
         lines.append(

@@ -34,8 +34,8 @@ class ChunkFlags:
     Attributes:
         substeps: Commands in each control step, for faster actuators. Sinew interpolates them.
         handover: Chunk merging: auto, freeze (wait), naive (no compensation), aligned (latency-compensated),
-            ensemble, aggregate or rtc, with options as in docs/control.md. auto takes aligned if the actions are
-            targets, otherwise freeze, and prints the reason.
+            ensemble, aggregate or rtc. The page "Late answers" explains them and their options. auto takes aligned if
+            the actions are targets, otherwise freeze, and prints the reason.
         replan: When to request the next chunk: STEPS, full, queue:FRACTION (at most this part of a chunk is left) or
             disagreement:LIMIT,STEPS.
         max_age: Maximum age of an action after its frame, in seconds. Older actions are not executed.

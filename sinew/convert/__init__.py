@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from sinew_client.documentation import page
+
 from sinew.bundle import statistics
 from sinew.bundle.writer import Progress
 from sinew.convert import advantage
@@ -217,6 +219,6 @@ def recognise(path: Path, adapters: bool = False) -> ModuleType:
     if kind is None:
         raise ConvertError(_without_type(path / "config.json", record, modules, types))
     raise ConvertError(
-        f"{path / 'config.json'}: checkpoint type {kind!r} is not one of {types}; docs/families.md lists the supported"
-        " types, and docs/adding-a-model.md explains how to add one"
+        f"{path / 'config.json'}: checkpoint type {kind!r} is not one of {types}; {page('families')} lists the"
+        f" supported types, and {page('adding-a-model')} explains how to add one"
     )

@@ -18,7 +18,7 @@ from sinew.steps.prompt.template import sentence
 
 LM_HEAD_SETTING = Setting(
     bool,
-    "true stores the language model's head, for subtasks, answers and the text of a stream (docs/stream.md)",
+    "true stores the language model's head, for subtasks, answers and the text of a stream",
 )
 PROMPT_SETTINGS = {
     "subtask_prompt": Setting(

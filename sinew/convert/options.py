@@ -115,7 +115,7 @@ class CheckpointFlags:
             the checkpoint has none.
         compat: version to follow where versions of the training project disagree.
         openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid), or a file with your own
-            training config (docs/tutorial-openpi.md).
+            training config, which the page "From openpi to a robot" explains.
         embodiment: tag of the robot, for checkpoints of several robots.
         stats_key: name of the set of statistics to use, if the checkpoint has several (arm/dataset if there are two
             levels).

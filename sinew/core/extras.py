@@ -6,6 +6,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from urllib.parse import unquote, urlsplit
 
+from sinew_client.documentation import page
 from sinew_client.untrusted import parse_json
 
 from sinew.core import SinewError
@@ -41,7 +42,7 @@ def install(module: str) -> str:
     The command installs an extra of this pip distribution. If no extra contains the module, it reinstalls Sinew.
     """
     if module in sys.stdlib_module_names:
-        return "this Python does not have it; on Windows, use Python in WSL (docs/install.md)"
+        return f"this Python does not have it; on Windows, use Python in WSL (see {page('install')})"
     extra = EXTRAS.get(module.partition(".")[0])
     if extra:
         return f"pip install '{source()}[{extra}]'"

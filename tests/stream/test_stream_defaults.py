@@ -23,9 +23,9 @@ def test_nothing_continues_an_old_window_unless_it_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("policy", "why"),
     [
-        ("blocks", "a newer window replaces the old one at once: of 20 pens 18 were caught so"),
-        ("blocks-rtc", "a newer window replaces the old one at once: of 20 pens 18 were caught so"),
-        ("pen", "a newer window replaces the old one at once: of 20 pens 18 were caught so"),
+        ("blocks", "a newer window replaces the old one at once: in a test, 18 of 20 pens were caught"),
+        ("blocks-rtc", "a newer window replaces the old one at once: in a test, 18 of 20 pens were caught"),
+        ("pen", "a newer window replaces the old one at once: in a test, 18 of 20 pens were caught"),
         ("act", "its head (single) does not support guidance"),
     ],
 )

@@ -124,7 +124,8 @@ def trials(
     report. The exit status is 3 if answers failed with errors, or if the robot never got a command.
 
     `sinew trials --settings` lists the settings that have no flag. Use them with --set NAME=VALUE or in a file
-    (--config FILE.toml, table [trials]). docs/control.md and docs/eval-trials.md explain them.
+    (--config FILE.toml, table [trials]). The pages "Drive a robot" and
+    "Trials on a robot" of the documentation explain these settings.
 
     Args:
         target: Policy that drives the robot, as for `sinew run`.

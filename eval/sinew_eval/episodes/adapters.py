@@ -19,6 +19,7 @@ import gymnasium
 import numpy as np
 from sinew.core import SinewError, hints
 from sinew.core.registry import action_units, place_of, plain
+from sinew_client.documentation import page
 from sinew_client.modules import ModuleError, load_module, load_named
 from sinew_client.untrusted import read_json, shown
 
@@ -104,7 +105,7 @@ class Direct:
             way = hints.choice(f"adapter={parts}", "--adapter mapping.json")
             raise SinewError(
                 "observation: expected a dict with images, state and prompt, as Sinew's environments return;"
-                f" got {names}. Name its parts: {way} (docs/eval.md)"
+                f" got {names}. Name its parts: {way} (see {page('eval')})"
             )
         return dict(raw)
 

@@ -104,7 +104,7 @@ def _advice(env: str, error: MisfitError) -> str:
             f" {state} and {action}, so they do not fit"
         )
         if not plays and spec.name not in TASKS.values():
-            others = ["pass its own environment as --env ID, MODULE:CLASS or a suite's task (docs/eval.md)"]
+            others = ["pass its own environment as --env ID, MODULE:CLASS or a suite's task"]
         return ", ".join([sizes, *others])
     renames = renames_for([camera.name for camera in spec.cameras], cameras)
     return ", ".join([f"rename the cameras with {renames}"] * bool(renames) + others) or "choose an --adapter"

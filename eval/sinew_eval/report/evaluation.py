@@ -189,8 +189,9 @@ def evaluate(
             environment, called ``batch`` times. None takes the built-in task that fits a policy by name.
         episodes: Number of episodes, one per seed from ``seed`` on; or the seeds.
         seed: First seed.
-        adapter: Meaning of the environment's observation: a mapping as in docs/eval.md, its .json file, or a class as
-            ``package.module:Class``. None for an environment whose observation is images, state and prompt.
+        adapter: Meaning of the environment's observation: a mapping, its .json file, or a class as
+            ``package.module:Class``, as the page "Evaluate a policy" explains. None for an environment whose
+            observation is images, state and prompt.
         replan: Number of actions executed per inference, or another rule, as ``sinew eval --replan``.
         latency: Simulated time from request to chunk, as ``sinew eval --latency``.
         handover: Chunk merging, as ``sinew eval --handover``.

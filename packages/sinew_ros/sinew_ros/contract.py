@@ -15,6 +15,7 @@ from sinew_client.arm.kinematics import Chain, read_chain
 from sinew_client.control import Settings
 from sinew_client.control.defaults import stated
 from sinew_client.control.rest import HOLD
+from sinew_client.documentation import page
 from sinew_client.untrusted import named, read_yaml, shown
 
 IMAGE, COMPRESSED = "sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage"
@@ -349,7 +350,7 @@ def skeleton(server: str, policy: Mapping[str, Any], hz: float | None) -> str:
         f"hz: {rate:g}  # control rate, the rate of the actions of a chunk",
         "start: false  # wait for true on /sinew/enable",
         "stamps: header  # or arrival, for drivers that do not stamp",
-        f"control: {{deadline: 2.0{motion}}}  # handover (chunk merging) and replan: see docs/late-answers.md",
+        f"control: {{deadline: 2.0{motion}}}  # handover (chunk merging) and replan: see {page('late-answers')}",
         "cameras:",
     ]
     names = [str(camera["name"]) for camera in policy["cameras"]]

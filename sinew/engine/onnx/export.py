@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sinew_client.documentation import page
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -193,7 +194,7 @@ def _write(
         why = " ".join(str(error).split())[:400]
         raise SinewError(
             f"engine onnx: stage {path.stem}: expected shapes that depend on the sizes of batch, prompt and views only"
-            f" (docs/adding-a-model.md), got {why}"
+            f" (see {page('adding-a-model')}), got {why}"
         ) from error
     finally:
         if collecting:

@@ -326,7 +326,7 @@ class Observation:
         session: Name of the robot or episode. A newer request replaces a waiting request of the same session.
         time: Time of the observation, seconds on the client's clock. The server returns it in the chunk. The server
             compares it with its own clock only if it was started with ``--max-age``.
-        previous: Real-time chunking (docs/guidance.md): the actions of the running chunk from this observation on,
+        previous: Real-time chunking: the actions of the running chunk from this observation on,
             float32 [R, action_dim] in robot units. Action 0 belongs to this observation. Actions after R are not
             guided.
         delay: Real-time chunking: number of actions of ``previous`` that will have been executed when the answer
@@ -342,12 +342,12 @@ class Observation:
             are fewer steps. With ``history_padding`` "repeat", the oldest step is repeated, and the chunk has a
             warning. With "mask", the policy reads only the existing steps, and warns if there are none.
         subtask: True lets the language head first generate a subtask of the prompt. The actions then follow the
-            subtask (docs/stream.md).
+            subtask (the page "Streams: react between two frames").
         question: Question for the language head. The answer is text without actions, and the prompt is not read.
         text_only: With ``subtask``: True generates only the text, without actions.
         text_tokens: Largest number of text tokens; None takes the bundle's number.
-        adapter: Name of the adapter (LoRA) that computes the chunk (docs/sources.md); "" takes the base policy.
-        advantage: Advantage label for a policy that was trained with such labels (RECAP, docs/guidance.md), such as
+        adapter: Name of the adapter (LoRA) that computes the chunk; "" takes the base policy.
+        advantage: Advantage label for a policy that was trained with such labels (RECAP), such as
             "positive". "" sends no label, None takes the policy's default.
         guidance_scale: Classifier-free guidance between the prompt without the advantage (0) and the prompt with it
             (1). At most 100; None is 1.
@@ -446,7 +446,7 @@ class Timing:
         batch: Number of requests in the batch. The times of the stages are the times of the whole batch.
         text_ms: Time of text generation, before the actions or in place of them.
         reused_views: Number of views whose image tokens were reused from an earlier observation with the same bytes
-            (docs/engines.md).
+            (the page "Engines").
         reused_prefix: True if the computed context of the language model was reused as well.
     """
 

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sinew_client.documentation import page
+
 from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
@@ -218,7 +220,7 @@ def _unknown_config(path: Path, name: str) -> str:
     got = f"{name!r} is unknown{did_you_mean(name, OPENPI_CONFIGS)}" if name else "none was given"
     return (
         f"{path}: pass the training configuration with --openpi-config NAME ({got}). Use one of: {names}; or the path"
-        " of your own configuration file, NAME.json (docs/tutorial-openpi.md)"
+        f" of your own configuration file, NAME.json, which {page('tutorial-openpi')} explains"
     )
 
 

@@ -207,5 +207,5 @@ def usual_guidance(policy: Mapping[str, Any]) -> tuple[str, str]:
         return "none", f"its head ({kind}) does not support guidance"
     return (
         "none",
-        "a newer window replaces the old one at once: of 20 pens 18 were caught so, 10 guided (docs/stream.md)",
+        "a newer window replaces the old one at once: in a test, 18 of 20 pens were caught so, and 10 with guidance",
     )

@@ -403,7 +403,7 @@ class Run:
         self.loop.controller.listeners.append(journal.put)
 
     def report_to(self, server: Any, name: str, api_key: str = "", session: str = "") -> None:
-        """Send the state of the run to a server once a second (docs/dashboard.md#robots).
+        """Send the state of the run to a server once a second.
 
         Args:
             server: A ``Servers`` or ``StreamLink``, whose attribute ``present`` is the server's address.
