@@ -282,7 +282,7 @@ def row(own: Sequence[np.ndarray], bare: Sequence[np.ndarray]) -> dict[str, Any]
 
 
 def medians(rows: np.ndarray) -> float:
-    """Return the median of what a call [n, 2] takes beside the policy."""
+    """Return the median of what a call [n, 2] takes outside the policy."""
     return float(np.median(rows[:, 0] - rows[:, 1]))
 
 

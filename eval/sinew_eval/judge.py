@@ -164,7 +164,7 @@ def gate_of(bundle: Path) -> tuple[SuccessGate | None, str]:
     try:
         from sinew_eval.episodes.fitting import check_observation
     except ModuleNotFoundError as error:
-        return None, str(MissingPackageError("the gates of embedded tasks", error.name or "mujoco"))
+        return None, str(MissingPackageError("the gates of built-in tasks", error.name or "mujoco"))
     processor = Processor(open_bundle(bundle).manifest)
     for path in sorted(GATES.glob("*.json")):
         recorded = read_gate(path)
@@ -174,4 +174,4 @@ def gate_of(bundle: Path) -> tuple[SuccessGate | None, str]:
         except SinewError:
             continue
         return SuccessGate(recorded), f"the policy takes the observations of {task.env}"
-    return None, "the policy takes the observations of no embedded task; --gate names another"
+    return None, "no built-in task has the cameras and the state of this policy; pass --gate to choose a gate"

@@ -200,7 +200,7 @@ def test_stages_and_answers_are_summed_up_by_name() -> None:
     seen = {name: each["p90"] for name, each in found.items()}
     assert seen == {
         "round trip": 100.0, "server total": 40.0, "queue": 7.0, "preprocess": 1.0, "vision": 2.0, "prefix": 3.0,
-        "head": 9.0, "postprocess": 6.0, "policy total": 30.0, "overhead": 60.0, "beside the policy": 70.0,
+        "head": 9.0, "postprocess": 6.0, "policy total": 30.0, "overhead": 60.0, "outside the policy": 70.0,
     }  # fmt: skip
     assert stats.success([]) == {"wins": 0, "episodes": 0, "success": None, "interval": [0.0, 1.0]}
     assert stats.success([True, False]) == {

@@ -110,7 +110,7 @@ def stage_statistics(
 def latencies(chunks: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
     """Return statistics of the response times that a client measured: stage -> percentiles in milliseconds.
 
-    ``overhead`` is the round trip minus the server's total: client, transport and socket buffers. ``beside the policy``
+    ``overhead`` is the round trip minus the server's total: client, transport, buffers. ``outside the policy``
     also includes the server's own work: decoding, passing data between threads, encoding.
     """
     stages = ("queue", "preprocess", "vision", "prefix", "head", "postprocess")
@@ -120,6 +120,6 @@ def latencies(chunks: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
         **{stage: [getattr(chunk.timing, f"{stage}_ms") for chunk in chunks] for stage in stages},
         "policy total": [chunk.timing.total_ms for chunk in chunks],
         "overhead": [chunk.round_trip_ms - chunk.timing.server_ms for chunk in chunks],
-        "beside the policy": [chunk.round_trip_ms - chunk.timing.total_ms for chunk in chunks],
+        "outside the policy": [chunk.round_trip_ms - chunk.timing.total_ms for chunk in chunks],
     }
     return {name: summarize(samples, (50, 90, 95, 99)) for name, samples in rows.items()}

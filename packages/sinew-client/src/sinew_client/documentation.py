@@ -13,7 +13,7 @@ TITLES = {  # file in docs/ without its ending -> heading of the page
     "families": "Supported policies",
     "install": "Install",
     "late-answers": "Late answers",
-    "plan": "Rewrites of the engine plan",
+    "plan": "Model rewrites",
     "recordings": "Record and replay requests",
     "tutorial-openpi": "From openpi to a robot",
     "wiring": "Check the wiring",
