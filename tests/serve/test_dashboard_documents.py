@@ -30,7 +30,7 @@ def test_every_page_is_there_and_its_links_lead_somewhere() -> None:
             assert (page or name) in pages
             assert not anchor or anchor in marks[page or name], (name, page, anchor)
     assert re.search(
-        r"<blockquote>\s*<p><strong>Warning</strong></p>\s*<p>By default the server", pages["protocols"]
+        r"<blockquote>\s*<p><strong>Warning</strong></p>\s*<p>By default, the server", pages["protocols"]
     )
     assert '<a title="ros.md of the source">ROS 2</a>' in pages["dashboard"]
 
