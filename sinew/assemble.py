@@ -141,7 +141,7 @@ def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
     for note in statistics.notes(manifest.spec, bundle.manifest.processing):
         log.warning("%s: %s", manifest.name, note)
 
-    # Open the LoRA adapters.
+    # Open the bundles of the LoRA adapters.
     adapters = open_adapters(bundle, options.adapters or {})
 
     # Select the engine, the device and the precision.
@@ -196,7 +196,9 @@ def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
 
 
 def _compiled_products() -> None:
-    """Compile and install the kernels for low-bit weights once."""
+    """Compile the kernels that multiply low-bit weights, and install the kernels in the classes that store
+    such weights. Only the first call has an effect.
+    """
     # Import here, because this module imports torch.
     from sinew.engine.cpu.kernels.library import extension
 

@@ -32,7 +32,8 @@ class CountedMemory(NamedTuple):
     fixed: int
 
 
-# A function of the path of a bundle or of exported graphs, the precision, the engine, and "cpu" or "cuda".
+# A function that estimates the memory of a policy. Its arguments are the path of a bundle or of exported
+# graphs, the precision, the engine, and "cpu" or "cuda".
 Count = Callable[[str, str | None, Any, Literal["cpu", "cuda"]], CountedMemory]
 
 

@@ -94,7 +94,8 @@ class Policy(DescribedPolicy, OpenPolicy):
         SinewError: An option does not fit the bundle or this machine.
     """
 
-    # False: no code reads a camera frame after `infer` has returned, so the caller may reuse the memory of the frame.
+    # False means: no code reads a camera frame after `infer` has returned. The caller may then reuse the
+    # memory of the frame.
     keeps_frames = False
 
     def __init__(
@@ -118,7 +119,7 @@ class Policy(DescribedPolicy, OpenPolicy):
 
     @property
     def engine(self) -> Engine:
-        """The engine. Raises :class:`ClosedError` after :meth:`close`."""
+        """The engine, which computes the model. Raises :class:`ClosedError` after :meth:`close`."""
         if self.opened is None:
             self._refuse_closed()
         assert self.opened is not None
@@ -490,15 +491,17 @@ class Policy(DescribedPolicy, OpenPolicy):
 def _steered(
     members: Sequence[Prepared], solver: Solver, place: Callable[[np.ndarray], Any]
 ) -> tuple[Any, np.ndarray]:
-    """Return the guidance of a batch, which corrects each solver step, and its initial noise.
+    """Prepare the guidance of a batch, which makes each new chunk continue the running chunk, and the initial
+    noise.
 
     Args:
-        members: The members of the batch.
+        members: The prepared observations of the batch.
         solver: The solver of the policy.
         place: Function that copies an array to the engine's device.
 
     Returns:
-        The guidance, or None, and the noise [B, H, A].
+        The guidance, which corrects each solver step (None if no observation requests it), and the noise [B,
+        H, A]: observations, actions of a chunk, numbers of an action.
     """
     first, guidance = members[0], None
     noise = np.stack([member.noise for member in members]) if len(members) > 1 else first.noise[None].copy()
@@ -518,16 +521,16 @@ def _steered(
 def finished(
     chunk: np.ndarray, member: Prepared, processor: Processor, *, normalized: bool
 ) -> np.ndarray | SinewError:
-    """Convert the output of the model to actions.
+    """Convert the output of the model for one observation to actions in robot units.
 
     Args:
-        chunk: Output of the model for one member.
-        member: The member.
-        processor: The processor of the member's adapter.
+        chunk: Output of the model for one observation of the batch.
+        member: The prepared observation.
+        processor: The processor that prepared the observation. An adapter has a processor of its own.
         normalized: True if ``chunk`` is not yet in robot units.
 
     Returns:
-        The actions in robot units, or the error of this member.
+        The actions in robot units, or the error of this observation.
     """
     if not len(chunk):
         return chunk

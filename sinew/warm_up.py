@@ -11,11 +11,12 @@ from sinew.processing import ModelInputs
 
 
 class WarmUp:
-    """Makes the choices of a policy's first inference, and stores the reasons for them.
+    """Chooses settings during a policy's first inference, and stores the reasons for these choices.
 
     Attributes:
         threads_reason: Text with the reason why the engine has this number of threads.
-        reuse_reason: Text that states which results for earlier observations are cached. "off" if nothing is cached.
+        reuse_reason: Text that states which results for earlier observations are cached. "off" if nothing is
+            cached.
     """
 
     def __init__(self, threads: int | None, reuse: bool):
@@ -31,7 +32,9 @@ class WarmUp:
             self.threads_reason = engine.tune_threads(infer) or self.threads_reason
 
     def pause_reuse(self, engine: Engine) -> None:
-        """Switch the cache off for a measurement, which must compute all stages."""
+        """Switch the cache of repeated inputs off for a measurement, which must compute all stages of the
+        model.
+        """
         self.reuse_open = False
         for each in (engine, *engine.adapters.values()):
             each.reuse = None

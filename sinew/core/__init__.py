@@ -75,5 +75,7 @@ def dtype_word(text: str) -> str:
 
 
 def upcast_text(kind: str) -> str:
-    """Return a text for reports: it states that float32 arithmetic is used with weights of the number type ``kind``."""
+    """Return a sentence for reports. It states that the engine computes in float32 with weights that are
+    stored as ``kind`` (such as "bf16").
+    """
     return f"fp32 ({kind} weights)"

@@ -31,8 +31,8 @@ MAX_HZ = 10_000.0
 MAX_NAME = 256  # a name may have at most this many characters
 MAX_TEXT = 1 << 14  # a part of a prompt, a template or a default prompt may have at most this many characters
 _MANY = (dict, list, tuple)
-# Only one thread decodes at a time. msgspec 0.22 crashes (SIGSEGV) if two threads use a dataclass for the first time at
-# once.
+# Only one thread decodes a record at a time. msgspec 0.22 crashes (SIGSEGV) if two threads use a dataclass
+# for the first time at once.
 _READING = threading.RLock()
 
 
@@ -167,8 +167,9 @@ class _Shape:
 
     Attributes:
         musts: Conditions of the value itself.
-        parts: Conditions of each member of a container. None in place of the conditions of a member that has none.
-        every: True if all members have the first entry of ``parts``.
+        parts: Conditions of each member of a list, tuple or dict. The entry of a member without conditions is
+            None.
+        every: True if all members have the conditions of the first entry of ``parts``.
         alone: Conditions of a single value, for types that allow either a list or a single value.
     """
 
@@ -180,7 +181,9 @@ class _Shape:
 
 @cache
 def _shape(hint: Any) -> _Shape | None:
-    """Return the conditions that a type sets for its values; None if it sets none."""
+    """Return the conditions that a type in a record's declaration sets for its values; None if the type sets
+    no conditions.
+    """
     if get_origin(hint) is Annotated:
         inner, *conditions = get_args(hint)
         return replace(_shape(inner) or _Shape(), musts=tuple(conditions))
@@ -197,7 +200,9 @@ def _shape(hint: Any) -> _Shape | None:
 
 @cache
 def _held(kind: type) -> tuple[tuple[str, _Shape], ...]:
-    """Return those fields of a class whose values must meet further conditions in addition to their Python types."""
+    """Return the fields of a class whose values must meet conditions, such as a range, in addition to their
+    Python types.
+    """
     hints = get_type_hints(kind, include_extras=True) | SPECIFICATION.get(kind, {})
     shapes = ((field.name, _shape(hints[field.name])) for field in fields(kind))
     return tuple((name, shape) for name, shape in shapes if shape is not None)

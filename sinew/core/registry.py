@@ -171,7 +171,7 @@ def model_class(architecture: str) -> Any:
 
 
 def action_units(architecture: str) -> tuple[str, ...]:
-    """Return the units of the actions of an architecture; () for an unknown architecture.
+    """Return the units of the actions of an architecture, such as "rad"; () for an unknown architecture.
 
     Names are compared without case and punctuation, because servers of other projects spell them differently
     (GR00T-N1.6, gr00t_n1_6).
@@ -208,7 +208,7 @@ def backbone(architecture: str, config: Mapping[str, Any] | None = None) -> str:
 
 
 def _widths(config: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Return width and depth of a policy's vision tower and of its language model."""
+    """Return (width, depth) of the vision tower and of the language model in a bundle's configuration."""
     parts = [config.get(part) for part in ("vision", "language")]
     return [
         (p.get("hidden_size"), p.get("num_layers")) if isinstance(p, Mapping) else (None, None) for p in parts
@@ -216,13 +216,17 @@ def _widths(config: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 def hints(architecture: str) -> tuple[str, ...]:
-    """Return the ``hints`` of an architecture (:class:`Family`); () for an unknown architecture."""
+    """Return the texts with which an architecture selects the server's behaviour towards clients of its own
+    project (:attr:`Family.hints`); () for an unknown architecture.
+    """
     family = architectures().get(architecture)
     return family.hints.get(architecture, ()) if family else ()
 
 
 def plain(architecture: str) -> str:
-    """Return the letters and digits of a name, in lower case."""
+    """Return only the letters and digits of a name, in lower case, so that different spellings of the name
+    are equal.
+    """
     return "".join(letter for letter in architecture.lower() if letter.isalnum())
 
 

@@ -81,16 +81,17 @@ def p99_of(count: int) -> str:
 def stage_statistics(
     timings: Sequence[Timing], totals: Sequence[float], apart: Sequence[Timing] = ()
 ) -> dict[str, Any]:
-    """Return statistics of each stage, in the order in which the stages run.
+    """Return statistics of each stage of an inference (such as vision, prefix and solver), in the order in
+    which the stages run.
 
     Args:
         timings: Times of the runs.
         totals: Total times of the runs, in milliseconds.
-        apart: Times of further runs in which the stages were timed one by one. The result then contains ``graph``, the
-            time of all these stages together.
+        apart: Times of further runs in which the stages were timed one by one. The result then contains
+            ``graph``, the time of all these stages together.
 
     Returns:
-        Stage -> statistics in milliseconds. ``steps`` has one entry per solver step.
+        Stage -> statistics in milliseconds. ``steps`` has one entry for each solver step.
     """
     stages: dict[str, Any] = {"preprocess": summarize([t.preprocess_ms for t in timings])}
     if apart:
