@@ -1,11 +1,12 @@
-"""A LoRA adapter as a separate file: a bundle without the weights of its base, with the hash of its base.
+"""A LoRA adapter as a separate file: a bundle without the weights of its base policy, but with the hash of
+these weights.
 
     y = x W^T + (x A^T) B^T        MODULE.lora_a: float32 [r, inputs], MODULE.lora_b: float32 [outputs, r], scaled
 
-Names of modules are those of the base's bundle (Hu et al. 2021, "LoRA"). A weight that was trained as a whole has its
-own name and replaces the base's weight. The adapter has its own complete configuration, processing and statistics. It
-uses the base's tokenizer and contains its hash. ``sinew convert --no-merge`` writes such files. The name endings are
-those of llama.cpp's adapters.
+Names of modules are those of the base's bundle (Hu et al. 2021, "LoRA"). A weight that was trained as a whole
+has its own name and replaces the base's weight. The adapter has its own complete configuration, processing
+and statistics. The adapter uses the base's tokenizer, and its file contains the tokenizer's hash. ``sinew
+convert --no-merge`` writes such files. The name endings are those of llama.cpp's adapters.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from sinew.core import BundleError, PolicySpec, VectorSpec, did_you_mean
 LORA_A, LORA_B = ".lora_a", ".lora_b"
 MAX_NAME = 64  # a request may name an adapter with at most this many characters
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# Fields of a specification that an adapter may set freely.
+# Fields of the specification (inputs and outputs of a policy) that an adapter may set differently from its
+# base.
 _OWN = ("name", "default_prompt", "keys")
-# Fields that must be equal only if both the adapter and the base set them.
+# Fields of the specification that must be equal only if both the adapter and the base set them.
 _STATED = ("control_hz", "n_action_steps", "temporal_ensemble", "real_time_chunking", "embodiment", "motion")
 
 
@@ -109,10 +111,10 @@ def fitted(adapter: Bundle, base: Manifest) -> Manifest:
 
 
 def other_form(adapter: PolicySpec, base: PolicySpec) -> str:
-    """Return a message about the first difference of the adapter's inputs or outputs from the base's; "" if there is
-    none.
+    """Return a message about the first input or output of the adapter that differs from the base's; "" if all
+    are equal.
 
-    A robot that was set up for the base would not work with such an adapter.
+    A robot that was set up for the base would not work with an adapter that has other inputs or outputs.
     """
     for each in fields(PolicySpec):
         got, expected = getattr(adapter, each.name), getattr(base, each.name)

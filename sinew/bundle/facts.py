@@ -34,7 +34,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 
 
 def words(bundle: Bundle) -> dict[str, str]:
-    """Return a dict of facts about a bundle for people to read: topic -> a sentence."""
+    """Return facts about a bundle for people to read, as a dict: topic, such as "prompt" -> a sentence."""
     manifest, spec = bundle.manifest, bundle.manifest.spec
     recipe, source = manifest.processing, manifest.provenance
     image, prompt = recipe.image, recipe.prompt
@@ -169,5 +169,7 @@ def _success(record: Quantization) -> str:
 
 
 def _form(part: VectorPart) -> str:
-    """Return the form in which the model reads a part of a vector: "rotation", "sin_cos" or a normalisation mode."""
+    """Return the form in which the model reads a part of a state or action vector: "rotation", "sin_cos" or a
+    normalisation mode.
+    """
     return "rotation" if part.rotation else "sin_cos" if part.sin_cos else part.normalization.mode

@@ -107,7 +107,7 @@ class InUse:
 
 
 def watch(path: Path) -> InUse:
-    """Return an object that detects every change of a file after this call."""
+    """Open a file and return an object that detects every change of the file after this call."""
     with open_regular(path) as file:
         return InUse(path, file)
 
@@ -228,13 +228,13 @@ class _Cursor:
         self.position = 0
 
     def fail(self, message: str) -> NoReturn:
-        raise BundleError(f"{self.path}: {message}")
+        raise BundleError(f"{self.path}: {message}; copy or download the file again")
 
     def take(self, size: int, what: str) -> bytes:
         if size > len(self.view) - self.position:
             self.fail(
                 f"{what} needs {size} bytes at offset {self.position}, the file ends at {len(self.view)}"
-                " (is it truncated?); copy or download it again"
+                " (is it truncated?)"
             )
         start, self.position = self.position, self.position + size
         return bytes(self.view[start : self.position])

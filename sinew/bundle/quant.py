@@ -2,13 +2,16 @@
 
 | name | tensor of the bundle | scale |
 |---|---|---|
-| ``q8_0``, ``q4_0`` | the GGUF type of that name, [channels, k] | float16 for each 32 weights, inside |
-| ``int8`` | I8, [channels, k] | ``X.scale``, float32 [channels], for ``X.weight`` |
+| ``q8_0``, ``q4_0`` | the GGUF type of that name, [channels, k] | one float16 for each 32 weights, inside the tensor |
+| ``int8`` | I8, [channels, k] | a tensor ``X.scale``, float32 [channels], for ``X.weight`` |
 | ``ternary`` | I32, [channels, ceil(k / 64) * 4]: 16 weights in each word | ``X.scale``, float32 [1] or [channels] |
 
-GGUF's TQ2_0 needs rows of 256 weights and stores float16 scales. BitNet has one float32 scale for a whole matrix, which
-float16 would round. Ternary weights therefore have their own layout. Rows are padded to a multiple of 64 weights of 2
-bits. Byte j of 16 bytes contains the weights j, 16 + j, 32 + j and 48 + j, each plus one, lowest bits first.
+Here ``channels`` is the number of outputs of a linear layer, and ``k`` is the number of its inputs.
+
+GGUF's TQ2_0 needs rows of 256 weights and stores float16 scales. BitNet has one float32 scale for a whole
+matrix, which float16 would round. Ternary weights therefore have their own layout. Rows are padded to a
+multiple of 64 weights of 2 bits. Byte j of 16 bytes contains the weights j, 16 + j, 32 + j and 48 + j. Each
+weight is stored plus one, and the first of the four is in the lowest bits.
 """
 
 from __future__ import annotations
@@ -26,14 +29,15 @@ SCALE = ".scale"  # X.weight has its scales in the tensor X.scale
 
 @dataclass(frozen=True)
 class Format:
-    """One format of weights ``scale * (code - offset)``.
+    """A format in which a weight is stored as an integer code. The weight is ``scale * (code - offset)``.
 
     Attributes:
-        name: Name of the format in recipes.
+        name: Name of the format in quantisation recipes.
         type: Storage type of the tensor.
         number: Number by which the compiled kernels identify the format.
         offset: Number that is subtracted from a stored code before it is multiplied by the scale.
-        group: Weights in a row that share a scale; 0 if the scales are a separate tensor.
+        group: Number of neighbouring weights in a row that share a scale; 0 if the scales are a separate
+            tensor.
         bits: Bits per weight, including the scales inside the tensor.
     """
 
@@ -45,7 +49,7 @@ class Format:
     bits: float
 
     def row_bytes(self, k: int) -> int:
-        """Return the number of bytes of a row of k weights.
+        """Return the size in bytes of a stored row with k weights (the weights of one output channel).
 
         Raises:
             ValueError: k is not a multiple of ``group``.
@@ -101,7 +105,8 @@ def quantize(weights: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray | N
     if name == "int8":
         largest = np.abs(weights).max(axis=1, initial=0.0)
         scale = (largest / np.float32(LARGEST)).astype(np.float32)
-        # If all weights of a channel are almost zero, its scale would be a subnormal number. The channel becomes zeros.
+        # If all weights of a channel are almost zero, its scale would be a subnormal number, which is
+        # imprecise. So the weights of this channel become zeros.
         scale[scale < np.finfo(np.float32).tiny] = 1
         values = np.clip(np.rint(weights / scale[:, None]), -LARGEST, LARGEST).astype(np.int8)
         return values.view(np.uint8), scale

@@ -32,7 +32,9 @@ BLOCK = 1 << 22  # the file is hashed in blocks of this many bytes
 
 
 class Bundle:
-    """One policy in one file. Opening reads only the header. The system loads weights from the disk on first use."""
+    """One policy in one file. Opening the file reads only the header. The system loads weights from the disk
+    on first use.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -166,8 +168,8 @@ class Bundle:
         return released
 
     def copied(self, tensor: torch.Tensor) -> int:
-        """Let the operating system reclaim the mapped memory of a tensor that was copied, so that memory does not
-        contain both copies.
+        """Let the operating system reclaim the mapped memory of a tensor that was copied, so that memory does
+        not contain both the mapped tensor and its copy.
 
         Return the number of released bytes; 0 for a tensor outside the map.
         """

@@ -65,7 +65,7 @@ STATISTICS: dict[str, tuple[str, ...]] = {
     "quantile10": ("q10", "q90"),
     "identity": (),
 }
-# The modes whose statistics are a lower and an upper bound.
+# The modes of normalisation whose statistics are a lower and an upper bound.
 PAIRS = {mode: STATISTICS[mode] for mode in ("min_max", "quantiles", "quantile10")}
 
 
@@ -111,15 +111,17 @@ class Normalization:
 
 @dataclass(frozen=True)
 class VectorPart:
-    """Neighbouring dimensions of a vector that are normalised together, such as one group of joints.
+    """Neighbouring dimensions of a state or action vector that are normalised together, such as one group of
+    joints.
 
     Attributes:
         name: Name of the part; it may be empty.
         dim: Number of dimensions.
         normalization: How the part is normalised.
-        sin_cos: True if the model reads the sines and then the cosines of the values instead of normalised values.
-        rotation: True if the model reads the first two columns of a rotation matrix, six numbers, in place of a
-            rotation vector of three numbers.
+        sin_cos: True if the model reads the sines and then the cosines of the values instead of normalised
+            values.
+        rotation: True if the model reads the first two columns of a rotation matrix, six numbers, in place of
+            a rotation vector of three numbers.
     """
 
     name: MaybeWord
@@ -207,10 +209,10 @@ class Success:
     """The success rate of a quantised policy in simulation, compared with that of the unquantised policy.
 
     Attributes:
-        env: The environment.
+        env: The environment, which is a simulated task.
         episodes: Number of episodes.
-        wins: Episodes that the quantised policy won.
-        recorded_wins: Episodes that the unquantised policy won over the same seeds.
+        wins: Episodes in which the quantised policy solved the task.
+        recorded_wins: Episodes with the same seeds in which the unquantised policy solved the task.
     """
 
     env: str
@@ -286,7 +288,7 @@ Colour = Annotated[float, Must("a number from 0 to 255", lambda value: 0 <= valu
 
 
 def cells(text: str) -> bytes:
-    """Return the bytes of a thumbnail, from its base64 text.
+    """Decode the base64 text of a thumbnail (a tiny mean picture of a camera) to its bytes.
 
     Raises:
         ValueError: The text is not a thumbnail.
@@ -339,14 +341,18 @@ class SeenCamera:
     still: int = 0
 
     def problems(self) -> Iterator[str]:
-        """Yield an error if only one of thumbnail and spread is present."""
+        """Yield an error if the record has only a thumbnail or only its spread. Each of the two needs the
+        other.
+        """
         if bool(self.thumbnail) != bool(self.spread):
             yield f"{'thumbnail' if self.spread else 'spread'}: expected both thumbnail and spread, or neither, got ''"
 
 
 @dataclass(frozen=True)
 class SeenState:
-    """Statistics of the robot's state in training. Each field has one number per state dimension, in robot units."""
+    """Statistics of the robot's state in the training data. Each field has one number per state dimension, in
+    robot units.
+    """
 
     mean: tuple[Finite, ...]
     std: tuple[NotBelowZero, ...]
@@ -529,7 +535,10 @@ def problems(manifest: Manifest) -> Iterator[str]:
     yield from _processing_problems(spec, processing)
     for where, recipe, what in normalizations(processing):
         if what == "state" and recipe.rows:
-            yield f"{where}.rows: expected 0, because only chunks have statistics of each row, got {recipe.rows}"
+            yield (
+                f"{where}.rows: expected 0, because only actions have statistics for each step of a chunk, got"
+                f" {recipe.rows}"
+            )
         for problem in statistics_problems(recipe):
             yield f"{where}.{problem}"
     if manifest.seen is not None:
@@ -603,7 +612,10 @@ def _processing_problems(spec: PolicySpec, processing: Processing) -> Iterator[s
     if not 0 <= spec.states_read * state <= processing.padded_state_dim:
         yield f"spec.state does not fit processing.padded_state_dim {processing.padded_state_dim}, got {state}"
     if processing.padded_state_dim % spec.states_read:
-        yield f"processing.padded_state_dim: expected as much for each of spec.history {spec.states_read}"
+        yield (
+            f"processing.padded_state_dim: expected a multiple of the {spec.states_read} observation steps of"
+            f" spec.history, got {processing.padded_state_dim}"
+        )
     if not 1 <= action <= processing.padded_action_dim:
         yield f"spec.action does not fit processing.padded_action_dim {processing.padded_action_dim}, got {action}"
     for name, steps, parts, dim in (
@@ -612,20 +624,31 @@ def _processing_problems(spec: PolicySpec, processing: Processing) -> Iterator[s
     ):
         for step in steps:
             if step.reads and name == "state":
-                yield f"processing.state_steps: expected steps that read no state, got {step.kind}"
+                yield f"processing.state_steps: expected steps that do not read another state, got {step.kind}"
             if not all(0 <= d < dim for d in step.dims) or not all(0 <= d < state for d in step.reads):
-                yield f"processing: a step's dims are outside its vector, got those of {step.kind} in {name}_steps"
+                yield (
+                    f"processing.{name}_steps: expected dims inside the vector ({dim} numbers), got other dims in the"
+                    f" step {step.kind}"
+                )
         if parts and (total := sum(part.dim for part in parts)) != dim:
-            yield f"processing: the parts of a vector do not add up to it: {name}_parts: expected {dim}, got {total}"
+            yield (
+                f"processing.{name}_parts: expected parts with {dim} numbers in all, like spec.{name}, got {total}"
+            )
         for part in parts:
             if part.rotation and (part.dim != 3 or part.sin_cos):
-                yield f"processing: a rotation has 3 numbers, and no sines of them, got {part.dim} of {part.name}"
+                yield (
+                    "processing: expected a rotation part with 3 numbers and without sin_cos, got"
+                    f" {part.dim} numbers in {part.name}, sin_cos {part.sin_cos}"
+                )
     if not 0 <= processing.optional_cameras < len(spec.cameras):
-        yield f"processing.optional_cameras: expected fewer than the policy has, got {processing.optional_cameras}"
+        yield (
+            f"processing.optional_cameras: expected fewer than the policy's {len(spec.cameras)} cameras, got"
+            f" {processing.optional_cameras}"
+        )
     if len(image.cameras) not in (0, len(spec.cameras)):
-        yield f"processing.image.cameras: expected one for each camera, or none, got {len(image.cameras)}"
+        yield f"processing.image.cameras: expected one entry for each camera, or none, got {len(image.cameras)}"
     if len(image.sizes) not in (0, len(spec.cameras)):
-        yield f"processing.image.sizes: expected one for each camera, or none, got {len(image.sizes)}"
+        yield f"processing.image.sizes: expected one size for each camera, or none, got {len(image.sizes)}"
     # Each size may be plausible, while all views together need too much memory.
     if (read := (spec.views + processing.empty_cameras) * image.height * image.width) > MAX_PIXELS:
         yield f"processing.image: expected at most {MAX_PIXELS} pixels of all views, got {read}"
@@ -644,7 +667,10 @@ def seen_problems(seen: Seen, spec: PolicySpec) -> Iterator[str]:
 
 
 def normalizations(processing: Processing) -> Iterator[tuple[str, Normalization, str]]:
-    """Yield (name in the record, recipe, "state" or "action") for every normalisation that the policy uses."""
+    """Yield (name in the record, recipe, "state" or "action") for every normalisation that the policy uses.
+
+    The name is the field of :class:`Processing`, such as "processing.action".
+    """
     for what, whole, parts in (
         ("state", processing.state, processing.state_parts),
         ("action", processing.action, processing.action_parts),
@@ -697,7 +723,9 @@ def _motion_problem(spec: PolicySpec, motion: MotionSpec) -> str:
 
 
 def _moves(spec: PolicySpec, motion: MotionSpec) -> bool:
-    """Return True if a robot can follow the actions of a specification."""
+    """Return True if a robot can follow the actions of a specification with this motion (the reference of the
+    actions, such as absolute).
+    """
     if motion.kind == "absolute":
         return motion == MotionSpec("absolute") and spec.action.dim == spec.state.dim
     columns = ((motion.action, spec.action.dim), (motion.state, spec.state.dim))

@@ -48,10 +48,10 @@ def notes(spec: PolicySpec, processing: Processing) -> list[str]:
 
 
 def impossible(stats: Mapping[str, Any]) -> list[str]:
-    """Return the contradictions in a feature's statistics, such as a mean above the maximum.
+    """Return the contradictions in the statistics of a state or action, such as a mean above the maximum.
 
     Args:
-        stats: Statistic -> values, also statistics that the policy does not read.
+        stats: Name of a statistic -> values, also statistics that the policy does not read.
     """
     values = {name: np.ravel(np.asarray(each, np.float64)) for name, each in stats.items()}
     low, high = values.get("min"), values.get("max")
@@ -89,8 +89,9 @@ def _size(recipe: Normalization) -> int:
 
 
 def _ends(recipe: Normalization) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the values that the normalisation maps to -1, and those that it maps to 1; empty sequences if there are
-    none."""
+    """Return the values that the normalisation maps to -1, and the values that it maps to 1; empty sequences
+    if the normalisation has no such values.
+    """
     if recipe.mode == "mean_std":
         pairs = list(zip(recipe.stats.get("mean", ()), recipe.stats.get("std", ()), strict=False))
         return [mean - std for mean, std in pairs], [mean + std for mean, std in pairs]

@@ -17,10 +17,11 @@ NEWS = {
     3: "frames, prompts and vectors are lists of steps, and each step has only the fields of its kind",
 }
 
-# Format 1 stored the name of a model family for a decoder's norm and activation.
+# Format 1 of bundles stored the name of a model family in place of a decoder's norm and activation.
 DECODERS = {"llama": {}, "gemma": {"norm": "gemma_rms", "activation": "gelu_tanh"}}
 
-# Format 2 stored all fields in every step. This table lists the fields that each kind of step reads.
+# Format 2 of bundles stored all fields in every processing step. This table lists the fields that each kind
+# of step reads.
 IMAGE_STEPS = {
     "resize": ("height", "width", "method", "other_sizes"),
     "centre_crop": ("height", "width", "area"),
@@ -135,7 +136,7 @@ def _prompt(prompt: Any) -> Any:
     old = PROMPT_DEFAULTS | {key: value for key, value in prompt.items() if key in PROMPT_DEFAULTS}
     if any(type(old[key]) is not type(usual) for key, usual in PROMPT_DEFAULTS.items()):
         return prompt  # the decoder rejects the invalid fields by name
-    # Format 2 always applied the changes in this order.
+    # Format 2 of bundles always applied the changes of the text in this order.
     changes = ("clean", "strip", "lower", "words_only", "as_list")
     steps: list[dict[str, Any]] = [{"kind": kind} for kind in changes if old[kind]]
     places = {
@@ -170,7 +171,7 @@ def _vector_steps(steps: Any) -> Any:
 
 
 def _fields(step: Any, kinds: Mapping[str, tuple[str, ...]], defaults: Mapping[str, Any]) -> Any:
-    """Return a step of format 2 with only the fields that its kind reads.
+    """Return a processing step of format 2 with only the fields that its kind reads.
 
     Args:
         step: The step.

@@ -233,7 +233,7 @@ def test_a_bundle_has_statistics_of_all_its_cameras_or_of_none(checkpoint: Path)
     bundle = run(checkpoint)
     image = bundle.manifest.processing.image
     for wrong, message in (
-        (replace(image, cameras=image.cameras[:1]), "image.cameras: expected one for each camera"),
+        (replace(image, cameras=image.cameras[:1]), "image.cameras: expected one entry for each camera"),
         (
             replace(image, cameras=(replace(image.cameras[0], std=(1.0, 0.0, 1.0)),) * 2),
             r"image.cameras\[0\].std\[1\]: expected a finite number above 0, got 0",

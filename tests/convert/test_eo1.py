@@ -137,7 +137,7 @@ def test_sizes_of_views_are_checked(checkpoint: Path) -> None:
     manifest = run(checkpoint).manifest
     processing = manifest.processing
     for sizes, message in (
-        (((84, 112),), "processing.image.sizes: expected one for each camera, or none, got 1"),
+        (((84, 112),), "processing.image.sizes: expected one size for each camera, or none, got 1"),
         (((84, 112), (112, 140)), "sizes: expected at most 112x112, got 112x140"),
     ):
         wrong = replace(
