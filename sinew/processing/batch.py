@@ -44,7 +44,7 @@ class BatchKey(NamedTuple):
 
 
 def batch_key(prepared: Prepared) -> BatchKey:
-    """Return the properties that requests must share to be computed together with this one."""
+    """Return the properties that other requests must share with this request to be computed together with it."""
     continuation = prepared.continuation
     return BatchKey(
         prepared.steps,

@@ -1,5 +1,8 @@
-"""Prepare a new chunk that continues a running chunk: convert the running chunk's actions to model units, and
-compute the weight of each action."""
+"""Prepare a new chunk that continues the chunk that the robot is executing (the running chunk).
+
+The functions convert the running chunk's actions to model units, and compute how strongly each action
+constrains the new chunk.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,8 @@ def check_continuation(request: ContinuationRequest, spec: PolicySpec) -> None:
 def kind_of(request: ContinuationRequest, spec: PolicySpec) -> str:
     """Return the method by which the new chunk continues the actions in ``previous``.
 
-    The method is that of the request, else the one that the policy was trained for, else "guided".
+    The request may state the method. Otherwise it is the method that the policy was trained for, or "guided"
+    if the policy was trained for none.
     """
     return request.rtc or ("trained" if spec.committed_rows else "guided")
 
@@ -162,7 +166,7 @@ def _turned_back(actions: np.ndarray, steps: Sequence[VectorStep], state: np.nda
     for step in reversed(steps):
         if why := step.no_inverse:
             raise ObservationError(
-                "previous", "actions that can be turned back into the model's", f"a step {step.kind}: {why}"
+                "previous", "actions that Sinew can convert back to model units", f"a step {step.kind}: {why}"
             )
     # Actions that are relative to a state become relative to the state of the new observation.
     return turn_back(actions, steps, state)

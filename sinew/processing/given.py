@@ -17,7 +17,7 @@ from sinew.processing.arrays import numbers
 
 LEROBOT = "observation."
 PROMPT_KEYS = ("prompt", "task", "instruction")
-# Further columns of a LeRobot data set, which no policy reads.
+# Further columns of a row in a LeRobot data set. No policy reads these columns, so they are ignored.
 UNREAD = ("action", "timestamp", "frame_index", "episode_index", "index", "task_index")
 UNREAD_PREFIXES = ("next.", "complementary_info.")
 VECTORS = ("noise", "previous", "tokens")

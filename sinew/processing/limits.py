@@ -50,17 +50,18 @@ def ranges(normalizer: Normalizer | PartNormalizer | Angles | RotationPart) -> t
 def unit_sizes(
     normalizer: Normalizer | PartNormalizer, steps: Sequence[VectorStep], spec: PolicySpec
 ) -> list[float | None]:
-    """Return the change of each action, in robot units, if the model's output changes by one. Rounding errors of the
-    model are measured in these units.
+    """Return how much each action changes, in robot units, if the model's output changes by one.
+
+    Rounding errors of the model are measured in these units.
 
     Args:
         normalizer: Normaliser of the actions.
-        steps: Steps after the normaliser.
+        steps: Processing steps after the normaliser.
         spec: The policy's specification.
 
     Returns:
-        One number per action. None for an action that depends on several outputs. If the steps of a chunk have
-        different statistics, the number is the largest of all steps.
+        One number per action. None for an action that depends on several outputs. If the steps of a chunk
+        have different statistics, the number is the largest of all steps.
     """
     shape = (getattr(normalizer, "rows", 0) or 1, normalizer.width)
     with np.errstate(all="ignore"):  # a state of zeros may be an invalid pose, whose result is NaN

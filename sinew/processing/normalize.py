@@ -52,7 +52,9 @@ class Normalizer:
 
     @property
     def is_affine(self) -> bool:
-        """Return True if the inverse only multiplies each dimension by a number and adds a number (:meth:`affine`)."""
+        """Return True if the inverse of the normalisation only multiplies each dimension by a number and adds
+        a number (:meth:`affine`).
+        """
         return not self.clip and not self.rows and not self.snap
 
     def normalize(self, x: np.ndarray) -> np.ndarray:
@@ -83,7 +85,8 @@ class Normalizer:
         return (x + 1) / 2 * self._span(a, b) + a
 
     def affine(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (scale, offset), float64 [dim] each, for engines that compute the inverse themselves.
+        """Return the inverse of the normalisation as (scale, offset), float64 [dim] each, for engines that
+        compute it themselves.
 
         ``unnormalize(x)`` is ``x * scale + offset``, except for rounding.
         """

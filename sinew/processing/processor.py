@@ -56,7 +56,7 @@ class ModelInputs:
         return ModelInputs(pixels, mask, tokens, self.token_mask[None], self.state[None], self.frames)
 
     def alone(self) -> ModelInputs:
-        """Return the only observation of a batch.
+        """Return the inputs without the batch axis. The batch must contain only one observation.
 
         Raises:
             SinewError: The batch contains several observations.
@@ -121,7 +121,7 @@ class Prepared:
     scale: float
 
 
-# Smallest value of exponential noise, because policies divide by this noise.
+# Smallest value of exponential noise in a request. Policies divide by this noise, so it must not be zero.
 SMALLEST_DRAW = np.float32(1e-30)
 MOST_SHAPES = 64  # the cache has at most this many valid shapes, because clients choose the shapes
 
@@ -139,8 +139,9 @@ def turned_state(recipe: Processing, state: np.ndarray) -> np.ndarray:
 
 
 def turned_actions(recipe: Processing, actions: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-    """Convert actions [..., D] from the units of the statistics to robot units. ``state`` [D] is needed only by
-    steps that read the state."""
+    """Convert actions [..., D] from the units of the statistics to robot units. ``state`` [D] is needed only
+    by processing steps that read the state.
+    """
     return apply_steps(actions, recipe.action_steps, state)
 
 
@@ -327,7 +328,9 @@ class Processor:
 
     @property
     def _masked(self) -> bool:
-        """Return True if the model masks missing observation steps, False if copies of the oldest step replace them."""
+        """Return True if the model masks missing observation steps, and False if copies of the oldest step
+        replace missing steps.
+        """
         return self.spec.history_padding == "mask"
 
     def noise(self, observation: Observation) -> tuple[np.ndarray, int | None]:

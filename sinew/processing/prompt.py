@@ -16,7 +16,7 @@ from sinew.steps.tokenizer import decode, encode, open_tokenizer
 
 MAX_CHARACTERS = 1 << 16  # longer texts are rejected, because the tokenizer would need much time for them
 REMEMBERED = 64  # the tokens of this many texts are cached
-# Key: kind of prompt. Value: field of the observation that contains the text.
+# Key: kind of prompt. Value: field of the observation that contains the text of the prompt.
 FIELDS = {"prompt": "prompt", "subtask": "prompt", "question": "question"}
 # Key: kind of prompt. Value: (expected value, actual value) for the error message if its text is empty.
 ASKED = {
@@ -116,7 +116,7 @@ class Prompter:
             return self._ids(written, kind).copy()
         # Lone surrogates cannot be encoded as UTF-8, so no tokenizer accepts them.
         except (UnicodeEncodeError, TypeError):
-            raise ObservationError(name, "text that UTF-8 can carry", "lone surrogates") from None
+            raise ObservationError(name, "text that can be encoded as UTF-8", "lone surrogates") from None
         except ValueError as error:
             raise ObservationError(name, "text that the tokenizer accepts", str(error)) from None
 

@@ -19,7 +19,8 @@ from sinew.processing.arrays import KINDS, numbers
 from sinew.processing.limits import ranges
 from sinew.processing.processor import turned_actions, turned_state
 
-# A state is rejected at this distance from the centre of its range in training, in half widths of the range.
+# A state is rejected if its distance from the centre of its range in training exceeds this many half widths
+# of the range.
 STATE_MARGIN = 20.0
 WARN_MARGIN = 3.0  # the reply has a warning about the state at this distance, in half widths of the range
 ACTION_MARGIN = 10.0
@@ -98,7 +99,7 @@ class Safety:
         if distance[worst] > WARN_MARGIN:
             low = self._state_centre[worst] - self._state_half[worst]
             high = self._state_centre[worst] + self._state_half[worst]
-            got = f"{state[worst]:g}, {distance[worst]:.3g} times as far from their centre as their ends"
+            got = f"{state[worst]:g}, {distance[worst]:.3g} times as far from the centre of this range as its ends"
             name = f"state.{self._names[worst]}"
             if distance[worst] > self._state_margin:
                 raise ObservationError(
@@ -153,7 +154,7 @@ class Safety:
         return safety
 
     def widen(self) -> None:
-        """Replace the ranges of all steps of a chunk by the widest of them."""
+        """Replace the range of each step of a chunk by the widest range of all steps."""
         rows = self._spec.chunk_size
         self._action_low = self._action_low[:rows].min(axis=0)
         self._action_high = self._action_high[:rows].max(axis=0)
@@ -211,7 +212,9 @@ class Safety:
         return {"low": low, "high": high}
 
     def _state(self, observation: Observation) -> np.ndarray | None:
-        """Return the state in the units of the training data; None if it is not a valid state."""
+        """Return the state of an observation in the units of the training data; None if it is not a valid
+        state.
+        """
         state = _numbers(observation.state)
         if state is None or state.shape != (self._spec.state.dim,) or not np.isfinite(state).all():
             return None

@@ -346,7 +346,7 @@ def bad() -> list[Any]:
             (
                 "half a character",
                 {"question": "what is \ud800?"},
-                "question: expected text that UTF-8 can carry",
+                "question: expected text that can be encoded as UTF-8",
             ),
             (
                 "both",

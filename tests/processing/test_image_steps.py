@@ -230,7 +230,7 @@ def test_prompts_that_cannot_be_are_refused_by_name():
             "question: expected a question, such as 'what is in the gripper?', got an empty str",
         ),
         (asked.encode, "up up up up", "prompt: expected 1 to 3 tokens, got 4"),
-        (asked.encode, "\ud800", "prompt: expected text that UTF-8 can carry, got lone surrogates"),
+        (asked.encode, "\ud800", "prompt: expected text that can be encoded as UTF-8, got lone surrogates"),
         (
             asked.encode,
             "x" * (MAX_CHARACTERS + 1),

@@ -119,7 +119,7 @@ def test_margins_are_half_widths_from_the_centre(policy):
         for sign in (-1, 1):
             assert said(2.99, sign) == ()
             assert len(said(3.01, sign)) == len(said(margin - 0.01, sign)) == 1
-            words = r"state\..*: expected a number like those of the training data .* times as far from their centre"
+            words = r"state\..*: expected a number like those of the training data .* times as far from the centre"
             with pytest.raises(ObservationError, match=words):
                 said(margin + 0.01, sign)
 
