@@ -23,8 +23,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     B, Lq, H, D = q.shape
     Lk, Hkv = k.shape[1:3]
     G = H // Hkv
-    # Queries of one group share one key head. Moving the group into the query axis avoids a copy of the keys for each
-    # query.
+    # The queries of one group share one key head (grouped-query attention). Moving the group into the query
+    # axis avoids a copy of the keys for each query.
     q = q.float().view(B, Lq, Hkv, G, D).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Lq, D]
     q = q.reshape(B, Hkv, G * Lq, D)
     scores = q @ k.float().permute(0, 2, 3, 1) * D**-0.5  # [B, Hkv, G * Lq, Lk]
@@ -36,10 +36,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def key_mask(valid: Tensor, queries: int) -> Tensor:
-    """Return a mask with which every query attends to every valid key.
+    """Return an attention mask with which every query attends to every valid key.
 
-    The mask is one row of memory that is expanded to all queries. For self-attention the mask equals :func:`block_mask`
-    with a single block, except for padded queries, whose results are never read.
+    The mask has the memory of one row, which is expanded to all queries. For self-attention the mask equals
+    :func:`block_mask` with a single block, except for padded queries, whose results are never read.
 
     Args:
         valid: bool [B, L], False for padding.

@@ -43,15 +43,15 @@ class ClipLayer(MaskedLayer):
 
 @dataclass(frozen=True)
 class ClipTextConfig(BlockConfig):
-    """Sizes of the text encoder.
+    """Sizes of CLIP's text encoder.
 
     Attributes:
-        positions: Tokens of the longest text.
-        vocab_size: Rows of the token table.
+        positions: Number of tokens of the longest text.
+        vocab_size: Rows of the token table (the embedding of the vocabulary).
         out_size: Width of the text feature.
         out_bias: True if the last projection has a bias.
-        end_token: Id of the end token, at whose first occurrence the text feature is read. If the id is 0, the feature
-            is read at the last token before the padding.
+        end_token: Id of the end token, at whose first occurrence the text feature is read. If the id is 0,
+            the feature is read at the last token before the padding.
     """
 
     positions: int
@@ -62,7 +62,7 @@ class ClipTextConfig(BlockConfig):
 
 
 class ClipText(nn.Module):
-    """CLIP's text encoder."""
+    """CLIP's text encoder: token table, transformer blocks and last projection."""
 
     layers: Sequence[ClipLayer]
 

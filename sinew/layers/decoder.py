@@ -1,9 +1,9 @@
 """Decoder layers as in Llama and Gemma, split into two halves for models with an action expert.
 
-A VLA runs these layers in two ways. First they run over the prefix (views and prompt), and the keys and values of each
-layer are stored. Then they run over a few action tokens, which attend to the prefix. A layer therefore has two halves,
-``project`` before the attention and ``finish`` after the attention, and the model computes the attention between the
-halves.
+A VLA runs these layers in two ways. First they run over the prefix (views and prompt), and the keys and
+values of each layer are stored. Then they run over a few action tokens, which attend to these keys and
+values. A layer therefore has two halves: ``project`` before the attention, and ``finish`` after the
+attention. The model computes the attention between the two halves.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class DecoderConfig:
         head_dim: Width of a head.
         norm_eps: Epsilon of the norms.
         rope_theta: Base of the rotary frequencies.
-        norm: "rms" (Llama, Qwen), or "gemma_rms" with a stored weight that is added to 1.
+        norm: "rms" (Llama, Qwen), or "gemma_rms", whose factor is 1 plus the stored weight.
         activation: Activation of the gated MLP.
         qkv_bias: True if the projections to queries, keys and values have biases.
         qk_norm: True if queries and keys are normalised per head before the rotation (Qwen3).
-        sub_norms: True if the attention's result and the gated product are normalised before the last projection
-            (BitNet).
+        sub_norms: True if two more norms exist, each before a last projection: one on the attention's result,
+            one on the gated product of the MLP (BitNet).
         ternary: True if the linear layers have ternary weights.
     """
 
@@ -73,10 +73,10 @@ class DecoderConfig:
 
 
 class DecoderAttention(nn.Module):
-    """The projections and the attention of one layer.
+    """The projections and the attention of one decoder layer.
 
-    An engine may replace :meth:`heads` (the projections) and :meth:`attend`. The operations between these methods,
-    :meth:`rotate_query` and :meth:`rotate_key`, always belong to the model.
+    An engine may replace :meth:`heads` (the projections) and :meth:`attend`. The operations between these
+    methods, :meth:`rotate_query` and :meth:`rotate_key`, are always computed by the model.
 
     Args:
         config: Sizes of the decoder.
@@ -196,7 +196,7 @@ def decoder_norm(config: DecoderConfig) -> RMSNorm:
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer: attention and gated MLP, each after a norm."""
+    """A decoder layer: attention and gated MLP, each preceded by a norm."""
 
     def __init__(self, config: DecoderConfig, kv_input_size: int | None = None):
         super().__init__()
@@ -209,19 +209,21 @@ class DecoderLayer(nn.Module):
         return [FoldSite(self, "input_norm", (self.attn,)), FoldSite(self, "post_norm", (self.mlp,))]
 
     def project(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute rotated queries [B, L, H, D], rotated keys and plain values [B, L, Hkv, D] of hidden states x [B, L,
-        C].
+        """Compute the first half of the layer, before the attention: rotated queries [B, L, H, D], rotated
+        keys and plain values [B, L, Hkv, D] of hidden states x [B, L, C].
         """
         return self.attn.project(self.input_norm(x), rotate)
 
     def query(self, x: Tensor, rotate: Rotation) -> Tensor:
-        """Compute rotated queries [B, L, H, D] of x [B, L, C]. Cross-attention projects only queries in a solver
-        step.
+        """Compute only the rotated queries [B, L, H, D] of hidden states x [B, L, C]. Cross-attention needs
+        no new keys and values in a solver step.
         """
         return self.attn.rotate_query(self.attn.query(self.input_norm(x)), rotate)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Compute the layer's output [B, L, C] from its input x [B, L, C] and the attention's result [B, L, H * D]."""
+        """Compute the second half of the layer, after the attention: the output [B, L, C] from the layer's
+        input x [B, L, C] and the attention's result [B, L, H * D].
+        """
         x = x + self.attn.output(attended)
         return x + self.mlp(self.post_norm(x))
 
@@ -241,7 +243,9 @@ class DecoderLayer(nn.Module):
 
 
 class AdaptiveDecoderLayer(nn.Module):
-    """A decoder layer whose norms are modulated, and whose branches are gated, by a condition (pi0.5)."""
+    """A decoder layer of pi0.5. A condition, such as the solver's time, changes the scale and shift of its
+    norms and multiplies its residual branches.
+    """
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -251,8 +255,8 @@ class AdaptiveDecoderLayer(nn.Module):
         self.mlp = GatedMLP(config)
 
     def project(self, x: Tensor, rotate: Rotation, before: Modulation, after: Modulation):
-        """Project as :meth:`DecoderLayer.project` does. ``before`` and ``after`` are the modulations of this layer's
-        two norms.
+        """Compute the queries, keys and values, as :meth:`DecoderLayer.project` does. ``before`` and
+        ``after`` are the modulations (scale, shift and gate) of this layer's two norms.
         """
         return self.attn.project(self.input_norm(x, before), rotate)
 

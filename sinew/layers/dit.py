@@ -31,15 +31,16 @@ TIME_CHANNELS = 256  # channels of the sinusoids at the start of the time embedd
 
 @dataclass(frozen=True)
 class DiTConfig:
-    """Sizes of a stack of blocks.
+    """Sizes of a stack of transformer blocks.
 
     Attributes:
         num_layers: Number of blocks.
         num_heads: Number of attention heads.
         head_dim: Width of a head.
         output_size: Width of the output.
-        context_size: Width of the features that cross-attention reads.
-        is_cross: For each block, True if its attention reads the context, and False if it reads the block's own tokens.
+        context_size: Width of the features of the vision-language model, which cross-attention reads.
+        is_cross: For each block, True if its attention reads these features, and False if it reads the
+            block's own tokens.
     """
 
     num_layers: int
@@ -144,7 +145,7 @@ class GeluMLP(nn.Module):
 
 
 class SelfAttentionLayer(nn.Module):
-    """A block with plain norms and self-attention over one sequence."""
+    """A transformer block with plain norms, whose self-attention reads one sequence."""
 
     def __init__(self, size: int, num_heads: int, head_dim: int):
         super().__init__()
@@ -172,7 +173,9 @@ class SelfAttentionLayer(nn.Module):
 
 
 class DiTLayer(nn.Module):
-    """A block whose first norm is modulated by the time. ``dense(silu(time))`` is [scale, shift]."""
+    """A transformer block whose first norm gets its scale and shift from the embedded time.
+    ``dense(silu(time))`` is [scale, shift].
+    """
 
     def __init__(self, config: DiTConfig, is_cross: bool):
         super().__init__()
@@ -191,8 +194,9 @@ class DiTLayer(nn.Module):
 
         Args:
             x: [B, L, C].
-            modulation: [B, 2C], scale before shift.
-            kv: Keys and values of the context in a cross-attention block. None in a self-attention block.
+            modulation: [B, 2C], the scale of the first norm before its shift.
+            kv: Keys and values of the vision-language features in a cross-attention block. None in a
+                self-attention block.
             mask: bool [B, L, keys], True if the token may attend to the key.
 
         Returns:
@@ -227,14 +231,14 @@ class DiT(nn.Module):
         return self.proj.dtype
 
     def modulations(self, bucket: Tensor) -> Tensor:
-        """Compute the time's modulation of every norm.
+        """Compute the scale and shift of every norm from the time.
 
         Args:
             bucket: int64 [B], the time bucket.
 
         Returns:
-            [B, layers + 1, 2C]. The entry of a block has the scale before the shift. The last entry has the shift
-            first, as in GR00T's training code.
+            [B, layers + 1, 2C]. The entry of a block has the scale before the shift. The last entry has the
+            shift first, as in GR00T's training code.
         """
         time = self.time_out(F.silu(self.time_in(bucket_sinusoids(bucket))))
         condition = F.silu(time)
@@ -242,7 +246,9 @@ class DiT(nn.Module):
         return torch.stack([dense(condition) for dense in denses], dim=1)
 
     def context(self, features: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return keys and values of every cross-attention block, [B, K, H, D] each, from features [B, K, C']."""
+        """Return keys and values of every cross-attention block, [B, K, H, D] each, from features of the
+        vision-language model, [B, K, C'].
+        """
         return tuple(layer.attn.key_value(features) for layer in self.layers if layer.is_cross)
 
     def forward(

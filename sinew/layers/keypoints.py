@@ -14,9 +14,8 @@ from sinew.layers.resnet import ResNet, ResNetConfig
 
 
 class Keypoints(nn.Module):
-    """Computes the expected position of each of ``count`` features in a feature map (spatial softmax, Finn et al.
-
-    2016).
+    """Computes the expected position of each of ``count`` features in a feature map (spatial softmax, Finn et
+    al. 2016).
 
     Attributes:
         places: [rows * cols, 2], x and y of each position of the map, from -1 to 1.

@@ -1,10 +1,11 @@
 """A linear layer, and a table of rows (embedding).
 
-The store of a layer (``stores/store.py``) defines in which form its weight is in memory.
+Each layer has a store (``stores/store.py``). The store is the object that decides in which form the weight is
+in memory, for example as floats or as low-bit integers, and that multiplies by the weight.
 
-Published checkpoints mix precisions, for example a bfloat16 language model with float32 projections. The input of a
-layer may therefore have another dtype than its weight. Only a store casts between dtypes, so that models contain no
-casts.
+Published checkpoints mix precisions, for example a bfloat16 language model with float32 projections. The
+input of a layer may therefore have another dtype than its weight. Only a store casts between dtypes, so that
+models contain no casts.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 
 
 def not_linear(layer: nn.Module) -> str | None:
-    """Return the reason why an engine must not scale or join the stored ``weight`` of a layer.
+    """Return the reason why an engine must not scale or join the stored ``weight`` of a layer; None if the
+    engine may do so.
 
-    None if the engine may do so.
-
-    A rewrite is correct only for a layer that computes ``x W^T + b`` with its stored weight. A class declares this with
-    ``linear_in_weight = True`` in its own body. A subclass does not inherit the declaration, because a subclass that
-    quantises its weight during the product has another result for a scaled or joined weight.
+    Scaling or joining weights is correct only for a layer that computes ``x W^T + b`` with its stored weight.
+    A class declares this with ``linear_in_weight = True`` in its own body. A subclass does not inherit the
+    declaration, because a subclass that quantises its weight during the product has another result for a
+    scaled or joined weight.
     """
     if not vars(type(layer)).get("linear_in_weight", False):
         return f"{type(layer).__name__} is not linear in its weight"
@@ -48,9 +49,9 @@ def not_linear(layer: nn.Module) -> str | None:
 
 
 class _Stored(nn.Module):
-    """A module with a weight matrix.
+    """A module with a weight matrix, whose store (:class:`Store`) decides the form of the matrix in memory.
 
-    Its store defines the form of the matrix. Tensors that the store does not use are None.
+    Tensors that the store does not use are None.
 
     Attributes:
         weight: The matrix.
@@ -74,7 +75,9 @@ class _Stored(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the products and of the returned rows."""
+        """Return the dtype of the results: of the products of a linear layer, and of the rows that a table
+        returns.
+        """
         return self.store.dtype(self)
 
     def reset_parameters(self) -> None:
@@ -91,7 +94,8 @@ class _Stored(nn.Module):
 class Linear(_Stored, nn.Linear):
     """A linear layer whose store computes the product."""
 
-    # The layer computes a plain product with its weight, if its store does too (see not_linear).
+    # True means: the layer computes a plain product with its weight, if its store does so too (see
+    # not_linear).
     linear_in_weight = True
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any):
@@ -105,9 +109,10 @@ class Embedding(_Stored, nn.Embedding):
     """A table of rows. The caller passes integer indices, which no layer computes in low precision."""
 
     def rows(self, ids: tuple[int, ...]) -> Tensor:
-        """Return the rows with constant indices, [len(ids), C].
+        """Return the rows of the table with constant indices, [len(ids), C].
 
-        No index tensor is made, because it would be copied from the CPU to the GPU at each call.
+        The function takes a tuple instead of an index tensor, because such a tensor would be copied from the
+        CPU to the GPU at each call.
         """
         return self.store.take(self, ids)
 
@@ -134,7 +139,9 @@ def width_of(layer: nn.Module) -> int | None:
 
 
 def hold(layer: Linear | Embedding, store: Store) -> None:
-    """Set the store of ``layer`` and create the tensors that the store needs. The new tensors have no values yet."""
+    """Set the store of ``layer`` (the form of its weight in memory), and create the tensors that the store
+    needs. The new tensors have no values yet.
+    """
     layer.store = store
     for name, tensor in store.form(len(layer.weight), layer.weight.device).items():
         setattr(layer, name, nn.Parameter(tensor, requires_grad=False))

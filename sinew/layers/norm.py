@@ -40,7 +40,9 @@ class GemmaRMSNorm(RMSNorm):
 
 
 class Modulation(NamedTuple):
-    """Scale, shift and gate of an adaptive norm, each [B, 1, C]. With one time per action each is [B, H, C]."""
+    """Scale, shift and gate of an adaptive norm, each [B, 1, C]. If each action has its own time, each is [B,
+    H, C].
+    """
 
     scale: Tensor
     shift: Tensor
@@ -52,10 +54,12 @@ class Modulation(NamedTuple):
 
 
 class AdaRMSNorm(nn.Module):
-    """An RMS norm whose scale and shift come from a condition (in pi0.5 the solver's time) instead of a weight.
+    """An RMS norm whose scale and shift come from a condition (in pi0.5 the solver's time) instead of a
+    weight.
 
-    The condition also gives a gate for the residual branch after the norm. The modulation depends only on the
-    condition, so ``dense(condition)``, [B, 3C], is computed separately from the hidden states.
+    The condition also gives a gate, which multiplies the residual branch after the norm. The modulation
+    (scale, shift and gate) depends only on the condition. So ``dense(condition)``, [B, 3C], is computed
+    separately from the hidden states.
     """
 
     def __init__(self, size: int, eps: float):

@@ -1,4 +1,6 @@
-"""Encode camera views of different sizes. One array contains all views, each in the top left corner of its entry."""
+"""Encode camera views of different sizes. One array contains all views, each in the top left corner of its
+part of the array.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Qwen2.5-VL's vision tower: rotary positions, gated MLPs, and windowed attention in most blocks.
 
-Patches are in block order from the start: the four patches of a merged token are neighbours, and merged tokens are in
-row-major order. A window is a square of merged tokens, cut at the right and bottom edges of the picture. The reference
-sorts patches by window. This implementation uses a mask with the same result.
+Patches are in block order from the start: the four patches that are merged into one token are neighbours, and
+merged tokens are in row-major order. A window is a square of merged tokens, cut at the right and bottom edges
+of the picture. The reference implementation sorts patches by window. This implementation uses an attention
+mask with the same result.
 Source: transformers ``modeling_qwen2_5_vl.py`` (``Qwen2_5_VisionTransformerPretrainedModel``).
 """
 
@@ -29,13 +30,13 @@ ROPE_THETA = 10_000.0
 
 @dataclass(frozen=True)
 class Qwen25ViTConfig(BlockConfig):
-    """Sizes of the tower.
+    """Sizes of Qwen2.5-VL's vision tower.
 
     Attributes:
         patch_size: Side of a patch in pixels.
-        merge: Patches along a side of one token.
+        merge: Number of patches along a side of one token.
         temporal_patch: Number of copies of a still picture in a patch.
-        window: Tokens along a side of a window.
+        window: Number of tokens along a side of a window.
         whole: Indices of the blocks whose patches attend to the whole picture.
         output_size: Width of a token.
     """
@@ -86,7 +87,7 @@ class GatedViTMLP(nn.Module):
 
 
 class Qwen25Layer(nn.Module):
-    """A block of the tower: attention and gated MLP, each after a norm."""
+    """A block of the vision tower: attention and gated MLP, each preceded by a norm."""
 
     def __init__(self, config: Qwen25ViTConfig):
         super().__init__()

@@ -24,14 +24,14 @@ from sinew.layers.vit import ViTConfig, ViTLayer
 
 @dataclass(frozen=True)
 class QwenViTConfig:
-    """Sizes of the tower.
+    """Sizes of Qwen3-VL's vision tower.
 
     Attributes:
         blocks: Sizes of the transformer blocks.
         output_size: Width of a merged token.
-        merge: Patches along a side of one token.
+        merge: Number of patches along a side of one token.
         temporal_patch: Number of copies of a still image in a patch.
-        taps: Indices of the layers whose features are merged for the language model ("deepstack").
+        taps: Indices of the layers whose features are also passed to the language model ("deepstack").
         rope_theta: Base of the rotary frequencies.
     """
 
@@ -88,10 +88,11 @@ def grid_positions(rows: int, cols: int, merge: int, device: torch.device) -> Te
 def grid_rotation(
     rows: int, cols: int, merge: int, head_dim: int, theta: float, device: torch.device
 ) -> Rotation:
-    """Return the rotation of patches in block order.
+    """Return the rotary embedding of patches in block order (the patches of one merged token are neighbours).
 
-    Element i of the first half of a head and element i of the second half form a pair. Half of the pairs rotate with
-    the row of a patch, and the other half with its column. Tables are [1, rows * cols, 1, head_dim / 2].
+    Element i of the first half of a head and element i of the second half form a pair. Half of the pairs
+    rotate with the row of a patch, and the other half with its column. Tables are [1, rows * cols, 1,
+    head_dim / 2].
     """
     exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
     frequency = 1.0 / theta**exponent  # [head_dim / 4]
@@ -101,12 +102,12 @@ def grid_rotation(
 
 
 class PatchMerger(nn.Module):
-    """Merge four neighbouring patches into one token.
+    """Merges four neighbouring patches into one token.
 
     Args:
-        config: Sizes of the tower.
-        joined: True if the norm's statistics are over the four patches together, False if they are over each single
-            patch.
+        config: Sizes of the vision tower.
+        joined: True if the norm's statistics are over the four patches together, False if they are over each
+            single patch.
     """
 
     def __init__(self, config: QwenViTConfig, joined: bool):
@@ -146,7 +147,8 @@ class QwenViT(nn.Module):
         """Encode pixels [B, 3, height, width].
 
         Returns:
-            Merged tokens [B, tokens, (1 + taps) * output_size]. The tower's output comes first, then the taps in order.
+            Merged tokens [B, tokens, (1 + taps) * output_size]. The output of the last layer comes first. The
+            features of the layers in ``taps`` follow in order.
         """
         pixels = pixels.to(self.patch_embedding.weight.dtype)
         # The weight's input channels are ordered by colour, then by frame.
@@ -171,12 +173,12 @@ class QwenViT(nn.Module):
         return torch.cat([self.merger(x), *tap_features], dim=-1)
 
     def rotation(self, rows: int, cols: int) -> Rotation:
-        """Return the rotation of the patches of a view."""
+        """Return the rotary embedding of the patches of a view with this number of patch rows and columns."""
         config, device = self.config, self.position_embedding.weight.device
         return grid_rotation(rows, cols, config.merge, config.head_dim, config.rope_theta, device)
 
     def positions(self, rows: int, cols: int) -> Tensor:  # [rows * cols, C] in block order
-        """Return the position table resized bilinearly to the grid of patches, with aligned corners."""
+        """Resize the table of position embeddings bilinearly to the grid of patches, with aligned corners."""
         config, table = self.config, self.position_embedding.weight
         ids, weights = bilinear_rows(rows, cols, config.blocks.side)
         ids, weights = (
@@ -199,12 +201,13 @@ def embed_patches(
 
 
 def bilinear_rows(rows: int, cols: int, side: int) -> tuple[Tensor, Tensor]:
-    """Compute the bilinear interpolation of a side x side position table.
+    """Compute the bilinear interpolation of a side x side table of position embeddings.
 
-    Coordinates are float32 ``linspace``, as in the reference. The index is the truncated coordinate.
+    Coordinates are float32 ``linspace``, as in the reference implementation. The index is the truncated
+    coordinate.
 
     Returns:
-        The four table rows that each patch reads, int64 [rows * cols, 4], and their weights.
+        The four table rows that each patch reads, int64 [rows * cols, 4], and the weights of these rows.
     """
     lows, highs, parts = [], [], []
     for count in (rows, cols):

@@ -46,7 +46,7 @@ class ResNetConfig:
 
     @property
     def out_channels(self) -> int:
-        """Return the channels of the last feature map."""
+        """Return the number of channels of the last feature map."""
         return 8 * self.width
 
     @staticmethod

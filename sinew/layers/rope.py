@@ -9,10 +9,11 @@ from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """cos and sin of ``positions / theta^(2i/D)``, computed once per sequence in float32.
+    """The tables of a rotary position embedding: cos and sin of ``positions / theta^(2i/D)``, computed once
+    per sequence in float32.
 
-    Tables are [B, L, 1, D/2] and broadcast over heads. A table is [1, L, 1, D/2] if all sequences of a batch have the
-    same positions.
+    Tables are [B, L, 1, D/2] and broadcast over heads. A table is [1, L, 1, D/2] if all sequences of a batch
+    have the same positions.
     """
 
     cos: Tensor
@@ -26,7 +27,9 @@ class Rotation(NamedTuple):
         return cls(radians.cos()[..., None, :], radians.sin()[..., None, :])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate x [B, L, H, D]. The rotation is computed in float32, and the result has x's dtype."""
+        """Apply the rotation to queries or keys x [B, L, H, D]. The rotation is computed in float32, and the
+        result has x's dtype.
+        """
         a, b = x.float().chunk(2, dim=-1)
         return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], dim=-1).to(x.dtype)
 

@@ -70,7 +70,9 @@ class ViTConfig:
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """Sizes of a stack of transformer blocks over tokens that are not patches."""
+    """Sizes of a stack of transformer blocks whose tokens are not patches of a picture, such as the tokens of
+    a text.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -181,7 +183,7 @@ class LayerScale(nn.Module):
 
 
 class ViTLayer(nn.Module):
-    """A block of a vision transformer: attention and MLP, each after a norm."""
+    """A block of a vision transformer: attention and MLP, each preceded by a norm."""
 
     def __init__(self, config: ViTConfig):
         super().__init__()
@@ -196,7 +198,8 @@ class ViTLayer(nn.Module):
         return [FoldSite(self, "norm1", (self.attn,)), FoldSite(self, "norm2", (self.mlp,))]
 
     def forward(self, x: Tensor, rotate: Rotation | None = None) -> Tensor:  # [B, L, C]
-        # Pass ``rotate`` only if it is given, because an engine's own attention need not accept it.
+        # Pass ``rotate`` only if it is not None, because an engine's own attention need not accept this
+        # argument.
         turn = () if rotate is None else (rotate,)
         x = x + self.scale1(self.attn(self.norm1(x), *turn))
         return x + self.scale2(self.mlp(self.norm2(x)))
@@ -238,7 +241,8 @@ class VisionTransformer(nn.Module):
         Height and width are multiples of the patch size.
         """
         grid, pixels = self.config.grid(*pixels.shape[-2:]), pixels.to(self.patch_embedding.weight.dtype)
-        # Keep no local name for the patches, so that :meth:`encode` can free them before its first layer.
+        # Do not store the patches in a local variable, so that :meth:`encode` can free them before its first
+        # layer.
         return self.encode(self.patch_embedding(pixels).flatten(2).transpose(1, 2), *grid)
 
     def encode(self, x: Tensor, rows: int, cols: int) -> Tensor:

@@ -48,12 +48,17 @@ def on_meta(cls: Any, config: Any) -> Model:
 def mismatch(
     model: Model, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None
 ) -> str | None:
-    """Describe the differences between a set of tensors and the tensors of the model. None if they agree.
+    """Describe the differences between a set of tensors, such as those of a bundle, and the tensors of the
+    model.
 
     Args:
         model: The model.
-        shapes: Shape of each tensor, by name.
-        aliases: The name of a tensor that the user knows, by the model's name, if the two names differ.
+        shapes: Name of each tensor -> shape.
+        aliases: The model's name of a tensor -> the name that the user knows, for tensors whose two names
+            differ.
+
+    Returns:
+        The differences as text; None if the tensors are equal.
     """
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     names = aliases or {}

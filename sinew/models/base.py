@@ -1,21 +1,28 @@
 """The interface between models and engines.
 
-An engine calls four functions of a model and reads a few properties. No engine contains code for a single family:
+An engine (a program that executes a model) calls four functions of a model and reads a few properties. No
+engine contains code for a single family:
 
     image_tokens = model.embed_images(pixels)                                     # once per observation
     context = model.read(image_tokens, camera_mask, tokens, token_mask, state)    # once per observation
     time_embedding = model.embed_time(t)                                          # once per solver step
     output = model.act(x, time_embedding, context)                                # once per solver step
 
-The bundle's solver (:class:`sinew.models.solvers.Solver`) defines the meaning of an output and the number of steps.
+The context is everything that the action head needs to know about the observation, for example the keys and
+values that the language model computed. The bundle's solver (:class:`sinew.models.solvers.Solver`) defines
+the meaning of an output and the number of steps.
 
-An :class:`AutoregressiveModel` has no solver. The model generates tokens, and the bundle defines the meaning of each
-token (:class:`sinew.steps.action_tokens.base.ActionTokens`). Two functions replace ``embed_time`` and ``act``:
+An :class:`AutoregressiveModel` has no solver. The model generates tokens, and the bundle defines the meaning
+of each token (:class:`sinew.steps.action_tokens.base.ActionTokens`). Two functions replace ``embed_time`` and
+``act``:
 
     spoken = model.first(context)            # once per observation: the first token
     spoken = model.next(spoken, context)     # once per further token, up to the end token
 
-A model whose bundle contains its language head (``has_lm_head``) also generates text from the same prefix:
+Here ``spoken`` is the model's state after the tokens so far.
+
+A model whose bundle contains its language head (``has_lm_head``) also generates text from the same prefix
+(image tokens, prompt and state):
 
     text = model.begin_text(image_tokens, camera_mask, tokens, token_mask, state)   # replaces read
     text = model.continue_text(text, tokens)                                        # once per token
@@ -36,13 +43,14 @@ from sinew.layers.fold_sites import FoldSite
 from sinew.models.solvers import FLOW, SINGLE, Solver, solve
 from sinew.steps.action_tokens.base import ActionTokens
 
-# Each model has its own named tuple of tensors. A field is None if the model has no such tensor.
+# The context is the part of an observation's results that the head reads. Each model has its own named tuple
+# of tensors for it. A field is None if the model has no such tensor.
 Context = Any
 
 
 class TextState(NamedTuple):
-    """A prompt that the language model has read, followed by the text generated so far. P is the number of tokens of
-    both.
+    """The state of a language model that generates text: the prompt and the text generated so far. P is the
+    number of tokens of prompt and text together.
 
     Attributes:
         kv: Keys and values of each layer, [B, P, Hkv, D].
@@ -91,12 +99,14 @@ class Model(nn.Module):
 
     @property
     def noise_shape(self) -> tuple[int, int]:
-        """Shape [H, A] of the noise that the solver starts from, and of the chunk that the solver returns."""
+        """Shape [H, A] of the noise that the solver starts from: H actions of A numbers. The chunk that the
+        solver returns has the same shape.
+        """
         return (self.config.chunk_size, self.config.max_action_dim)
 
     @property
     def state_size(self) -> int:
-        """Width S of the padded state."""
+        """Width S of the robot's state after padding."""
         return self.config.max_state_dim
 
     @property
@@ -113,8 +123,8 @@ class Model(nn.Module):
 
     @property
     def frames(self) -> tuple[tuple[int, int], ...]:
-        """Return height and width in pixels of each view if the weights fix these sizes. Empty if all views have one
-        size.
+        """Return height and width in pixels of each view if the weights fix these sizes. Empty if all views
+        have the same size.
         """
         return ()
 
@@ -130,8 +140,9 @@ class Model(nn.Module):
     def moments(self) -> tuple[int, int] | None:
         """Return the longest observation history that the model accepts, as (T, V), or None.
 
-        (T, V) means that an observation has one to T time steps with V views each, so the number of views is a multiple
-        of V. None means that the model has no history, or that the history always has its full length.
+        (T, V) means that an observation contains one to T observation steps with V views each. The number of
+        views is therefore a multiple of V. None means that the model reads no history, or that the history
+        always has its full length.
         """
         return None
 
@@ -142,18 +153,19 @@ class Model(nn.Module):
 
     @property
     def grid(self) -> tuple[int, int] | None:
-        """Return rows and columns of the patches of a view if the bundle fixes the grid. None if any size is
-        accepted.
+        """Return the rows and columns of the grid of patches into which a view is divided, if the bundle
+        fixes them. None if any frame size is accepted.
         """
         return None
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of the patches of a view. Height and width are in pixels."""
+        """Return the rows and columns of the grid of patches for a view with this height and width in pixels."""
         return self.config.vision.grid(height, width)  # type: ignore[no-any-return]
 
     @property
     def prefix_depth(self) -> int | None:
-        """Number of first layers of ``self.language`` whose keys and values the head reads.
+        """Number of layers of ``self.language``, counted from the first, whose keys and values the head
+        reads.
 
         None if the head reads other tensors.
         """
@@ -168,15 +180,15 @@ class Model(nn.Module):
 
     @property
     def head_reads_state(self) -> bool:
-        """Return True if each solver step reads the state directly, so that :meth:`renew` does not need a new
-        prefix.
+        """Return True if each solver step reads the robot's state directly. :meth:`renew` then replaces the
+        state without running the language model again.
         """
         return False
 
     @property
     def has_lm_head(self) -> bool:
-        """Return True if the bundle contains the language model's head, so that :meth:`read_text` can compute a
-        token.
+        """Return True if the bundle contains the language model's head (its output layer), so that
+        :meth:`read_text` can compute the scores of a token.
         """
         return False
 
@@ -206,7 +218,12 @@ class Model(nn.Module):
     def begin_text(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> TextState:
-        """Read a prompt as :meth:`read` does, before any text is generated. The arguments are those of :meth:`read`."""
+        """Run the language model over the prompt, before any text is generated. The arguments are those of
+        :meth:`read`.
+
+        Returns:
+            The state from which :meth:`continue_text` generates the text.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} cannot generate text, because it has no language head"
         )
@@ -232,8 +249,10 @@ class Model(nn.Module):
         )
 
     def renew(self, context: Context, state: Tensor) -> Context:
-        """Return the context with a newer state, float32 [B, S]. The context is unchanged if the state is in the
-        prefix.
+        """Return the context with a newer state of the robot, float32 [B, S].
+
+        The context stays unchanged if the state is a part of the language model's input, because a newer
+        state would then require a new run of the language model.
         """
         return context
 
@@ -243,11 +262,15 @@ class Model(nn.Module):
         return cls.components.get(name.partition(".")[0], "head")
 
     def fold_sites(self) -> list[FoldSite]:
-        """Return the norms whose output another block reads, as :class:`sinew.layers.fold_sites.FoldSite`."""
+        """Return the norms whose weights an engine can multiply into the linear layers after them, each as a
+        :class:`sinew.layers.fold_sites.FoldSite`.
+        """
         return []
 
     def cache(self, context: Context) -> Any:
-        """Return the part of ``context`` that each solver step reads. Reports call this part the cache."""
+        """Return the part of ``context`` that each solver step reads, such as keys and values. Reports call
+        this part the cache and state its size.
+        """
         return context
 
     @abstractmethod
@@ -268,10 +291,12 @@ class Model(nn.Module):
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> Context:
-        """Compute everything that is needed once per observation.
+        """Compute everything that is needed once per observation. In most models, this function runs the
+        language model over image tokens, prompt and state.
 
-        Engines pad the prompt on the side that the bundle's prompt recipe names. A view or token whose mask is False
-        must therefore not change the result. Shapes may depend on the shapes of the arguments, never on their values.
+        Engines pad the prompt on the side that the bundle's prompt recipe names. A view or token whose mask
+        is False must therefore not change the result. Shapes may depend on the shapes of the arguments, never
+        on their values.
 
         Args:
             image_tokens: [B, V, tokens, C].
@@ -281,7 +306,7 @@ class Model(nn.Module):
             state: float32 [B, S], normalised and padded.
 
         Returns:
-            The context: a named tuple of tensors.
+            The context (the results that the action head reads), a named tuple of tensors.
         """
 
     @abstractmethod
@@ -300,7 +325,7 @@ class Model(nn.Module):
 
     @abstractmethod
     def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
-        """Run the head once. The solver defines the meaning of the output.
+        """Run the action head once. The solver defines the meaning of the output, for example a velocity.
 
         Args:
             x: float32 [B, H, A], the noisy chunk.
@@ -324,12 +349,12 @@ class Model(nn.Module):
     ) -> Iterator[Tensor]:
         """Yield the time embedding of each solver step, [1, ...].
 
-        It is computed only when the caller asks for the next one.
+        A time embedding is computed only when the caller requests the next one.
 
         Args:
             steps: Number of solver steps.
-            committed: bool [B, H], True for the actions of the action prefix, whose time is the solver's end. The time
-                embeddings are then [B, ...].
+            committed: bool [B, H], True for the actions of the action prefix, whose time is the solver's end.
+                The time embeddings are then [B, ...].
             device: Device of the model. None searches the weights for the device, which takes a millisecond.
         """
         device = device or self.device
@@ -347,9 +372,9 @@ class Model(nn.Module):
         return steps
 
     def run_head(self, x: Tensor, steps: int, time_embeddings: Iterable[Tensor], context: Context) -> None:
-        """Run the head once, as in the first of ``steps`` solver steps.
+        """Run the head once, as in the first of ``steps`` solver steps, without a result.
 
-        Reports use this run to measure its cost and time.
+        Reports call this function to measure the cost and the time of the head.
         """
         first = self.solver.steps(steps)[:1], islice(time_embeddings, 1)
         solve(lambda x, time_embedding: self.act(x, time_embedding, context), x, *first)
@@ -371,22 +396,24 @@ class Regression(Model):
         """Return the actions, float32 [B, H, A], in model units."""
 
 
-# Named tuple of tensors and tuples of tensors. The field ``token``, int64 [B], is the newest token.
+# The state of an autoregressive model after the tokens so far: a named tuple of tensors and tuples of
+# tensors. The field ``token``, int64 [B], is the newest token.
 Spoken = Any
 
 
 class AutoregressiveModel(Model):
     """A model whose head generates the chunk token by token (autoregressive).
 
-    The engine runs the loop over :meth:`next`. The engine ends the loop at the end token, may cancel the loop between
-    two tokens, and may export :meth:`next` as a graph. The type Spoken is the state after the tokens so far. The state
-    contains the newest token, and keys and values with space for the longest sequence, so that the shapes stay
-    constant. :meth:`next` returns a new state and leaves its argument unchanged. All members of a batch generate the
-    same number of tokens.
+    The engine calls :meth:`next` in a loop. The loop ends at the end token, and it can be cancelled between
+    two tokens. An engine may also export :meth:`next` as a graph. The type Spoken is the state after the
+    tokens so far. This state contains the newest token. It also contains keys and values with space for the
+    longest sequence, so that the shapes stay constant. :meth:`next` returns a new state and leaves its
+    argument unchanged. All members of a batch generate the same number of tokens.
 
     Attributes:
-        choose: A function that chooses the next token, int64 [B], from the scores [B, 1, vocabulary]. The default is
-            the token with the highest score. An exploration samples instead (:mod:`sinew_eval.learning.exploration`).
+        choose: A function that chooses the next token, int64 [B], from the scores [B, 1, vocabulary]. The
+            default is the token with the highest score. Training by exploration samples a token instead
+            (:mod:`sinew_eval.learning.exploration`).
     """
 
     solver = SINGLE
@@ -395,18 +422,27 @@ class AutoregressiveModel(Model):
     @property
     @abstractmethod
     def action_tokens(self) -> ActionTokens:
-        """The longest sequence, the end token and the meaning of each token."""
+        """The meaning of the action tokens: the length of the longest sequence, the end token, and the number
+        that each token encodes.
+        """
 
     @abstractmethod
     def first(self, context: Context) -> Spoken:
-        """Generate the first token of the sequence. Return the state after this token.
+        """Generate the first token of the sequence.
 
-        The shapes of the state depend only on the shapes of the context.
+        The shapes of the result depend only on the shapes of the context.
+
+        Returns:
+            The model's state after this token.
         """
 
     @abstractmethod
     def next(self, spoken: Spoken, context: Context) -> Spoken:
-        """Generate one more token. Return the new state, which has the same shapes as the old state."""
+        """Generate one more token.
+
+        Returns:
+            The model's state after this token. The shapes are those of the old state.
+        """
 
     @property
     def chooses_tokens(self) -> bool:

@@ -30,10 +30,11 @@ LMHead = Literal["", "own", "tied"]
 
 @dataclass(frozen=True)
 class FlowConfig:
-    """Fields that the configurations of all models with an action expert share. Sizes are in tokens and dimensions.
+    """Fields that the configurations of all models with an action expert share. Sizes are in tokens and
+    dimensions.
 
     Attributes:
-        vocab_size: Rows of the token table.
+        vocab_size: Rows of the token table (the embedding of the vocabulary).
         chunk_size: Actions in a chunk.
         max_state_dim: Width of the padded state.
         max_action_dim: Width of a padded action.
@@ -58,15 +59,16 @@ class FlowConfig:
 
 
 class Prefix(NamedTuple):
-    """The part of an observation that the expert reads.
+    """The results of the language model for an observation (image tokens, prompt and state) that the expert
+    reads.
 
     Attributes:
         kv: Keys and values of each expert layer, [B, P, Hkv, D], in the form that the layer reads.
         valid: bool [B, P], False for padding.
-        length: int64 [B], number of valid prefix tokens, which is also the position of the first token after the
-            prefix.
-        state: float32 [B, 1, C], the state's token, for experts that read the state next to the actions (pi0, and
-            SmolVLA with ``state_in_head``). None for the other experts.
+        length: int64 [B], number of valid prefix tokens, which is also the position of the first token after
+            the prefix.
+        state: float32 [B, 1, C], the state's token, for experts that read the state next to the actions (pi0,
+            and SmolVLA with ``state_in_head``). None for the other experts.
     """
 
     kv: tuple[KeyValue, ...]
@@ -76,7 +78,8 @@ class Prefix(NamedTuple):
 
 
 class ExpertContext(NamedTuple):
-    """The context of a solver step: the prefix, and the positions and masks of the expert's own tokens.
+    """The inputs that are the same in all solver steps: the keys and values of the observation, and the
+    positions and masks of the expert's own tokens.
 
     Attributes:
         kv: Keys and values of each expert layer, [B, P, Hkv, D].
@@ -96,8 +99,8 @@ class ExpertModel(Model):
 
     The expert's layers read the keys and values of the language model.
 
-    :meth:`connect` calls the connector on the tower's features only, so that an engine can write patches of raw frames
-    into the tower itself.
+    :meth:`connect` runs the connector alone, on features of the vision tower. An engine can therefore compute
+    the tower itself, for example with patches that it cuts from the raw frames.
     """
 
     float32_modules: ClassVar[tuple[str, ...]] = (
@@ -121,7 +124,8 @@ class ExpertModel(Model):
 
     def fold_sites(self) -> list[FoldSite]:
         sites = [FoldSite(self.vision, "norm", (self.get_submodule("connector"),))]
-        if isinstance(self.expert.norm, RMSNorm):  # An adaptive norm has no weight to fold.
+        # An adaptive norm has no weight that could be multiplied into the next layer.
+        if isinstance(self.expert.norm, RMSNorm):
             sites.append(FoldSite(self.expert, "norm", (self.action_out_proj,)))
         return sites
 
@@ -154,11 +158,12 @@ class ExpertModel(Model):
     def embed_prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Embed the prefix. The arguments are those of :meth:`read`.
+        """Embed the prefix, which consists of image tokens, prompt and state. The arguments are those of
+        :meth:`read`.
 
         Returns:
-            Embeddings [B, P, C], and ``valid`` and ``opens_block``, bool [B, P]. A token with ``opens_block`` comes
-            after the instruction, and the instruction does not attend to this token.
+            Embeddings [B, P, C], and ``valid`` and ``opens_block``, bool [B, P]. A token with ``opens_block``
+            comes after the instruction, and the instruction does not attend to this token.
         """
 
     def prefix_mask(self, valid: Tensor, opens_block: Tensor) -> Tensor:
@@ -178,7 +183,11 @@ class ExpertModel(Model):
     def prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> Prefix:
-        """Run the language model over the observation. The arguments are those of :meth:`read`."""
+        """Run the language model over the observation. The arguments are those of :meth:`read`.
+
+        Returns:
+            The keys, values and masks that the expert reads.
+        """
         x, valid, opens_block = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)
         positions = valid.long().cumsum(dim=1) - 1
         _, cache = self.language(x, positions, self.prefix_mask(valid, opens_block))
@@ -186,7 +195,9 @@ class ExpertModel(Model):
 
     @abstractmethod
     def context(self, prefix: Prefix) -> ExpertContext:
-        """Return the context of the solver steps: the prefix, and rotations and masks for the expert's tokens."""
+        """Compute the inputs that all solver steps share: the prefix (results of the language model), and the
+        rotary positions and masks of the expert's tokens.
+        """
 
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
@@ -206,10 +217,17 @@ class ExpertModel(Model):
         state: Tensor,
         text: Tensor,
     ) -> tuple[ExpertContext, Tensor]:
-        """Run the language model once over the observation and the text after the observation.
+        """Run the language model once over the observation and the text that follows it.
 
-        The first token of the text has the position after the instruction, and the text is causal. Source: Ma et al.
-        2025, section 6, "special attention matrix".
+        The first token of the text has the position after the instruction, and the text is causal. Source: Ma
+        et al. 2025, section 6, "special attention matrix".
+
+        Args:
+            image_tokens, camera_mask, tokens, token_mask, state: As for :meth:`read`.
+            text: int64 [B, N], the tokens generated so far.
+
+        Returns:
+            The inputs of the solver steps, and the logits [B, vocabulary] of the token after ``text``.
         """
         x, valid, opens_block = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)
         (B, P), N = valid.shape, text.shape[1]
@@ -262,11 +280,11 @@ class ExpertModel(Model):
         return self.language.embed_tokens.logits(h) if self.config.lm_head == "tied" else self.lm_head(h)
 
     def velocity(self, x: Tensor, t: Tensor, prefix: Prefix) -> Tensor:
-        """Run one solver step, for training and tests.
+        """Compute the velocity of one solver step directly, for training and tests.
 
         Args:
             x: float32 [B, H, A], the noisy chunk.
-            t: [B] or [B, H].
+            t: [B] or [B, H], the solver's time.
             prefix: Result of :meth:`prefix`.
 
         Returns:
@@ -312,7 +330,8 @@ def _instruction(valid: Tensor, opens_block: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def per_row(time_embedding: Tensor) -> Tensor:
-    """Return the time embedding as [B, H, C], or as [B, 1, C] if all actions have the same time.
+    """Return the time embedding with an axis for the actions: [B, H, C], or [B, 1, C] if all actions have the
+    same time.
 
     Args:
         time_embedding: [B, H, C] or [B, C].

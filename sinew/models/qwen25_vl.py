@@ -1,9 +1,10 @@
-"""Qwen2.5-VL as the base of EO-1 and Wall-X, whose own layers denoise the actions.
+"""Qwen2.5-VL as the language model of EO-1 and Wall-X. Its own layers also denoise the actions.
 
-The language model reads views, state and instruction once, causally. In each solver step its layers run over one token
-per action of the chunk, and these tokens attend to the prefix. Rotary positions have three axes. A text token advances
-all three axes, and the tokens of a view are on a grid. Views may have different sizes. They are stored in arrays of one
-size, with each picture in the top left corner.
+The language model reads views, state and instruction once, causally. In each solver step, the same layers run
+over one token per action of the chunk. These tokens attend to the views, the state and the instruction.
+Rotary positions have three axes. A text token advances all three axes, and the tokens of a view are on a
+grid. Views may have different sizes. They are stored in arrays of one size, with each picture in the top left
+corner.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ ROW, COLUMN, BEFORE, BEHIND = range(4)  # indices of the four columns in the tab
 
 @dataclass(frozen=True)
 class Qwen25VLConfig:
-    """Sizes that EO-1 and Wall-X both have.
+    """The part of the configuration that EO-1 and Wall-X have in common.
 
     Attributes:
         vision: Configuration of the vision tower.
         language: Configuration of the language model.
-        vocab_size: Rows of the token table.
+        vocab_size: Rows of the token table (the embedding of the vocabulary).
         chunk_size: Actions in a chunk.
         max_state_dim: Width of the padded state.
         max_action_dim: Width of a padded action.
@@ -83,10 +84,10 @@ class Qwen25VLConfig:
 
 
 class ChunkContext(NamedTuple):
-    """The results of the prefix that the head reads.
+    """The results of the language model for an observation, which each solver step reads.
 
     Attributes:
-        kv: Keys and values of the prefix for each layer, [B, P, Hkv, D].
+        kv: Keys and values of views, state and instruction for each layer, [B, P, Hkv, D].
         rotation: Rotary positions of the chunk's tokens.
         mask: bool [B, H, P + H], True if the action's token attends to the key.
     """
@@ -97,7 +98,9 @@ class ChunkContext(NamedTuple):
 
 
 class Qwen25VL(Model):
-    """The part that EO-1 and Wall-X share: the input of the language model, its positions, and the prefix."""
+    """The part of the model that EO-1 and Wall-X have in common: the input of the language model, its
+    positions, and its run over the observation.
+    """
 
     config: Any
     times_per_row = True
@@ -150,7 +153,8 @@ class Qwen25VL(Model):
             pixels: [B, V, 3, height, width].
 
         Returns:
-            [B, V, N, C] with N the most tokens of a view. A smaller view is padded with zeros.
+            [B, V, N, C], where N is the largest number of tokens of a view. The tokens of a smaller view are
+            followed by zeros.
         """
         return embed_own_sizes(self.vision, pixels, self.config.frames)
 
@@ -220,14 +224,15 @@ class Qwen25VL(Model):
 
 
 def image_places(grids: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
-    """Compute the table of image tokens that the bundle stores as the buffer ``image_places``.
+    """Compute the table that states the position of each image token. The bundle stores the table as the
+    buffer ``image_places``.
 
     Args:
         grids: Rows and columns of the tokens of each view.
 
     Returns:
-        Four numbers for each image token: its row, its column, the number of positions before its view, and the number
-        of positions up to the end of its view.
+        Four numbers for each image token: its row, its column, the number of positions before its view, and
+            the number of positions up to the end of its view.
     """
     places, before = [], 0
     for rows, cols in grids:

@@ -22,21 +22,22 @@ __all__ = ["FLOW", "MOST_EARLIER", "SINGLE", "Guidance", "NoiseLevels", "Solver"
 
 
 class Guidance(Protocol):
-    """A function that steers the solver: at each step, it computes the output that replaces ``act(x)``.
+    """A function that steers the solver: at each step, it computes the output that replaces the head's output
+    ``act(x)``.
 
-    ``act`` is the head at this step, with its time embedding and context already bound. So ``torch.func.vjp(act, x)``
-    is the vector-Jacobian product that real-time chunking needs. An engine with a guidance runs without inference mode,
-    because autograd rejects tensors from inference mode.
+    ``act`` is the head at this step, with its time embedding and context already bound. So
+    ``torch.func.vjp(act, x)`` is the vector-Jacobian product that real-time chunking needs. An engine with a
+    guidance runs without inference mode, because autograd rejects tensors from inference mode.
 
     A guidance may have these optional attributes:
 
     Attributes:
-        jacobian: False if the guidance does not differentiate ``act``. Otherwise the engine passes a context that
-            autograd accepts.
-        committed: bool [B, H], True for the actions whose time is the solver's end from the first step on. The engine
-            then passes one time per action to the head.
-        rows: int [n], the batch rows of ``x`` for which the guidance calls ``act``, as ``act(x[rows])``. The context
-            and ``committed`` then have n rows.
+        jacobian: False if the guidance does not differentiate ``act``. Otherwise the engine passes a context
+            that autograd accepts.
+        committed: bool [B, H], True for the actions whose time is the solver's end from the first step on.
+            The engine then passes one time per action to the head.
+        rows: int [n], the batch rows of ``x`` for which the guidance calls ``act``, as ``act(x[rows])``. The
+            context and ``committed`` then have n rows.
     """
 
     def __call__(self, act: Callable[[Any], Any], x: Any, step: Step) -> Any: ...

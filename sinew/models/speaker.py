@@ -1,4 +1,6 @@
-"""An autoregressive model whose action tokens go through the same decoder as the prompt (OpenVLA, pi0-FAST)."""
+"""An autoregressive model that generates action tokens with the same decoder that reads the prompt (OpenVLA,
+pi0-FAST).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from sinew.models.base import AutoregressiveModel
 
 
 class ReadPrompt(NamedTuple):
-    """The results of reading a prompt, which the generation of tokens needs.
+    """The decoder's results for the prompt, which the generation of each token needs.
 
     Attributes:
         kv: Keys and values of each layer, [B, P, Hkv, D].
@@ -31,11 +33,12 @@ class ReadPrompt(NamedTuple):
 
 
 class DecodedTokens(NamedTuple):
-    """The tokens generated so far.
+    """The state of the decoder after the tokens generated so far.
 
     Attributes:
         token: int64 [B], the newest token.
-        before: int64 [1], the number of generated tokens before the newest one. These tokens have keys and values.
+        before: int64 [1], the number of generated tokens before the newest one. Keys and values exist for
+            these tokens.
         kv: Keys and values of each layer, [B, T, Hkv, D]. Only the first ``before`` of the T rows are filled.
     """
 
@@ -45,7 +48,7 @@ class DecodedTokens(NamedTuple):
 
 
 class DecoderSpeaker(AutoregressiveModel):
-    """A model that generates, one after another, the tokens with the highest scores.
+    """A model that generates action tokens one after another. Each token is the one with the highest score.
 
     Each token attends to the prompt and to the tokens before it.
     """

@@ -1,6 +1,6 @@
 """Open a tokenizer from an untrusted file.
 
-Its work has limits, and a crash (panic) of its Rust code becomes an error.
+The work of the tokenizer is limited, and a crash (panic) of its Rust code becomes a Python error.
 """
 
 from __future__ import annotations

@@ -1,1 +1,3 @@
-"""The forms in which a weight matrix can be in memory. Each form is one class (``sinew/layers/stores/store.py``)."""
+"""The forms in which a weight matrix can be in memory. Each form is a class, called a store
+(``sinew/layers/stores/store.py``).
+"""

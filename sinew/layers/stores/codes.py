@@ -1,4 +1,5 @@
-"""The classes (stores) that keep low-bit weights in memory in the formats of ``sinew/bundle/quant.py``.
+"""The stores (classes for the form of a weight in memory) of low-bit weights, in the formats of
+``sinew/bundle/quant.py``.
 
 The matrix products of ``lowbit.py`` read the weights in their stored form.
 """
@@ -26,16 +27,16 @@ from sinew.layers.stores.store import Held, Store, Tensors
 
 @dataclass(frozen=True)
 class Codes(Store):
-    """Low-bit weights whose products are integer products: each row of activations is rounded to int8. Results are
-    float32.
+    """A store of low-bit weights. A product rounds each row of activations to int8 and multiplies integers.
+    Its result is float32.
 
-    Engines must not scale or join such weights, because their codes would change.
+    Engines must not scale or join such weights, because the stored integers (codes) would change.
 
     Attributes:
         name: Name of the format.
-        width: Length of a row in weights.
+        width: Number of weights in a row.
         scales: Number of float32 scales in a separate tensor. 0 if the rows contain their scales.
-        smallest: Lower bound of the largest activation of a row, which avoids a division by zero.
+        smallest: Lower bound for the largest activation of a row, which avoids a division by zero.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Codes(Store):
 
     @property
     def order(self) -> str:
-        """The name of the layout of the codes, as the operator expects it."""
+        """The name of the memory layout of the integer weights, as the operator of the product expects it."""
         return self.name
 
     def size(self, held: Held) -> tuple[int, int]:
@@ -83,7 +84,9 @@ class Codes(Store):
 
 @dataclass(frozen=True)
 class Panels(Codes):
-    """A store of int8 weights in the kernels' memory layout, so that no product has to convert the layout."""
+    """A store of int8 weights in the memory layout that the compiled kernels read, so that no product has to
+    convert the layout.
+    """
 
     @property
     def order(self) -> str:
@@ -121,34 +124,33 @@ class Bf16Panels(Panels):
 
 @dataclass(frozen=True)
 class Ternary(Codes):
-    """BitNet's ternary weights, for which the low-bit product is the architecture's own arithmetic and not an
-    approximation.
+    """A store of BitNet's ternary weights (-1, 0 and 1). BitNet itself defines the low-bit product, so the
+    product is not an approximation.
     """
 
     smallest: ClassVar[float] = 1e-5
 
 
 def codes(kind: str, width: int, scales: int = 0) -> Codes:
-    """Return the store of weights in the format ``kind``.
+    """Return the store of low-bit weights in the format ``kind``.
 
     Args:
         kind: Name of the format.
-        width: Length of a row in weights.
+        width: Number of weights in a row.
         scales: Number of float32 scales in a separate tensor.
     """
     return (Ternary if kind == "ternary" else Codes)(kind, width, scales)
 
 
 def codes_of(layer: nn.Module | None) -> Codes | None:
-    """Return the store of a layer with low-bit weights. None for any other layer."""
+    """Return the store of a layer with low-bit weights; None for any other layer."""
     store = getattr(layer, "store", None)
     return store if isinstance(store, Codes) else None
 
 
 def apart(layers: Sequence[nn.Module]) -> str | None:
-    """Return the reason why several layers with the same input cannot use one rounded copy of this input.
-
-    None if they can.
+    """Return the reason why several layers with the same input cannot share one copy of this input that is
+    rounded to int8; None if they can.
     """
     stores = [codes_of(layer) for layer in layers]
     if None in stores:

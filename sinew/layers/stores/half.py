@@ -1,8 +1,9 @@
-"""Weights that stay in half precision while the arithmetic is float32.
+"""A store of weights that stay in half precision while the arithmetic is float32.
 
-This store is for CPUs without half-precision products, where float32 is several times faster, and for policies whose
-float32 weights do not fit in memory. A block of rows is converted to float32 just before its product, which is exact.
-So only one converted block exists at a time, and the weights stay in the memory map of the file.
+The store is for CPUs without half-precision products, where float32 is several times faster, and for policies
+whose float32 weights do not fit in memory. A block of rows is converted to float32 just before its product,
+which is exact. So only one converted block exists at a time, and the weights stay in the memory map of the
+file.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from sinew.layers.stores.plain import Plain
 from sinew.layers.stores.store import Held
 
 DTYPES = (torch.bfloat16, torch.float16)
-# Number of weights in a block. A block of 4 MiB in float32 stays in the last-level cache between its conversion and
-# its product.
+# A block has this number of weights. In float32 it has 4 MiB, which stay in the last-level cache between the
+# conversion and the product.
 BLOCK = 1 << 20
-# Smallest number of rows in a block, because each product packs all of x again.
+# A block has at least this number of rows, because each product packs all of x again.
 ROWS = 256
 _scratch = threading.local()
 
@@ -39,7 +40,7 @@ class Half(Plain):
 
     def product(self, held: Held, x: Tensor, bias: Tensor | None = None) -> Tensor:
         bias = None if bias is None else bias.float()
-        if x.device.type != "cpu":  # the meta device computes only shapes
+        if x.device.type != "cpu":  # On the meta device, only shapes are computed.
             return F.linear(x.float(), held.weight.float(), bias)
         rows = x.float().reshape(-1, x.shape[-1])
         if torch.is_grad_enabled() and rows.requires_grad:
@@ -91,7 +92,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _buffer(size: int) -> Tensor:
-    """Return float32 memory of at least ``size`` numbers that belongs to the current thread."""
+    """Return a float32 buffer for at least ``size`` numbers. Each thread has its own buffer and reuses it."""
     buffer = getattr(_scratch, "tensor", None)
     if buffer is None or buffer.numel() < size:
         # Leave inference mode, because a tensor from inference mode could not be written outside of it later.

@@ -19,7 +19,7 @@ from sinew.layers.stores.store import Held, Store
 
 
 class Factored(NamedTuple):
-    """The tensors of a weight matrix with a LoRA adapter, for code that has no module."""
+    """The tensors of a weight matrix with a LoRA adapter, for code that has these tensors without a module."""
 
     weight: Tensor
     scale: Tensor | None
@@ -29,7 +29,8 @@ class Factored(NamedTuple):
 
 @dataclass(frozen=True)
 class LowRank(Store):
-    """A weight [rows, width] in another store, plus the factors of a LoRA adapter.
+    """A store for a weight [rows, width] with a LoRA adapter: another store has the weight, and two more
+    tensors are the factors of the adapter.
 
     Engines must not scale or join such a weight, because the factors would have to change too.
 

@@ -33,20 +33,21 @@ PANELS = "int8-panels"  # int8 in the order of lay_out, for kernels that read th
 BF16_PANELS = "bf16-panels"  # bfloat16 in the order of lay_out
 BF16_TILES = "bf16-tiles"  # the layout of BF16_PANELS; products are added in another order
 HALVES = (BF16_TILES, BF16_PANELS)  # summation orders of bfloat16, the faster one first
-# Number of channels in a panel, and number of values of k that are adjacent in a panel.
+# The number of output channels in a panel, and the number of neighbouring values of k in a panel. k is the
+# number of inputs.
 CHANNELS, TOGETHER = 16, 4
 TILE = 32  # values of k in one tile of bfloat16
-LARGEST = 127  # largest int8 activation
-TINY = 1e-30  # lower bound of the largest activation of a row
+LARGEST = 127  # An int8 activation is at most this number.
+TINY = 1e-30  # The largest activation of a row counts as at least this number.
 
 
 def codes(weight: Tensor, name: str, k: int) -> Tensor:
-    """Unpack the low-bit integers (codes) of stored rows.
+    """Unpack the stored rows of a weight to low-bit integers (codes).
 
     Args:
         weight: uint8 [N, bytes].
         name: Name of the format.
-        k: Length of a row in weights.
+        k: Number of weights in a row.
 
     Returns:
         The codes minus the format's offset, int8 [N, k].
@@ -72,7 +73,9 @@ def codes(weight: Tensor, name: str, k: int) -> Tensor:
 
 
 def lies_in_panels(rows: int, k: int) -> bool:
-    """Return True if int8 weights [rows, k] can be divided into panels."""
+    """Return True if int8 weights [rows, k] can be divided into panels, the blocks of 16 output channels that
+    the kernels read.
+    """
     return rows % CHANNELS == 0 and k % 8 == 0
 
 
@@ -93,7 +96,7 @@ def lay_out(weight: Tensor) -> Tensor:
 
 
 def _turned(units: Tensor, height: int) -> Tensor:
-    """Transpose blocks of ``height`` rows of 32-bit units [N, M].
+    """Transpose each block of ``height`` rows of 32-bit numbers [N, M].
 
     A second call with a height of M / 16 reverses the first call.
     """
@@ -106,7 +109,7 @@ def lay_out_into(weight: Tensor, panels: Tensor) -> None:
 
 
 def laid_back(weight: Tensor) -> Tensor:
-    """Return the stored rows of int8 weights from the result of :func:`lay_out`."""
+    """Convert int8 weights from the memory layout of the kernels (:func:`lay_out`) back to plain rows."""
     return _laid_back(weight ^ 0x80)
 
 
@@ -121,12 +124,12 @@ def group_scales(weight: Tensor, k: int) -> Tensor:
 
 
 def scales_of(weight: Tensor, scale: Tensor | None, k: int) -> Tensor:
-    """Return the scales as float32 [N, groups].
+    """Return the scales of a low-bit weight as float32 [N, groups].
 
     Args:
         weight: Stored rows, uint8 [N, bytes].
         scale: float32 [N] or [1]. None reads the scales from the rows.
-        k: Length of a row in weights.
+        k: Number of weights in a row.
     """
     if scale is None:
         return group_scales(weight, k)
@@ -207,7 +210,7 @@ def reference(
 
 
 def _in_pairs(x: Tensor, weights: Tensor) -> Tensor:
-    """Compute x times the transposed weights, and add the products in the order of :data:`BF16_PANELS`.
+    """Multiply x by the transposed weights, and add the products in the order of :data:`BF16_PANELS`.
 
     Each sum is computed in float64, which has enough bits for a correct rounding to float32.
 
@@ -227,7 +230,9 @@ def _in_pairs(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def _in_tiles(x: Tensor, weights: Tensor) -> Tensor:
-    """Compute the result of :func:`_in_pairs`, but add the products in the order of :data:`BF16_TILES`."""
+    """Multiply x by the transposed weights, as :func:`_in_pairs` does, but add the products in the order of
+    :data:`BF16_TILES`.
+    """
     x, weights = _normal(_normal(x).bfloat16().double()), _normal(weights).double()
     y = torch.zeros(len(x), len(weights))
     for first in range(0, x.shape[1], TILE):
@@ -251,7 +256,9 @@ def reference_all(
     name: str,
     smallest: float,
 ) -> list[Tensor]:
-    """Compute :func:`reference` for several layers with the same input x. Each list has one entry per layer."""
+    """Compute the low-bit product (:func:`reference`) for several layers with the same input x. Each list has
+    one entry per layer.
+    """
     layers = zip(weights, scales, biases, strict=True)
     return [reference(x, weight, scale, bias, name, smallest) for weight, scale, bias in layers]
 
@@ -260,16 +267,19 @@ LayOut = Callable[[Tensor, Tensor], None]
 MultiplyAll = Callable[
     [Tensor, Sequence[Tensor], "Sequence[Tensor | None]", "Sequence[Tensor | None]", str, float], list[Tensor]
 ]
-_on_cpu: list[MultiplyAll] = [reference_all]  # the implementation that the operators use on CPUs
+# The entry is the implementation of the low-bit product that the operators use on CPUs.
+_on_cpu: list[MultiplyAll] = [reference_all]
 
 
 def installed() -> MultiplyAll:
-    """Return the implementation that the operators use on CPUs."""
+    """Return the implementation of the low-bit product that the operators use on CPUs."""
     return _on_cpu[0]
 
 
 def install(multiply_all: MultiplyAll) -> None:
-    """Make the operators use ``multiply_all`` on CPUs. It must equal :func:`reference_all` in every bit."""
+    """Make the operators use ``multiply_all`` for low-bit products on CPUs. Every bit of its result must
+    equal that of :func:`reference_all`.
+    """
     _on_cpu[:] = [multiply_all]
 
 
@@ -308,7 +318,7 @@ torch.library.register_fake("sinew::lowbit_linears", _shapes, lib=_LIBRARY)
 def lowbit_linear(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, name: str, smallest: float = TINY
 ) -> Tensor:
-    """Compute a low-bit product with one PyTorch operator, so that exporters and tracers see one node.
+    """Compute a low-bit product as one PyTorch operator, so that exporters and tracers record one node.
 
     The gradient for x is that of the product with the stored weights, as if x had not been rounded.
 
@@ -318,14 +328,15 @@ def lowbit_linear(
         scale: float32 [N] or [1]. None if the rows contain their scales.
         bias: float32 [N].
         name: Name of the format.
-        smallest: Lower bound of the largest activation of a row.
+        smallest: Lower bound for the largest activation of a row.
 
     Returns:
         float32 [..., N].
     """
     flat = x.reshape(-1, x.shape[-1])
     y = torch.ops.sinew.lowbit_linear(flat, weight, scale, bias, name, smallest)
-    if x.requires_grad:  # the gradient of the stored weights, as if x had not been rounded
+    # The gradient is that of a product with the stored weights, as if x had not been rounded.
+    if x.requires_grad:
         wide = flat @ dequantize(weight, scale, name, x.shape[-1]).T
         y = wide + (y - wide).detach()
     return y.view(*x.shape[:-1], weight.shape[0])

@@ -1,4 +1,4 @@
-"""Floating-point weights, whose products use the weights as they are."""
+"""The store of floating-point weights that are multiplied as they are, without a conversion."""
 
 from __future__ import annotations
 

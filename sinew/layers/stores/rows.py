@@ -1,7 +1,8 @@
-"""Tables that stay in the memory map of the bundle's file, so that only the rows that a request reads are converted.
+"""A store for tables of tokens that stay in the memory map of the bundle's file. Only the rows that a request
+reads are converted.
 
-A table of 128,264 rows of 2,560 numbers takes 1.3 GB in float32, and a prompt reads about fifty of its rows. A row that
-is converted alone has the same bits as a row of a table that is converted completely.
+A table of 128,264 rows of 2,560 numbers takes 1.3 GB in float32, and a prompt reads about fifty of its rows.
+A row that is converted alone has the same bits as a row of a table that is converted completely.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ BLOCK = 1024
 
 @dataclass(frozen=True)
 class Rows(Store):
-    """A store that wraps another store of a table.
-
-    Selected rows are converted to one dtype, and copied to one device.
+    """A store that wraps the store of a table. Only selected rows are converted to one dtype and copied to
+    one device.
 
     Attributes:
         stored: The store of the table.
@@ -70,5 +70,7 @@ class Rows(Store):
         return None
 
     def _given(self, rows: Tensor) -> Tensor:
-        """Convert stored rows to the dtype and device of the model. Rows on the meta device stay on it."""
+        """Convert selected rows to the dtype of the model and copy them to its device. Rows on the meta
+        device, which only has shapes, stay on it.
+        """
         return rows.to(device=rows.device if rows.is_meta else self.device, dtype=self.of)

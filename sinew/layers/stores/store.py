@@ -1,9 +1,11 @@
-"""The storage of a weight matrix, and the two operations that a model needs: a product, and the selection of rows.
+"""The form of a weight matrix in memory (its store), and the two operations that a model needs: a product,
+and the selection of rows.
 
 A module (``Linear`` or ``Embedding`` in ``linear.py``) owns the tensors, with the bundle's names, and has one
-:class:`Store` that interprets the tensors. A store has no tensors. It is a small record whose methods take the module.
-So modules may be copied, joined, folded and assigned, and only ``layer.store`` changes, never the class of a module.
-Each way of storing has one class in ``stores/``:
+:class:`Store` that interprets the tensors. A store itself contains no tensors. It is a small record whose
+methods take the module. So modules may be copied, joined and assigned. Such a change replaces only
+``layer.store``, never the class of a module.
+Each form has one class in ``stores/``:
 
 | class | ``kind`` | tensors | arithmetic |
 |---|---|---|---|
@@ -15,8 +17,8 @@ Each way of storing has one class in ``stores/``:
 | ``rows.Rows`` | of the wrapped store | of the wrapped store, maybe on another device | of the rows' dtype |
 | ``low_rank.LowRank`` | of the wrapped store | as wrapped, and ``lora_a``, ``lora_b`` | as wrapped, and float32 |
 
-``sinew/engine/loading.py`` chooses the store of each weight. An architecture that requires the arithmetic of one store
-(BitNet) sets this store when it creates the layer.
+``sinew/engine/loading.py`` chooses the store of each weight. An architecture that requires the arithmetic of
+one store (BitNet) sets this store when it creates the layer.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from torch import Tensor
 
 
 class Held(Protocol):
-    """The owner of the tensors of a matrix: a module or :class:`Tensors`."""
+    """The owner of the tensors of a weight matrix: a module, or a :class:`Tensors`."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -38,19 +40,20 @@ class Held(Protocol):
 
 
 class Tensors(NamedTuple):
-    """The tensors of a matrix outside of a module."""
+    """The tensors of a weight matrix that does not belong to a module."""
 
     weight: Tensor
     scale: Tensor | None = None
 
 
 class Store:
-    """One way to store a matrix W [rows, width].
+    """One form of a weight matrix W [rows, width] in memory, for example floats or low-bit integers.
 
     Attributes:
-        joins: True if products are linear in the stored ``weight``. An engine may then scale its columns, or join its
-            rows with the rows of another weight.
-        coded: True if the tensor ``weight`` contains bytes that encode the weights. False if it contains floats.
+        joins: True if products are linear in the stored ``weight``. An engine may then scale its columns, or
+            join its rows with the rows of another weight.
+        coded: True if the tensor ``weight`` contains bytes that encode the weights. False if it contains
+            floats.
     """
 
     joins: ClassVar[bool] = False
@@ -67,7 +70,7 @@ class Store:
         return rows, width
 
     def dtype(self, held: Held) -> torch.dtype:
-        """Return the dtype of the products and of the returned rows."""
+        """Return the dtype of the results: of products, and of selected rows."""
         return torch.float32
 
     @abstractmethod
@@ -86,7 +89,7 @@ class Store:
 
     @abstractmethod
     def widened(self, held: Held) -> Tensor:
-        """Return W as float32 [rows, width]."""
+        """Return the weight matrix W converted to float32 [rows, width]."""
 
     def form(self, rows: int, device: torch.device) -> dict[str, Tensor]:
         """Create the tensors that the store needs, by name, without values.
@@ -96,9 +99,8 @@ class Store:
         return {}
 
     def precision(self, part: str, dtype: str) -> str | None:
-        """Return the precision in which the model computes with a tensor, for reports.
-
-        None if no computation uses it.
+        """Return the precision in which the model computes with one of the store's tensors, for reports; None
+        if no computation uses the tensor.
 
         Args:
             part: Name of the tensor.

@@ -69,15 +69,18 @@ class ActionTokens(Tagged):
         token: Callable[[State], np.ndarray],
         after_token: Callable[[np.ndarray], None],
     ) -> np.ndarray:
-        """Generate tokens until each of the B sequences has ended, or has ``most`` tokens. Return int64 [B, n].
+        """Generate tokens until each of the B sequences has ended, or has ``most`` tokens.
 
-        When a sequence has ended and others continue, its further tokens have no meaning.
+        If a sequence has ended and others continue, its further tokens have no meaning.
 
         Args:
             state: The model's state after the first token.
             more: Generates one more token for all sequences.
             token: Returns the newest token, int64 [B].
             after_token: Called with each token, for timing and cancellation.
+
+        Returns:
+            The generated tokens, int64 [B, n].
         """
         tokens = [token(state)]
         ended = tokens[0] == self.end

@@ -17,7 +17,8 @@ Array = TypeVar("Array")  # a tensor or an array of integers
 
 @dataclass(frozen=True)
 class BinTokens(ActionTokens):
-    """Tokens that are bins of [-1, 1]. A sequence has one token for each number of the chunk, action by action.
+    """Action tokens that are bins of [-1, 1]. A sequence has one token for each number of the chunk, action
+    by action.
 
     The token ``below - 1`` is the lowest bin, and each smaller token id is the next higher bin.
 

@@ -22,18 +22,19 @@ LONGEST = 8 << 20  # largest accepted length of a tokenizer in characters; the p
 
 @dataclass(frozen=True)
 class FastTokens(ActionTokens):
-    """FAST tokens: decoded to text, each character is one coefficient of the chunk's cosine transform along time.
+    """Action tokens of FAST. Decoded to text, each character is one coefficient of the chunk's cosine
+    transform along time.
 
-    The rules are LeRobot's: extra characters are cut, and missing characters are zeros. Ids after the tokenizer's last
-    id are ignored. If an id is before its first id, the whole chunk is zeros, which un-normalisation converts to the
-    mean action.
+    The rules are LeRobot's: extra characters are cut, and missing characters are zeros. Ids after the
+    tokenizer's last id are ignored. If a sequence contains an id before the tokenizer's first id, the whole
+    chunk is zeros. The inverse of the normalisation then gives the mean action.
 
     Attributes:
         most: Number of tokens of the longest sequence.
         end: The token that ends a sequence.
         rows: Number of actions of a chunk.
         dims: Number of values of an action.
-        zero: The language model's id of FAST's token 0. Its other tokens have lower ids.
+        zero: The language model's id of FAST's token 0. FAST's other tokens have lower ids.
         tokenizer: FAST's own tokenizer, a whole ``tokenizer.json``.
         least: The coefficient that the character with code 0 means. The next code means the next integer.
         scale: The number by which the integers are divided to get the coefficients.

@@ -32,17 +32,21 @@ class ImageStep(Tagged):
 
     @property
     def on_host(self) -> str:
-        """Return the reason why recipes with this step run in numpy on the CPU, or "" if a GPU can compute it."""
+        """Return the reason why numpy must compute recipes with this step on the CPU; "" if a GPU can compute
+        the step.
+        """
         return "Sinew computes its library's order of sums and roundings in numpy only"
 
     @property
     def fixed(self) -> tuple[int, int] | None:
-        """Return the height and width of every resulting frame, or None if they depend on the frame's size."""
+        """Return the height and width of every frame after the step; None if they depend on the size before
+        the step.
+        """
         return None
 
     @property
     def only(self) -> tuple[int, int] | None:
-        """Return the height and width that a frame must have for this step, or None if any size is accepted."""
+        """Return the only height and width of frames that the step accepts; None if it accepts any size."""
         return None
 
     def size(self, height: int, width: int) -> tuple[int, int]:
@@ -50,11 +54,11 @@ class ImageStep(Tagged):
         return self.fixed or (height, width)
 
     def resized(self, height: int, width: int) -> tuple[int, int] | None:
-        """Return the height and width of the resized picture without bars, or None if the step does not resize."""
+        """Return the height and width of the resized picture without bars; None if the step does not resize."""
         return None
 
     def taken(self, frame: np.ndarray) -> np.ndarray:
-        """Return a frame in the form that the step accepts, uint8 or float32 [h, w, 3].
+        """Convert a frame to the form that the step accepts, uint8 or float32 [h, w, 3].
 
         If the step accepts only uint8, a float frame is converted to uint8.
         """
@@ -65,8 +69,7 @@ class ImageStep(Tagged):
         return frame
 
     def forward(self, frame: np.ndarray) -> np.ndarray:
-        """Return the frame after the step, [H, W, 3]. The frame before the step, [h, w, 3], must have the accepted
-        form."""
+        """Apply the step to a frame [h, w, 3] in the accepted form, and return the new frame [H, W, 3]."""
         raise NotImplementedError
 
 
@@ -158,12 +161,11 @@ class ImageRecipe:
         return height, width
 
     def enough(self, height: int, width: int) -> tuple[int, int]:
-        """Return the smallest useful size of a frame with this aspect ratio.
+        """Return the smallest useful size of a frame with this aspect ratio. The recipe would enlarge a
+        smaller frame.
 
-        A smaller frame would be enlarged by the recipe.
-
-        The first step that changes the frame's size decides. If that step does not shrink the frame, or crops it, the
-        result is the frame's own size.
+        The result depends on the first step that changes the frame's size. If that step does not shrink the
+        frame, or crops it, the result is the frame's own size.
         """
         first = next((step for step in self.steps if not step.keeps_size), None)
         picture = None if first is None else first.resized(height, width)

@@ -72,9 +72,11 @@ def _fit(frame: np.ndarray, out: np.ndarray, shape: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=64)
 def row_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return all source rows that a resize reads, and for each target row two of these rows with their weights.
+    """Compute the source rows that a resize reads.
 
-    The two source rows are indices into the first array. The weights are float32 [target, 1].
+    Returns:
+        All source rows that the resize reads. For each target row, the indices of two of these rows, and the
+        weights of the two rows, float32 [target, 1].
     """
     first, second, weight = taps(size, target)
     rows = np.unique(np.concatenate([first, second]))
@@ -84,10 +86,12 @@ def row_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 @lru_cache(maxsize=64)
 def column_taps(size: int, target: int, channels: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return positions in a line of interleaved pixels, int64 [2 * C * target], and the weights, float32 [C * target].
+    """Compute the positions and weights of the source values for each target value in a line of interleaved
+    pixels.
 
-    The positions are all left neighbours, plane by plane, then all right neighbours. The weights are one array for the
-    left and one for the right neighbours.
+    Returns:
+        The positions, int64 [2 * C * target]: all left neighbours, plane by plane, then all right neighbours.
+        The weights, one array for the left and one for the right neighbours, float32 [C * target].
     """
     first, second, weight = taps(size, target)
     planes = np.arange(channels)[:, None]

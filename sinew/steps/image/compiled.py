@@ -1,7 +1,8 @@
-"""The interface of compiled kernels for steps that change a frame, and the kernels in use.
+"""The interface of compiled kernels for the steps that change a frame, and the variable with the kernels in
+use.
 
-The results of kernels and numpy have the same bits. Kernels do not check their arguments, so frames with another memory
-layout are resized by numpy.
+The results of kernels and numpy have the same bits. Kernels do not check their arguments. So frames with a
+memory layout that the kernels do not support are resized by numpy.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class ResizeWeights(NamedTuple):
         """
         entries = list(spans)
         taps = max(len(weights) for _, weights in entries)
-        # Every tap is inside the image.
+        # Every source pixel that a weight refers to is inside the image.
         first = np.array([min(low, size - taps) for low, _ in entries], np.int32)
         table = np.zeros((len(entries), taps), np.int32 if bits else np.float32)
         for row, begin, (low, weights) in zip(table, first, entries, strict=True):
@@ -103,14 +104,14 @@ class ResizeWeights(NamedTuple):
 
 
 class FrameKernels(NamedTuple):
-    """The compiled kernels for frames.
+    """The compiled kernels that resize and compress frames.
 
     Attributes:
-        resize: Resizes a frame, uint8 [h, w, 3], to float32 planes [3, height, width], or to contiguous uint8 [height,
-            width, 3].
+        resize: Resizes a frame, uint8 [h, w, 3], to float32 planes [3, height, width], or to contiguous uint8
+            [height, width, 3].
         resample: Resizes a frame, uint8 or float32 [h, w, 3], along one axis, with contiguous results.
-        jpeg: Computes a JPEG round trip of a frame, uint8 [h, w, 3]. The other arguments are float32 inverses of the
-            quantiser's steps and int32 steps of the dequantiser, luma and chroma [2, 8, 8].
+        jpeg: Computes a JPEG round trip of a frame, uint8 [h, w, 3]. The other arguments are float32 inverses
+            of the quantiser's steps and int32 steps of the dequantiser, luma and chroma [2, 8, 8].
     """
 
     resize: Callable[[np.ndarray, Mixing, np.ndarray], None]
@@ -127,7 +128,7 @@ def install(kernels: FrameKernels | None) -> None:
 
 
 def take_bytes(frame: np.ndarray) -> bool:
-    """Return whether compiled kernels are in use and can read this frame, [h, w, 3], as bytes of pixels."""
+    """Return True if compiled kernels are in use and can read this frame, [h, w, 3], as bytes of pixels."""
     return bool(in_use) and frame.dtype == np.uint8 and pixels_lie_together(frame)
 
 
@@ -142,9 +143,9 @@ _kept = threading.local()
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return a buffer of this thread. A later call with the same name may return the same memory.
+    """Return a buffer of the calling thread. A later call with the same name may return the same memory.
 
-    New memory from the operating system would cost a page fault for each 4 KiB.
+    The buffer is kept, because new memory from the operating system would cost a page fault for each 4 KiB.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size > MOST_KEPT:

@@ -36,7 +36,7 @@ Method = Literal[
 
 
 class MethodStep(ImageStep):
-    """A step that resizes by a method."""
+    """A step that resizes a frame with the arithmetic of one library, which ``method`` names."""
 
     method: Method
 

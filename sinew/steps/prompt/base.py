@@ -55,12 +55,12 @@ class HeldTokens(NamedTuple):
 
 
 class PromptStep(Tagged):
-    """One step from an instruction to tokens.
+    """One step of the conversion from an instruction to tokens.
 
-    It changes the instruction, writes a part of the text, or changes the tokens.
+    A step changes the instruction, writes a part of the prompt's text, or changes the tokens.
 
     Attributes:
-        reads_state: True if the step's result depends on the state.
+        reads_state: True if the step's result depends on the robot's state.
     """
 
     registry = registry.PROMPT
@@ -188,12 +188,12 @@ class PromptRecipe:
 
     @cached_property
     def whole(self) -> int:
-        """Return the number of tokens of a prompt if all prompts have the same length, otherwise 0."""
+        """Return the number of tokens of a prompt if all prompts have the same length; otherwise 0."""
         return max((step.whole for step in self.steps), default=0)
 
     @cached_property
     def held(self) -> tuple[HeldTokens, ...]:
-        """Return the special tokens that every prompt contains, one entry per id."""
+        """Return the special tokens that every prompt must contain, one entry per token id."""
         counts: dict[tuple[str, int], int] = {}
         for step in self.steps:
             if step.holds is not None:
@@ -238,7 +238,7 @@ class PromptRecipe:
                 yield f"{where}: expected at most {MAX_SIZE} tokens for all views, got {times}"
 
     def __str__(self) -> str:
-        """Return as text those changes by the steps that the template does not show."""
+        """Return a text that lists the changes that :attr:`template` does not show, such as lower case."""
         return ", ".join(str(step) for step in self.steps if not step.slot)
 
 

@@ -15,7 +15,7 @@ from sinew.steps.vector.base import VectorStep, spans
 class AddState(VectorStep):
     """Compute x + state[state_dims], to convert relative actions to absolute actions.
 
-    If ``state_dims`` is empty, the function uses state[dims].
+    If ``state_dims`` is empty, the step adds state[dims].
     """
 
     dims: tuple[int, ...]

@@ -25,7 +25,9 @@ class VectorStep(Tagged):
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Return the dimensions of the state that the step reads. The state's own steps have been applied before."""
+        """Return the dimensions of the state that the step reads. The state's own processing steps have been
+        applied before.
+        """
         return ()
 
     @property
@@ -52,7 +54,7 @@ class VectorStep(Tagged):
         raise NotImplementedError
 
     def of(self, state: np.ndarray | None) -> np.ndarray | None:
-        """Return the values of a state [D] that the step reads. None if the step does not read the state."""
+        """Select the values of a state [D] that the step reads; None if the step does not read the state."""
         if not self.reads:
             return None
         assert state is not None, "actions relative to the state need the state"
@@ -60,12 +62,12 @@ class VectorStep(Tagged):
 
 
 def apply_steps(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray | None = None) -> np.ndarray:
-    """Return x after all steps, in order, with the same shape.
+    """Apply all steps to x in order, and return the result, which has the same shape.
 
     Args:
         x: float [..., D].
         steps: The steps.
-        state: The state after its own steps, float [D], for steps that read it.
+        state: The robot's state after its own processing steps, float [D], for steps that read it.
     """
     if not steps:
         return x
@@ -82,7 +84,7 @@ def turn_back(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray) -> 
     Args:
         x: The vectors after the steps, float [..., D].
         steps: The steps.
-        state: The state after its own steps, for steps that read the state.
+        state: The robot's state after its own processing steps, for steps that read the state.
     """
     x = x.copy()
     for step in reversed(steps):
