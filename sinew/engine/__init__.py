@@ -1,1 +1,3 @@
-"""Engines, which execute a model on one device. The eager engine is the reference for all other engines."""
+"""Engines: programs that execute a model on one device. The eager engine runs plain PyTorch, and all other engines
+are compared with it.
+"""

@@ -1,4 +1,4 @@
-"""Apply adapters to a loaded model.
+"""Apply LoRA adapters to a loaded model.
 
 The resulting model shares the base weights with the loaded model, and adds the few weights of the adapter.
 """

@@ -1,8 +1,8 @@
 """Describe each engine before it is opened, and choose the engine, device and precision for a bundle.
 
-This module imports torch only to find a GPU, because a robot that runs graphs may not have torch. Each engine's folder
-has a ``backend.py`` with its :class:`Backend`. The backends are listed in :data:`ORDER` and in the entry points
-``sinew.engines`` of other packages.
+This module imports torch only to find a GPU, because a robot that runs exported ONNX graphs may not have torch. Each
+engine's folder has a file ``backend.py`` with its description, a :class:`Backend`. The backends are listed in
+:data:`ORDER` and in the entry points ``sinew.engines`` of other packages.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ AUTO = "auto"  # the user's value for "choose the first engine or device that fi
 ASKED = "asked for"  # the reason for an engine, device or precision that the user named
 REFERENCE = "the reference precision"  # the reason for the default precision on a CPU
 GIB = 1 << 30
-ROOM = GIB  # bytes of memory for activations and for the program itself
-HALVES = {"BF16": "bf16", "F16": "fp16"}  # GGUF's name of a tensor type, and Sinew's name
+ROOM = GIB  # memory in bytes that stays free for activations and for the program itself
+HALVES = {"BF16": "bf16", "F16": "fp16"}  # GGUF's name of a half-precision type -> Sinew's name of this type
 # The low-bit precisions of a quantisation recipe in which a bundle can store weights.
 LOWBIT = frozenset({"int8", "int8-rows", "q8_0", "q4_0"})
 # Sinew tries the engines in this order. The order also decides between engines that were not measured. The last engine
 # runs on every machine.
 ORDER = ("cuda", "cpu", "onnx", "plan", "eager")
-# The reference is chosen only if it is this many times as fast as another engine. Engine plan multiplies the same
-# matrices, so a smaller difference is noise.
+# The reference engine (eager) is chosen only if it is this many times as fast as another engine. Engine plan
+# multiplies the same matrices, so a smaller difference is noise.
 REFERENCE_MARGIN = 1.15
 GROUP = "sinew.engines"  # entry points "module:attribute" of further backends, tried before the others
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options that an engine is opened with.
+    """The options with which an engine is opened.
 
     Attributes:
         device: The device, such as "cpu" or "cuda:0".
         dtype: The precision: fp32, bf16, fp16 or native.
         threads: The number of threads. With None, the engine chooses the number.
-        providers: The providers of ONNX Runtime, in order of preference.
-        graphs: The folder of an export, or None for a bundle with weights.
+        providers: The execution providers of ONNX Runtime, in order of preference.
+        graphs: The folder of exported ONNX graphs, or None for a bundle with weights.
         recipe: True to follow the bundle's quantisation recipe.
         storage: The half precision in which weights stay while products are float32 (:func:`half_storage`), else "".
         adapters: The bundle's adapters (LoRA weights), by the name that a request uses.
-        kernels: Installs compiled products for low-bit weights. The loader calls this function if low-bit weights stay
-            on a CPU.
+        kernels: Installs compiled products for low-bit weights. The loader calls this function if low-bit weights
+            stay on a CPU.
     """
 
     device: str = "cpu"
@@ -83,11 +83,11 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """The engine, device and precision that will run a bundle, with reasons.
+    """The engine, device and precision that will run a bundle, with the reasons for these choices.
 
     Attributes:
-        ignored: The part of the bundle's quantisation recipe that the engine does not follow, because the user chose to
-            ignore the recipe.
+        ignored: The part of the bundle's quantisation recipe that the engine does not follow, because the user chose
+            to ignore the recipe.
         recipe: The precision in use of each component (vision, language or head).
     """
 
@@ -127,8 +127,10 @@ def choose(
 ) -> EngineChoice:
     """Choose the fastest verified engine that is installed, fits the device and follows the bundle's recipe.
 
-    A measurement on this machine decides which engine is the fastest (:mod:`sinew.engine.measured`). The first engine
-    in :data:`ORDER` is chosen if there is no measurement, or if times differ by less than 5 % (15 % for the reference).
+    An engine is verified if it was compared with the reference engine. The recipe states the precision of each
+    component. A measurement on this machine decides which engine is the fastest (:mod:`sinew.engine.measured`). The
+    first engine in :data:`ORDER` is chosen if there is no measurement, or if times differ by less than 5 % (15 % for
+    the reference).
 
     Args:
         bundle: The bundle.
@@ -136,12 +138,13 @@ def choose(
         device: The device. "auto" or None lets Sinew choose.
         dtype: The precision of the weights. None lets Sinew choose.
         threads: The number of threads.
-        providers: The providers of ONNX Runtime.
+        providers: The execution providers of ONNX Runtime.
         ignore_recipe: True to ignore the bundle's quantisation recipe.
         adapters: Adapters of the bundle that the engine has to compute.
-        prepared: Also accept an engine that ``sinew prepare`` measured to be faster and that supports less than the
-            other engines (:meth:`Backend.should`).
-        stream: The guidance of the stream that the engine will run (:func:`unstreamed`). None for no stream.
+        prepared: Also accept an engine that ``sinew prepare`` measured to be faster, although it supports fewer
+            features than the other engines (:meth:`Backend.should`).
+        stream: For streaming inference: the method by which each new chunk continues the running chunk
+            (:func:`unstreamed`). None for no stream.
 
     Raises:
         SinewError: A requested engine, device or precision is not possible. Sinew never replaces a request silently.
@@ -197,7 +200,8 @@ def choose(
 
 
 class _Contender(NamedTuple):
-    """An engine that is verified and can run the bundle, with its own options.
+    """An engine that may be chosen: it is verified and can run the bundle. The record contains the options for this
+    engine.
 
     Attributes:
         follows: True if the engine computes each component in the precision that the bundle's recipe states.
@@ -218,11 +222,11 @@ def _contenders(
     prepared: bool = False,
     stream: str | None = None,
 ) -> tuple[list[_Contender], list[_Passed]]:
-    """Compare all engines with the request.
+    """Check for each engine whether it may be chosen for a bundle with these options.
 
     Returns:
-        Two values: the verified engines that can run the bundle in the requested precision, in the order of
-        :data:`ORDER`, and the rejected engines with reasons.
+        Two lists: the verified engines that can run the bundle in the requested precision, in the order of
+            :data:`ORDER`, and the rejected engines with reasons.
     """
     contenders: list[_Contender] = []
     passed_over: list[_Passed] = []
@@ -264,10 +268,10 @@ def _under(bundle: Bundle, options: EngineOptions, word: str | None) -> Conditio
 
 
 def _times(bundle: Bundle, contenders: Sequence[_Contender], word: str | None) -> Times:
-    """Return the times of these engines on this machine.
+    """Return the measured times of these engines on this machine.
 
-    If no engine has computed an action chunk with a timer yet, a small matrix product of each engine is timed now. This
-    takes milliseconds.
+    If no engine has computed an action chunk with a timer yet, a small matrix product of each engine is timed now.
+    This takes milliseconds.
     """
     if len(contenders) < 2:
         return Times()
@@ -292,7 +296,7 @@ def _times(bundle: Bundle, contenders: Sequence[_Contender], word: str | None) -
 def _reason(
     bundle: Bundle, best: _Contender, contenders: Sequence[_Contender], times: Times, where: str
 ) -> str:
-    """Return the reason why ``best`` is chosen, with the measured times."""
+    """Return the reason why the engine ``best`` is chosen, with the measured times."""
     kinds = {*recipe(bundle).values()}
     seconds = times.text(best.name, {each.name for each in contenders})
     if kinds and best.options.recipe:
@@ -326,8 +330,8 @@ def _told(
 ) -> list[str]:
     """Return notes for the user about the engines that were not chosen.
 
-    The notes are about engines that were rejected although they come earlier in :data:`ORDER` or follow the recipe, and
-    about engines that were not measured yet.
+    The notes are about two kinds of engines. The first kind was rejected, although it comes earlier in :data:`ORDER`
+    or follows the bundle's recipe. The second kind was not measured yet.
     """
     names = [*BACKENDS]
     kinds = {*recipe(bundle).values()} if best.options.recipe else set()
@@ -378,9 +382,8 @@ def choose_device(device: str | None, backend: Backend | None = None) -> tuple[s
 
 
 def exported_graphs(bundle: Bundle) -> Path | None:
-    """Return the folder of an ONNX export if ``bundle`` is the header file of this export.
-
-    None for a bundle with weights.
+    """Return the folder of an ONNX export if ``bundle`` is the header file of this export; None for a bundle with
+    weights.
     """
     folder = bundle.path.parent
     return folder if not bundle.infos and (folder / "graphs.json").is_file() else None
@@ -414,16 +417,18 @@ def _each_once(passed_over: Sequence[_Passed]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Suitability:
-    """The answer to one of two questions: can an engine run a bundle, or should it run the bundle?
+    """The answer to one of two questions about an engine: can it run a bundle, or should Sinew choose it for the
+    bundle?
 
-    Without a reason against it, the answer is yes.
+    Without a reason against the engine, the answer is yes.
 
     Attributes:
         against: The reason against the engine, as a sentence. "" means yes.
         elsewhere: True if the reason concerns missing devices or weights. The user does not see such a reason if
             another engine was chosen.
         reason: A special reason for the engine, besides being the fastest verified engine.
-        unmade: The files that must be made before the engine can start, and the command that makes them. "" for none.
+        unmade: A sentence about the files that must be made before the engine can start, with the command that makes
+            them. "" if no file is missing.
         preparable: True if ``sinew prepare`` can make these files.
     """
 
@@ -438,7 +443,7 @@ YES = Suitability()
 
 
 class Backend:
-    """An engine that is not open yet: a record of its properties, and the methods that it may override.
+    """The description of an engine that is not open yet: its properties, and the methods that an engine may override.
 
     Attributes:
         name: The engine's name.
@@ -451,8 +456,8 @@ class Backend:
             for copies of the weights.
         runs_graphs: True if the engine needs the graphs of an export instead of weights.
         reference: True for the engine that all other engines are compared with.
-        capabilities: The capabilities that the engine has with at least one bundle on at least one device. An open
-            engine states which of them it lacks with its bundle (:attr:`sinew.engine.engine.Facts.refusals`).
+        capabilities: The optional features that the engine supports with at least one bundle on at least one device.
+            An open engine states which of them it lacks with its bundle (:attr:`sinew.engine.engine.Facts.refusals`).
         guides: The methods of real-time chunking (values of an observation's ``rtc``) that the engine supports.
         counted_as: The name of the engine whose cost model predicts the memory of this engine: "eager", "plan" or
             "cpu".
@@ -491,31 +496,33 @@ class Backend:
         return YES
 
     def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
-        """Check whether this engine should run the bundle if the user named no engine: it must be verified, and start
-        without delay or loss.
+        """Check whether Sinew may choose this engine by itself: the engine must be verified, start without delay, and
+        support as much as other engines.
 
         Args:
             bundle: The bundle.
             options: The engine's options.
-            prepared: Also accept an engine that ``sinew prepare`` measured to be faster and that supports less than the
-                other engines.
+            prepared: Also accept an engine that ``sinew prepare`` measured to be faster, although it supports fewer
+                features than the other engines.
         """
         against = unproved(self, bundle, options)
         return Suitability(against, preparable=bool(against) and options.kind == "cpu")
 
     def product(self, bundle: Bundle, options: EngineOptions) -> Callable[[], object] | None:
-        """Return a function that computes one small matrix product as this engine computes its products on a CPU.
+        """Return a function that computes one small matrix product in the same way in which this engine computes its
+        products on a CPU.
 
-        Sinew times the product to choose between engines before a chunk was measured. The result is None if the
-        engine's products are not known before it is opened.
+        Sinew measures the time of the product to choose between engines before a chunk was measured. The result is
+        None if the engine's products are not known before the engine is opened.
         """
         return None
 
     def streams(self, bundle: Bundle, options: EngineOptions) -> Refusal | None:
-        """Return the reason why ``read`` and ``solve`` of this engine may not run at the same time, as in a stream, or
-        None."""
+        """Return the reason why ``read`` and ``solve`` of this engine may not run at the same time on two threads, as
+        streaming inference requires; None if they may.
+        """
         if options.kind != "cpu":
-            return Refusal("a CPU", f"{options.device}, where both share one stream")
+            return Refusal("a CPU", f"{options.device}, where both share one CUDA stream")
         return self.lacking(Capability.STREAM)
 
     def device(self) -> tuple[str, str] | None:
@@ -577,7 +584,7 @@ def rejection(backend: Backend, bundle: Bundle, options: EngineOptions) -> Suita
 
 
 def lowered(options: EngineOptions, bundle: Bundle) -> str:
-    """Return the reason why PyTorch cannot compute in bf16 or fp16 on this machine, or "".
+    """Return the reason why PyTorch cannot compute in bf16 or fp16 on this machine; "" if it can.
 
     The precision is that of ``options``. With "native", the precisions are those of the bundle's weights.
     """
@@ -607,10 +614,11 @@ def not_computed(backend: Backend, bundle: Bundle) -> str:
 
 
 def unproved(backend: Backend, bundle: Bundle, options: EngineOptions) -> str:
-    """Return the reason why an engine is not verified against the reference engine, or "" if it is verified.
+    """Return the reason why an engine is not verified (compared with the reference engine) for a bundle; "" if it is
+    verified.
 
-    An engine is verified by the project's tests of this architecture in the precisions in use, or by `sinew validate`
-    on this machine.
+    The comparison is a test of the project for this architecture in the precisions in use, or `sinew validate` on
+    this machine.
     """
     # The engine converts weights of other precisions to float32. Only its own low-bit precisions need a verification.
     kinds = backend.follows.intersection(recipe(bundle).values()) or {options.dtype}
@@ -652,9 +660,10 @@ def with_precision(
 
 
 def half_storage(backend: Backend, bundle: Bundle, dtype: str, kind: str) -> tuple[str, str]:
-    """Return the half precision ("bf16" or "fp16") of weights in memory while products are float32, and the reason.
+    """Return the half precision ("bf16" or "fp16") in which weights stay in memory while products are float32, and
+    the reason.
 
-    Both are empty strings if no weight is widened:
+    Both are empty strings if no weight needs a conversion to float32 at run time:
 
     * on GPUs
     * on a CPU that multiplies in the weights' own precision
@@ -766,7 +775,7 @@ def other_precision() -> str:
 
 
 def installed(module: str) -> bool:
-    """Return whether a module can be imported, without importing it."""
+    """Return True if a module can be imported. The function does not import it."""
     try:
         return importlib.util.find_spec(module) is not None
     except (
@@ -789,8 +798,9 @@ def requested(choice: EngineChoice) -> str | None:
 
 
 def ready(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
-    """Return all verified engines that run a bundle as ``choice`` does and need no preparation, in the order of
-    :data:`ORDER`. The result contains ``choice``."""
+    """Return the verified engines that could run a bundle instead of ``choice`` without any preparation, in the order
+    of :data:`ORDER`. The result contains ``choice`` itself.
+    """
     contenders, _ = _contenders(bundle, choice.options, requested(choice), prepared=True)
     return [
         _choice(each.backend, bundle, each.options, "verified", choice.device_reason, each.dtype_reason)
@@ -805,12 +815,13 @@ def measured_under(bundle: Bundle, choice: EngineChoice) -> Conditions:
 
 
 def unmeasured(bundle: Bundle, choice: EngineChoice, reference: bool = False) -> list[str]:
-    """Return the engines whose chunks were not measured together with ``choice``, with the same number of threads.
+    """Return the engines for which no measured time of a chunk can be compared with that of ``choice``, with the same
+    number of threads.
 
     Args:
         bundle: The bundle.
         choice: The engine in use.
-        reference: True to list the reference too.
+        reference: True to list the reference engine too.
     """
     if choice.options.graphs or choice.ignored:
         return []
@@ -828,8 +839,8 @@ def unmeasured(bundle: Bundle, choice: EngineChoice, reference: bool = False) ->
 def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
     """Return the engines that ``sinew prepare`` could prepare for a bundle, the fastest engine first.
 
-    Each engine runs the bundle with the same quantisation recipe on the same device as ``choice``, after ``sinew
-    prepare`` has made the files that the engine needs, and has verified and measured the engine.
+    Each engine runs the bundle with the same quantisation recipe on the same device as ``choice``. Before that,
+    ``sinew prepare`` must make the files that the engine needs, verify the engine and measure it.
     """
     choices: list[EngineChoice] = []
     if choice.options.graphs or choice.ignored:

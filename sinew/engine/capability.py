@@ -24,13 +24,14 @@ class Refusal:
 
 
 class Capability(StrEnum):
-    """An optional feature of an engine.
+    """An optional feature of an engine. Some features concern the two methods of an engine: ``read`` computes the
+    context of an observation, and ``solve`` computes actions from the context.
 
     :attr:`sinew.engine.backend.Backend.capabilities` lists the capabilities of each engine, and
     :attr:`sinew.engine.engine.Facts.refusals` lists the capabilities that an open engine lacks with its bundle.
 
     Attributes:
-        GUIDE: Continue a running chunk (real-time chunking).
+        GUIDE: Continue the chunk that the robot is executing (real-time chunking).
         BATCH: Compute several observations in one inference.
         STREAM: Run ``read`` and ``solve`` at the same time, on two threads.
         ROLL: Denoise each action of a chunk at its own time.
@@ -38,8 +39,8 @@ class Capability(StrEnum):
         TWO_PROMPTS: Read two prompts over the same views (classifier-free guidance).
         REUSE: Store results for later observations that repeat earlier ones.
         EXCHANGE: Accept new weights between two inferences.
-        SPLIT: Solve a context that another machine has read.
-        ADAPT: Compute adapters in addition to the bundle's weights.
+        SPLIT: Compute actions from a context that another machine has computed.
+        ADAPT: Compute LoRA adapters in addition to the bundle's weights.
         AUDIT: List the operations that a recorded program cannot contain.
     """
 
@@ -57,9 +58,9 @@ class Capability(StrEnum):
 
     @property
     def clause(self) -> str:
-        """Return the capability as a relative clause for messages ("that ...").
+        """Return the capability as a relative clause for messages, such as "which generates text".
 
-        Messages put the clause after engine names.
+        Messages put the clause after the names of engines.
         """
         return CLAUSES[self]
 
@@ -67,13 +68,13 @@ class Capability(StrEnum):
 CLAUSES: Mapping[Capability, str] = {
     Capability.GUIDE: "which can continue a running chunk",
     Capability.BATCH: "which computes several observations at once",
-    Capability.STREAM: "whose stages share no memory",
+    Capability.STREAM: "which can run read and solve at the same time",
     Capability.ROLL: "which denoises each action at its own time",
     Capability.SPEAK: "which generates text",
     Capability.TWO_PROMPTS: "which reads two prompts over the same views",
     Capability.REUSE: "which reuses results of repeated observations",
     Capability.EXCHANGE: "which accepts new weights while it runs",
-    Capability.SPLIT: "which solves a context that another machine has read",
+    Capability.SPLIT: "which computes actions from a context of another machine",
     Capability.ADAPT: "which computes adapters",
     Capability.AUDIT: "which records its program",
 }

@@ -17,12 +17,13 @@ CONTAINERS = {dict, OrderedDict, set, list}
 
 
 def clone_model(model: Model, changing: Iterable[str] | None = None) -> Model:
-    """Return a copy of the module tree of ``model``. The copy uses the same parameters.
+    """Return a copy of the module tree of ``model``. The copy uses the same parameters, so that it needs almost no
+    memory.
 
     Args:
         model: The model, which is not changed.
-        changing: Names of the modules that the caller will change. A module that contains none of them is shared with
-            ``model``. None copies every module.
+        changing: Names of the modules that the caller will change. A module that contains none of them is not copied:
+            both trees use it. None copies every module.
     """
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     if changing is not None:

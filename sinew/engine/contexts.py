@@ -1,12 +1,12 @@
-"""Convert the context of one observation to bytes and back, so that another machine can run the head.
+"""Convert the context of one observation to bytes and back, so that another machine can run the action head.
 
-A context is the result of the prefix. The bytes are a header (msgpack: the form and shape of each tensor) and then the
-tensors.
+The context is the result of the vision tower and the language model for one observation. The bytes are a header
+(msgpack: the form and shape of each tensor) and then the tensors.
 
 * ``fp32`` keeps every bit of a float32 context.
 * ``bf16`` rounds floats to eight bits of mantissa.
-* ``int8`` rounds floats to 255 steps up to the largest magnitude of each row along the last axis. The float32 scales of
-  the rows precede the steps.
+* ``int8`` rounds floats to 255 steps up to the largest magnitude of each row along the last axis. The float32 scales
+  of the rows precede the steps.
 
 Masks and indices are not rounded.
 """
@@ -64,7 +64,7 @@ def pack(context: Any, form: str) -> bytes:
 
 
 def unpack(data: bytes, template: Any, device: torch.device, longer: Any = None) -> Any:
-    """Return the context in ``data``, with the structure of ``template``.
+    """Convert bytes of :func:`pack` to a context with the structure of ``template``.
 
     Sizes are compared and added up before memory is allocated. A context of other sizes might broadcast, and would
     silently give other actions.
@@ -73,8 +73,9 @@ def unpack(data: bytes, template: Any, device: torch.device, longer: Any = None)
         data: The bytes from :func:`pack`.
         template: A context of this model with any values.
         device: The device for the tensors.
-        longer: A context like ``template`` for a prompt with one more token. Axes in which the two contexts differ may
-            be shorter in ``data``, all by the same number of tokens. All other sizes must be equal to the template's.
+        longer: A context like ``template`` for a prompt with one more token. Axes in which the two contexts differ
+            may be shorter in ``data``, all by the same number of tokens. All other sizes must be equal to the
+            template's.
 
     Raises:
         SinewError: The bytes are not a context, or are the context of another model.
@@ -132,7 +133,11 @@ def _bf16(x: Tensor) -> list[bytes]:
 
 
 def _int8(x: Tensor) -> list[bytes]:
-    """Return the bytes of the float32 scales (one per row), and the bytes of the int8 numbers."""
+    """Round a tensor to int8 with one float32 scale per row.
+
+    Returns:
+        The bytes of the scales, and the bytes of the int8 numbers.
+    """
     scale = x.abs().amax(-1, keepdim=True) / 127 if x.numel() else x[..., :1]
     steps = torch.where(scale > 0, x / scale, torch.zeros_like(x)).round().clamp(-127, 127).to(torch.int8)
     return [scale.numpy().tobytes(), steps.numpy().tobytes()]

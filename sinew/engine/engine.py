@@ -5,7 +5,8 @@ This module imports numpy, but no PyTorch.
     context = engine.read(inputs)                    # once per observation
     chunk = engine.solve(context, noise, steps)      # any number of times
 
-All other functions use these two methods:
+``read`` runs the vision tower and the language model. The context is their result, which the action head needs.
+``solve`` runs the action head in a loop and returns actions. All other functions use these two methods:
 
 * a chunk: :meth:`Engine.run`
 * batches: every array has a batch axis
@@ -32,13 +33,13 @@ from sinew.engine.watch import Trace, Watch
 from sinew.models.solvers import Guidance
 from sinew.processing import ModelInputs
 
-# The result of Engine.read, which Engine.solve needs. Each engine uses its own type of array.
+# The context: the result of Engine.read, which Engine.solve needs. Each engine uses its own type of array.
 Context = Any
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts and capabilities of an open engine.
+    """The properties and optional features of an open engine.
 
     Attributes:
         device: The device, such as "cpu" or "cuda:0".
@@ -52,13 +53,15 @@ class Facts:
             :meth:`sinew.engine.backend.Backend.open` adds the capabilities that the engine always lacks.
         exact_lengths: True if prompts of a batch must have equal lengths.
         takes_frames: True if the engine resizes raw frames on the device.
-        world_units: True if the engine returns un-normalised actions.
+        world_units: True if the engine returns actions in robot units, with the normalisation inverted.
         one_graph: True if the engine runs all stages as one graph, unless a watch requires separate stages.
         rolling: True if actions of a chunk are denoised at their own times (:meth:`Engine.evaluate`).
         head_reads_state: True if :meth:`Engine.renew` gives a context a newer state.
-        chooses_tokens: True if the head chooses tokens, so that a rounding error in the context may give other actions.
-        providers: The providers of ONNX Runtime that compute.
-        assigned: The share of the graphs that each ONNX Runtime provider computes, as text. "" with a single provider.
+        chooses_tokens: True if the head chooses tokens, so that a rounding error in the context may give other
+            actions.
+        providers: The execution providers of ONNX Runtime that compute.
+        assigned: The share of the graphs that each ONNX Runtime provider computes, as text. "" with a single
+            provider.
         files: Files of weights in addition to the bundle.
         notes: Notes for people.
         details: The same notes for reports, by key.
@@ -86,7 +89,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """The operations of one stage that a CUDA graph could not record.
+    """The operations of one stage of the model that a CUDA graph could not record.
 
     Attributes:
         stage: The stage's name.
@@ -130,7 +133,8 @@ class Engine(ABC):
 
     @abstractmethod
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> Context:
-        """Return the context of the observations, which the head needs.
+        """Compute the context of the observations: the results of vision tower and language model, which the action
+        head needs.
 
         Views are encoded once, even with several prompts for the same views.
 
@@ -148,7 +152,7 @@ class Engine(ABC):
         guidance: Guidance | None = None,
         watch: Watch | None = None,
     ) -> np.ndarray:
-        """Return the actions that the solver computes from ``noise``, float32 [B, H, A] in model units.
+        """Compute actions from a context: run the solver, which calls the action head once per step.
 
         Args:
             context: The result of :meth:`read`.
@@ -157,6 +161,9 @@ class Engine(ABC):
             guidance: Steers the solution. A guidance with ``rows`` evaluates the head for several rows of the context
                 per request.
             watch: Measures and stops the run.
+
+        Returns:
+            The actions, float32 [B, H, A] in model units.
         """
 
     def run(
@@ -167,11 +174,13 @@ class Engine(ABC):
         guidance: Guidance | None = None,
         watch: Watch | None = None,
     ) -> np.ndarray:
-        """Call :meth:`read` with the inputs, then :meth:`solve` with the resulting context, and return the actions."""
+        """Compute actions from observations: call :meth:`read` with the inputs, then :meth:`solve` with the resulting
+        context.
+        """
         return self.solve(self.read(inputs, watch), noise, steps, guidance, watch)
 
     def trace(self, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:
-        """Run all stages for one observation, and return the result of each stage.
+        """Run all stages of the model for one observation, and return the result of each stage, for comparisons.
 
         The arguments are those of :meth:`run`, with a batch axis of one.
         """
@@ -194,7 +203,7 @@ class Engine(ABC):
         return
 
     def audit(self, inputs: ModelInputs, steps: int) -> list[Audited]:
-        """Return the operations that a CUDA graph of the program could not record. The method computes no actions.
+        """List the operations that a CUDA graph of the program could not record. The method computes no actions.
 
         Args:
             inputs: One observation.
@@ -203,7 +212,7 @@ class Engine(ABC):
         raise self.cannot(Capability.AUDIT)
 
     def start_reuse(self, inputs: ModelInputs) -> str:
-        """Start to store results for later observations that repeat earlier ones.
+        """Start to cache results, for later observations that repeat earlier ones.
 
         Call this method on the thread that will infer.
 
@@ -211,7 +220,8 @@ class Engine(ABC):
             inputs: An example, a batch of one observation.
 
         Returns:
-            The reason why views are not stored one by one, or "" if they are (:mod:`sinew.engine.reuse`).
+            The reason why the engine cannot cache each camera view alone, or "" if it can
+            (:mod:`sinew.engine.reuse`).
         """
         raise self.cannot(Capability.REUSE)
 
@@ -224,7 +234,8 @@ class Engine(ABC):
         return ""
 
     def exchange(self, weights: Mapping[str, Any]) -> None:
-        """Replace weights for every later read and solve. Weights that are not named stay unchanged.
+        """Replace weights. The change applies to every later call of :meth:`read` and :meth:`solve`. Weights that are
+        not named stay unchanged.
 
         Args:
             weights: The new weights, by their names in the bundle.
@@ -244,14 +255,15 @@ class Engine(ABC):
     ) -> tuple[Context, list[int]]:
         """Generate text after the prompt of one observation.
 
-        Each token is the token with the highest score. The context of the prompt is computed once. Each new token adds
+        Each token is the token with the highest score. The language model reads the prompt once. Each new token adds
         its keys and values to the context.
 
         Args:
             inputs: The observation.
             most: The largest number of tokens.
             end: The token that ends the text. It is not part of the text.
-            behind: Tokens that follow the text before a head reads the context. None if no head reads the context.
+            behind: Tokens that follow the text before an action head reads the context. None if no head reads the
+                context.
             watch: Measures and stops the run.
 
         Returns:
@@ -260,9 +272,9 @@ class Engine(ABC):
         raise self.cannot(Capability.SPEAK)
 
     def renew(self, context: Context, state: np.ndarray) -> Context:
-        """Return the context with a newer state, float32 [B, S].
+        """Return the context with a newer state of the robot, float32 [B, S].
 
-        If the head does not read the state, the result is the same context.
+        If the action head does not read the state, the result is the same context.
         """
         return context
 

@@ -15,7 +15,7 @@ from sinew.processing import ModelInputs
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """The sizes of one observation.
+    """The sizes of the arrays of one observation, and the number of solver steps.
 
     Attributes:
         views: Number of camera views.
@@ -50,8 +50,9 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, inputs: ModelInputs, device: torch.device) -> Inputs:
-        """Return observations as tensors on a device. The observations have a batch axis
-        (:func:`sinew.processing.stack`)."""
+        """Convert observations to tensors on a device. The observations have a batch axis
+        (:func:`sinew.processing.stack`).
+        """
         return cls._make([torch.from_numpy(getattr(inputs, name)).to(device) for name in cls._fields])
 
     @classmethod

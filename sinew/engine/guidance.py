@@ -38,10 +38,10 @@ def guidance_weight(tau: float, beta: float) -> float:
 
 
 class Inpainting:
-    """The guidance that pulls the denoised actions towards a target.
+    """The guidance that pulls the denoised actions towards a target, such as the actions of the running chunk.
 
     With ``x1 = x + (end - t) * act(x)`` and J = d x1 / d x, the output becomes ``act(x) + g / (end - start) * J^T
-    [(target - x1) * weights]``. Observations of a batch do not affect each other.
+    [(target - x1) * weights]``, where g is :func:`guidance_weight`. Observations of a batch do not affect each other.
 
     Args:
         solver: The policy's solver.
@@ -69,13 +69,13 @@ class Inpainting:
             output = act(at)
             denoised = self.solver.denoised(at, output, step.time)
             error = ((self.target - denoised) * self.weights).detach()
-            # ``pull`` is the product of J^T and the error, [B, H, A].
+            # ``pull`` is the product of J^T (the transposed Jacobian) and the error, [B, H, A].
             (pull,) = torch.autograd.grad(denoised, at, error.to(denoised.dtype))
         return output.detach() + (g / span) * pull
 
 
 class Ramp:
-    """The guidance that multiplies the velocity of every number by ``strength``.
+    """The guidance that multiplies the velocity of every number by a factor from ``strength``.
 
     Actions with strength 0 do not change, and the next actions change less than without the guidance.
 

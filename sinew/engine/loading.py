@@ -30,7 +30,7 @@ from sinew.models import check_agreement, mismatch, on_meta
 from sinew.models.base import Model
 
 log = logging.getLogger(__name__)
-BLOCK = 1 << 20  # number of bytes that the check of codes reads at once
+BLOCK = 1 << 20  # number of bytes that the check of low-bit weights reads at once
 
 
 def open_model(
@@ -214,7 +214,9 @@ def stored_codes(bundle: Bundle, model: nn.Module, module: str) -> Codes:
 
 @dataclass(frozen=True)
 class Placement:
-    """Decides how each tensor of a bundle is stored in ``model``. The model has no memory for weights yet.
+    """Decides in which form each tensor of a bundle is stored in ``model``. The model has no memory for weights yet.
+
+    A store is the object that defines the form of a weight in memory (:class:`sinew.layers.stores.store.Store`).
 
     Attributes:
         bundle: The bundle.
@@ -235,7 +237,7 @@ class Placement:
     tables: bool
 
     def stores(self) -> dict[str, Store]:
-        """Return the store of each linear layer and table of the bundle."""
+        """Return the store (the form of the weight in memory) of each linear layer and table of the bundle."""
         return {
             name: self._store(name, layer, self.coded.get(name))
             for name, layer in self.model.named_modules()
@@ -243,15 +245,15 @@ class Placement:
         }
 
     def _store(self, name: str, layer: Linear | Embedding, coded: Codes | None) -> Store:
-        """Return the store of one layer.
+        """Choose the store (the form of the weight in memory) of one layer.
 
         Args:
             name: The layer's name.
             layer: The layer.
             coded: The low-bit format of the layer's weight in the bundle, or None if the bundle stores floats.
         """
-        # Leave the store of such a layer unchanged: a subclass may compute with its weight in any way, and BitNet fixes
-        # its low-bit format for every engine.
+        # Leave the store of such a layer unchanged: a subclass may compute with its weight in any way. BitNet's layer
+        # fixes its low-bit format for every engine.
         if width_of(layer) is None or codes_of(layer):
             return layer.store
         own = torch.float32 if coded else self.tensors[name + WEIGHT].dtype
@@ -276,13 +278,13 @@ class Placement:
         return sizes
 
     def state(self, stores: Mapping[str, Store]) -> dict[str, Tensor]:
-        """Return the tensors of the model.
+        """Return the tensors of the model, ready to be assigned to its parameters.
 
         A tensor with the same dtype and device as in the file is a view of the file's memory map. After a tensor was
         copied, its pages of the file are released immediately.
 
         Raises:
-            BundleError: A weight contains invalid codes.
+            BundleError: A weight contains invalid codes (low-bit integers).
         """
         state: dict[str, Tensor] = {}
         for name in self.model.state_dict():
@@ -306,7 +308,9 @@ class Placement:
         return state
 
     def _lying(self, name: str, own: torch.dtype) -> torch.dtype:
-        """Return the dtype in memory of a tensor with the dtype ``own`` in the bundle. The chosen precision decides."""
+        """Return the dtype that a tensor has in memory, from its dtype ``own`` in the bundle and the chosen
+        precision.
+        """
         if self.dtype == "native" or (self.half_stays and self.dtype == "fp32"):
             return own
         if name.partition(".")[0] in self.model.float32_modules:
@@ -331,10 +335,11 @@ class Placement:
 
 
 def check_codes(weight: Tensor, name: str, where: str) -> None:
-    """Check that a low-bit weight contains only valid codes. The kernels' results are undefined for invalid codes.
+    """Check that a low-bit weight contains only valid codes (integers). The kernels' results are undefined for
+    invalid codes.
 
-    A byte contains four ternary codes of two bits each. The code 3 (both bits set) is invalid. The check copies at most
-    one block of bytes at a time.
+    A byte contains four ternary codes of two bits each. The code 3 (both bits set) is invalid. The check copies at
+    most one block of bytes at a time.
 
     Args:
         weight: uint8 tensor.

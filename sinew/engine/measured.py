@@ -23,7 +23,7 @@ from sinew.core import machine
 from sinew.engine.fingerprint import fingerprint
 from sinew.engine.prepared import conditions, folder
 
-# An engine is preferred to an engine that comes earlier in ORDER if its chunks are at least this many times as fast.
+# An engine replaces an engine that comes earlier in ORDER only if its chunks are at least this many times as fast.
 MARGIN = 1.05
 PRODUCT_MARGIN = 1.5  # the ratio for small products; it is larger because a product is only a part of a chunk
 TRIES = 10  # number of measurements of each small product
@@ -81,8 +81,7 @@ class Times:
     threads: int = 1
 
     def of(self, *engines: str) -> tuple[str, Mapping[str, float]] | None:
-        """Return the best measurement that contains all of these engines: its name, and seconds by engine.
-
+        """Return the best measurement that contains all of these engines: its name, and the seconds of each engine;
         None if no measurement contains all of them.
         """
         for what, seconds in ((CHUNKS, self.chunks), (PRODUCTS, self.products)):
@@ -105,9 +104,8 @@ class Times:
         return seconds[engine] * (margin if what == CHUNKS else PRODUCT_MARGIN) < seconds[than]
 
     def text(self, engine: str, others: set[str]) -> str:
-        """Return as text the measured times by which ``engine`` was compared with ``others``.
-
-        "" without a measurement.
+        """Return a text with the measured times of ``engine`` and of the engines ``others``; "" without a
+        measurement.
         """
         for what, seconds in ((CHUNKS, self.chunks), (PRODUCTS, self.products)):
             shown = {name: took for name, took in seconds.items() if name in {engine, *others}}

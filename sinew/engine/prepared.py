@@ -24,7 +24,8 @@ from sinew.core import machine
 from sinew.engine import proofs
 from sinew.engine.fingerprint import fingerprint
 
-# A stored finding is valid only for the same versions of these libraries, which make, run and measure a prepared form.
+# A stored result is valid only for the same versions of these libraries, because they make, run and measure the
+# prepared engine.
 LIBRARIES = ("torch", "onnxruntime", "onnxscript", "onnx", "numpy")
 
 
@@ -52,7 +53,7 @@ class EngineFinding:
     threads: int = 1
 
     def keep(self, bundle: Path) -> Path:
-        """Write the result of the preparation to disk for the next start.
+        """Write the result of the preparation to a file, for the next start of Sinew.
 
         Raises:
             OSError: The file cannot be written.
@@ -71,9 +72,8 @@ def lock_of(bundle: Path, engine: str) -> Path:
 
 
 def kept(bundle: Path, engine: str, threads: int | None = None) -> EngineFinding | None:
-    """Return the stored result of ``sinew prepare`` for a bundle and an engine, or None.
-
-    A result for other versions or other hardware is ignored.
+    """Return the stored result of ``sinew prepare`` for a bundle and an engine; None if there is none for these
+    versions and this hardware.
     """
     threads = threads or 1
     try:

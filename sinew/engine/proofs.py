@@ -1,4 +1,4 @@
-"""Read which engines have been verified for an architecture or a bundle.
+"""Read which engines have been verified (compared with the reference engine) for an architecture or a bundle.
 
 ``proofs.json`` in this folder lists the comparisons of the project's tests: [family, engine, precision]. The command
 ``python -m tests.proofs`` writes it. A record of ``sinew validate`` states that, on this machine, the engine computed
@@ -64,7 +64,7 @@ def keep(bundle: Path, engine: str, device: str, report: dict[str, Any]) -> Path
 
 
 def lacking(bundle: Path, engine: str, device: str) -> str:
-    """Return the reason why the engine is not verified for the bundle on this machine, or "" if it is verified."""
+    """Return the reason why the engine is not verified for the bundle on this machine; "" if it is verified."""
     command = f"`sinew validate {bundle} --engine {engine} --device {device}`"
     try:
         record = read_json(_path(bundle, engine, device), MAX_RECORD)

@@ -1,7 +1,8 @@
-"""Store results of an engine for later observations with the same bytes. This module imports numpy, but no PyTorch.
+"""Cache results of an engine for later observations with the same bytes. This module imports numpy, but no PyTorch.
 
-A context depends on all of its inputs. If no input changed, the stored context is returned again. If the model encodes
-views separately, the tokens of a view depend on its pixels alone.
+A context (the result of vision tower and language model) depends on all inputs of the observation. If no input
+changed, the stored context is returned again. If the model encodes views separately, the tokens of a view depend on
+its pixels alone.
 
 The number of views may still change the order of sums in the products. Then the tokens of a view can have other last
 bits if the view is encoded alone. A test checks this before views are reused.
@@ -25,7 +26,7 @@ FIELDS = ("camera_mask", "tokens", "token_mask", "pixels")
 
 
 class Reuse:
-    """The stored views and contexts of one engine.
+    """The cache of an engine: the tokens of camera views, and the contexts of observations.
 
     Only observations without a batch, and views of tested shapes, are looked up and stored.
 
@@ -82,12 +83,12 @@ class Reuse:
         return self._tried[key]
 
     def forget(self) -> None:
-        """Drop all stored views and contexts, because the weights changed."""
+        """Empty the cache, because the weights of the model changed."""
         self._views.clear()
         self._contexts.clear()
 
     def tokens(self, pixels: np.ndarray, watch: Watch) -> Any:
-        """Return the encoding of ``pixels``. Views with the same bytes as stored views are not computed again."""
+        """Return the image tokens of ``pixels``. Views with the same bytes as stored views are not computed again."""
         if len(pixels) != 1 or self._tried.get(key := (self._threads(), pixels.shape), "not tried"):
             return self._encode(pixels)
         # Use a copy, because another thread may change the views while a stream runs.
@@ -104,13 +105,13 @@ class Reuse:
         else:
             encoded = [self._encode(v) if t is None else t for v, t in zip(views, hits, strict=True)]
             whole = self._join(encoded)
-        # Append reused views again as the newest entries. The views of a camera whose picture does not change then stay
-        # in the deque longest.
+        # Append reused views again as the newest entries of the cache. The views of a camera whose picture does not
+        # change then stay in the cache longest.
         self._views.extend((threads, view, tokens) for view, tokens in zip(views, encoded, strict=True))
         return whole
 
     def context(self, inputs: ModelInputs, watch: Watch) -> Any:
-        """Return the stored context of the same inputs, or None.
+        """Return the stored context of an earlier observation with the same inputs; None if there is none.
 
         If only the state differs, the stored context may be updated with the new state.
         """
@@ -129,7 +130,7 @@ class Reuse:
         return None
 
     def keep(self, inputs: ModelInputs, context: Any) -> None:
-        """Store the context of inputs that the engine has just read."""
+        """Store the context that the engine has just computed for ``inputs``."""
         if len(inputs.pixels) == 1:
             copied = ModelInputs(
                 inputs.pixels.copy(),

@@ -14,7 +14,7 @@ from sinew.core import CancelledError, Timing
 
 @dataclass
 class Trace:
-    """The results of the stages of one run, in the order in which the stages ran.
+    """The results of the stages of one inference, in the order in which the stages ran.
 
     Attributes:
         vision: Image tokens [V, tokens, C].
@@ -32,9 +32,10 @@ class Trace:
 
 
 class Watch:
-    """Observes one run of an engine: measures its stages, can stop the run between stages, and can store results.
+    """Observes one inference of an engine: measures its stages, can stop it between stages, and can store results.
 
-    An engine that reuses views or the prefix sets ``reused_views`` and ``reused_prefix`` (:class:`sinew.core.Timing`).
+    An engine that reuses views or the prefix sets ``reused_views`` and ``reused_prefix``
+    (:class:`sinew.core.Timing`).
 
     Args:
         cancel: Ends the run with :class:`CancelledError` when this event is set.
@@ -58,7 +59,9 @@ class Watch:
         self._begun = time.perf_counter()
 
     def lap(self, stage: str) -> None:
-        """End a stage ("vision", "prefix", "text" or "step"). The caller must have waited for the device."""
+        """Store the time of the stage that has just ended ("vision", "prefix", "text" or "step"). The caller must
+        have waited for the device.
+        """
         now = time.perf_counter()
         self._laps.setdefault(stage, []).append(1e3 * (now - self._begun))
         self.check()
@@ -68,7 +71,7 @@ class Watch:
         self._begun = now
 
     def begin(self) -> None:
-        """Start to time the next stage now."""
+        """Set the start of the next stage to the present time."""
         self._begun = time.perf_counter()
         self.check()
 

@@ -254,7 +254,7 @@ def test_every_rewrite(model):
         why = {outcome.name: outcome.reason for outcome in plan.outcomes if outcome.status != "applied"}
         assert plan.applied == ("tabulate-time",)
         assert why["pack-qkv"] == "no attention with separate projections of one input"
-        assert why["fold-norms"] == "no block says which linear layers read its norm"
+        assert why["fold-norms"] == "no block declares which linear layers read its norm"
         return
     assert {"fold-norms", "pack-qkv", "hoist-positions"} <= set(
         plan.applied

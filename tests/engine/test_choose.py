@@ -381,7 +381,11 @@ def test_a_stream_gets_an_engine_that_runs_it(rolling_bundle: Path) -> None:
         assert Capability.STREAM not in policy.facts.refusals
         assert guidance in ("none", *policy.facts.guides)
     for engine, guidance, words in (
-        ("cuda", "none", "stream: expected engine cpu, onnx, plan or eager, whose stages share no memory"),
+        (
+            "cuda",
+            "none",
+            "stream: expected engine cpu, onnx, plan or eager, which can run read and solve at the same time",
+        ),
         (
             "onnx",
             "guided",
@@ -397,4 +401,4 @@ def test_a_stream_gets_an_engine_that_runs_it(rolling_bundle: Path) -> None:
     ):
         choose(Bundle(rolling_bundle), "onnx", "cpu", stream="none")
     options = EngineOptions("cuda:0", "fp32")
-    assert "where both share one stream" in unstreamed(BACKENDS["plan"], bundle, options, "none")
+    assert "where both share one CUDA stream" in unstreamed(BACKENDS["plan"], bundle, options, "none")

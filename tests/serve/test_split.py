@@ -251,7 +251,9 @@ def test_a_call_that_cannot_be_opened_leaves_no_connection(policy, monkeypatch):
 def test_an_engine_in_one_piece_is_refused_by_name(policy, monkeypatch):
     refusals = {Capability.SPLIT: BACKENDS["onnx"].lacking(Capability.SPLIT)}
     whole = SimpleNamespace(capabilities=replace(policy.capabilities, refusals=refusals))
-    with pytest.raises(SinewError, match="split: expected engine cpu, plan or eager, which solves a context"):
+    with pytest.raises(
+        SinewError, match="split: expected engine cpu, plan or eager, which computes actions from a context"
+    ):
         template_of(whole)
     with desk(policy=policy) as at:
         monkeypatch.setattr(policy.engine, "read", lambda _inputs: [object()])

@@ -24,7 +24,7 @@ class Eager(Backend):
         return super().can(bundle, options)
 
     def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
-        return YES  # the other engines are compared with this engine
+        return YES  # This engine needs no verification, because the other engines are compared with it.
 
 
 BACKEND = Eager()

@@ -55,12 +55,13 @@ def open_eager(bundle: Bundle, options: EngineOptions) -> EagerEngine:
 
 
 class EagerEngine(Engine):
-    """Runs a PyTorch model.
+    """An engine that runs the PyTorch code of a model without changes.
 
     Args:
         model: The model.
         device: The device.
-        recipe: For each component with low-bit weights, the stored format in which the engine multiplies.
+        recipe: For each component (vision, language, head) with low-bit weights, the stored format in which the
+            engine multiplies.
     """
 
     _settled: ClassVar[int] = 0  # the number of threads that the last tuning chose
@@ -90,8 +91,8 @@ class EagerEngine(Engine):
         if self.device.type != "cpu":
             return "the device computes"
         now = torch.get_num_threads()
-        # If ``now`` is the result of tuning an earlier policy, the user did not set it. Use PyTorch's first number
-        # instead.
+        # If ``now`` is the number of threads that Sinew measured to be best for an earlier policy, the user did not
+        # set it. Use PyTorch's first number instead.
         many = min(_AT_FIRST if now == EagerEngine._settled else now, machine.recommended_threads()[0])
         self._threads, reason = tune_threads(infer, torch.set_num_threads, many)
         EagerEngine._settled = self._threads
@@ -121,7 +122,7 @@ class EagerEngine(Engine):
     @torch.inference_mode()
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> Context:
         watch = watch or Watch()
-        # A trace must contain computed values, so no stored result is used.
+        # A trace (the stored results of all stages) must contain computed values, so no cached result is used.
         reuse = self.reuse if watch.trace is None else None
         if reuse is not None and (stored := reuse.context(inputs, watch)) is not None:
             return stored
@@ -295,7 +296,7 @@ class EagerEngine(Engine):
         watch.lap(stage)
 
     def _rows(self, watch: Watch) -> AbstractContextManager[Any]:
-        """Record in a trace which rows of embedding tables the model reads inside the ``with`` block."""
+        """Inside the ``with`` block, record in the trace which rows of embedding tables the model reads."""
         return nullcontext() if watch.trace is None else recorded_rows(self.model, watch.trace.rows)
 
 
@@ -318,20 +319,21 @@ def _differentiable(leaf: Any) -> Any:
 def tune_threads(
     infer: Callable[[], object], set_threads: Callable[[int], None], many: int
 ) -> tuple[int, str]:
-    """Measure an inference with one thread and with ``many`` threads.
-
-    Use the faster number, and return it with a reason.
+    """Measure an inference with one thread and with ``many`` threads, and set the faster number of threads.
 
     Call the function on the thread that will infer, because a pool of threads belongs to the thread that uses it.
-    Threads that wait for each other either sleep or spin. Waking a sleeping thread costs tens of microseconds per
-    matrix product, and a spinning thread loses time when another program needs a core. A policy of a few million
-    parameters computes a product faster than it wakes a thread. A large policy gains from every core. research/log has
-    the measurements.
+    Threads that wait for each other either sleep or spin (wait in a loop). Waking a sleeping thread costs tens of
+    microseconds per matrix product, and a spinning thread loses time when another program needs a core. A policy of a
+    few million parameters computes a product faster than it wakes a thread. A large policy gains from every core.
+    research/log has the measurements.
 
     Args:
         infer: Computes one inference. It must have run before.
         set_threads: Sets the number of threads.
         many: The larger number of threads.
+
+    Returns:
+        The chosen number of threads, and the reason.
     """
     if many == 1:
         return 1, "this process may use one thread"

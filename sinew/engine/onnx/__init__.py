@@ -1,2 +1,3 @@
-"""The engine that runs ONNX graphs: ``export`` writes the planned model as graphs (with torch), ``engine`` runs
-them."""
+"""The engine that runs ONNX graphs. ``export`` writes the rewritten model as graphs, which needs torch. ``engine``
+runs the graphs without torch.
+"""

@@ -81,9 +81,8 @@ class Onnx(Backend):
         )
 
     def _slow_start(self, bundle: Bundle, options: EngineOptions, unmade: str, prepared: bool) -> str:
-        """Return the reason not to choose this engine automatically: it would start slowly, or lack a capability.
-
-        "" for none.
+        """Return the reason why Sinew must not choose this engine by itself, because it would start slowly or lack a
+        capability; "" if there is no such reason.
         """
         kinds = {*recipe(bundle).values()}
         if (kinds and self.follows.issuperset(kinds)) or self._plays_shipped(bundle):
@@ -105,12 +104,13 @@ class Onnx(Backend):
         return unmade and f"{unmade}; {WORTH}"
 
     def _preparable(self, bundle: Bundle) -> bool:
-        """Return whether ``sinew prepare`` can export the graphs, or can verify and measure the graphs that come
-        with Sinew."""
+        """Return True if ``sinew prepare`` can export the graphs, or can verify and measure the graphs that come with
+        Sinew.
+        """
         config = bundle.manifest.config
         if bundle.manifest.spec.committed_rows or config.get("rolling") or config.get("lm_head"):
-            # The graphs do not support features of such a bundle: an action prefix, a denoising time per action, or
-            # text.
+            # The graphs do not support three features that such a bundle needs: an action prefix, a denoising time
+            # per action, or text.
             return False
         if shipped(bundle.path) is not None:
             # Examples in the documentation use real-time chunking with this policy, which its graphs do not support.
@@ -127,7 +127,7 @@ class Onnx(Backend):
 
 
 def lacks_graphs(bundle: Bundle) -> str:
-    """Return a message if the bundle must be exported before this engine can run it, or ""."""
+    """Return a message if the bundle must be exported before this engine can run it; "" if the graphs exist."""
     if (graphs_folder(bundle) / "graphs.json").exists():
         return ""
     how = (
@@ -138,9 +138,9 @@ def lacks_graphs(bundle: Bundle) -> str:
 
 
 def once_made(how: str) -> str:
-    """Return the instruction ``how`` for the user.
+    """Complete the instruction ``how`` for the user, which tells how to export graphs.
 
-    If a package for the export is missing, return an instruction to install this package instead.
+    If a package for the export is missing, the result is an instruction to install this package instead.
     """
     missing = next((module for module in MAKERS if not installed(module)), "")
     return f"an export needs {missing}: {install(missing)}" if missing else how

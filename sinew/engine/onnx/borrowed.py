@@ -1,8 +1,7 @@
 """ONNX graphs without weights: ONNX Runtime reads the weights from a bundle.
 
-Sinew contains such graphs for its built-in policies.
-
-A built-in policy runs without torch in this way, and without a second copy of its weights.
+Sinew contains such graphs for its built-in policies. A built-in policy therefore runs without torch, and without a
+second copy of its weights.
 
 * ``borrow`` (with onnx) removes the weights that are equal to tensors of the bundle from exported graphs.
 * ``shipped`` finds the graphs that come with Sinew, by the content of the bundle.
@@ -35,7 +34,7 @@ INLINE = 32 << 10
 
 
 def shipped(bundle: Path) -> Path | None:
-    """Return the folder of graphs that comes with Sinew for a bundle with this content, or None."""
+    """Return the folder of the graphs that come with Sinew for a bundle with this content; None if Sinew has none."""
     return next(SHIPPED.glob(f"*-{fingerprint(bundle)[:16]}"), None)
 
 
@@ -60,7 +59,8 @@ def floats(bundle: Bundle) -> dict[str, np.ndarray]:
 
 
 def weights(bundle: Bundle, graphs: GraphSet, directory: Path) -> dict[str, dict[str, np.ndarray]]:
-    """Return for each stage the bundle's tensors that its graph uses, by name.
+    """Return the bundle's tensors that each graph reads, as a dict: stage ("vision", "read", "step") -> name ->
+    tensor.
 
     Raises:
         BundleError: The bundle lacks a tensor.

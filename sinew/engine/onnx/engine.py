@@ -1,8 +1,9 @@
 """Run exported graphs with ONNX Runtime. This module needs onnxruntime and numpy, but no torch.
 
-The read stage returns keys and values of the whole prefix, masks and rotary tables. These tensors stay in ONNX
-Runtime's own memory and are bound to the step stage once per observation. A step copies the noisy actions in and the
-head's output out, a few kilobytes.
+An export has three graphs (stages): vision, read (the language model) and step (the action head). The read stage
+returns keys and values of the prompt and views, masks and rotary tables. These tensors stay in ONNX Runtime's own
+memory and are passed to the step stage without a copy, once per observation. A step copies the noisy actions in and
+the head's output out, a few kilobytes.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ READ_INPUTS = ("image_tokens", "camera_mask", "tokens", "token_mask", "state")
 
 
 class OnnxEngine(Engine):
-    """Runs the three graphs of an export.
+    """An engine that runs the three graphs of an export (vision, read and step).
 
     Args:
         directory: The folder of the export.
-        providers: ONNX Runtime execution providers in order of preference, by ONNX Runtime's names or short names. The
-            installed onnxruntime must offer and load every provider.
+        providers: ONNX Runtime execution providers in order of preference, by ONNX Runtime's names or short names.
+            The installed onnxruntime must offer and load every provider.
         threads: Number of threads that compute. None chooses the number for this machine.
-        solver: The policy's solver, which the graphs do not contain. There is no default, because a wrong solver gives
-            plausible numbers of the wrong sign (GR00T integrates from 0 to 1, openpi from 1 to 0).
+        solver: The policy's solver, which the graphs do not contain. There is no default, because a wrong solver
+            gives plausible numbers of the wrong sign (GR00T integrates from 0 to 1, openpi from 1 to 0).
         bundle: The bundle with the weights, for graphs without weights.
     """
 
@@ -95,8 +96,9 @@ class OnnxEngine(Engine):
         check_assigned(self.assigned, requested)
         self.tables = {steps: _table(table_path(self.directory, steps), steps) for steps in self.graphs.steps}
         self._check_names()
-        # In marked (quantised) graphs, all observations of a batch share one scale, so they would change each other's
-        # results. Therefore a stage runs once per observation if this stage or a later stage is marked.
+        # In quantised graphs, which have a mark, all observations of a batch share one scale, so they would change
+        # each other's results. Therefore a stage runs once per observation if this stage or a later stage has the
+        # mark.
         marked = [ONE_SCALE in self.sessions[stage].get_modelmeta().custom_metadata_map for stage in STAGES]
         self.by_member = {stage for index, stage in enumerate(STAGES) if any(marked[index:])}
         self._axes = self._batch_axes()
@@ -224,7 +226,7 @@ class OnnxEngine(Engine):
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> list[Any]:
         """Run the vision and read stages. Return the tensors that ``graphs.reads`` names, in ONNX Runtime's memory."""
         watch, count = watch or Watch(), len(inputs.tokens)
-        # A trace must contain computed values, so no stored result is used.
+        # A trace (the stored results of all stages) must contain computed values, so no cached result is used.
         reuse = self.reuse if watch.trace is None else None
         if reuse is not None and (stored := reuse.context(inputs, watch)) is not None:
             return list(stored)
@@ -266,8 +268,9 @@ class OnnxEngine(Engine):
         guidance: Guidance | None = None,
         watch: Watch | None = None,
     ) -> np.ndarray:
-        """Return the actions of :meth:`Engine.solve`. The guidance must need no Jacobian and no denoising time per
-        action."""
+        """Compute actions as :meth:`Engine.solve` does. The guidance must need no Jacobian and no denoising time per
+        action.
+        """
         watch, table = watch or Watch(), self._table(steps)
         for words in self.graphs.speaks:
             return self._speak(context, words, watch)
@@ -285,7 +288,7 @@ class OnnxEngine(Engine):
         return x
 
     def _speak(self, context: list[Any], words: ActionTokens, watch: Watch) -> np.ndarray:
-        """Return the generated actions, float32 [B, H, A]. The step stage runs once for each token."""
+        """Generate action tokens and return the actions, float32 [B, H, A]. The step stage runs once for each token."""
         session = self.sessions["step"]
         used = {node.name for node in session.get_inputs()}
         binding, values = session.io_binding(), dict(zip(self.graphs.reads, context, strict=True))
@@ -337,13 +340,15 @@ class OnnxEngine(Engine):
         return table
 
     def _calls(self, stage: str, count: int) -> list[slice]:
-        """Split a batch of ``count`` observations into calls of a stage: one for all, or one per observation."""
+        """Split a batch of ``count`` observations into calls of a stage: one call for all observations, or one call
+        per observation.
+        """
         if stage in self.by_member:
             return [slice(row, row + 1) for row in range(count)]
         return [slice(0, count)]
 
     def _read(self, given: dict[str, np.ndarray]) -> list[Any]:
-        """Return the outputs of the read stage, in ONNX Runtime's memory."""
+        """Run the read stage (the language model), and return its outputs in ONNX Runtime's memory."""
         read = self.sessions["read"]
         binding, used = read.io_binding(), {node.name for node in read.get_inputs()}
         for name, array in given.items():
@@ -355,7 +360,7 @@ class OnnxEngine(Engine):
         return list(binding.get_outputs())
 
     def _joined(self, reads: list[list[Any]]) -> list[Any]:
-        """Join the outputs of several calls of the read stage to one batch."""
+        """Join the outputs of several calls of the read stage to the outputs for one batch."""
         if len(reads) == 1:
             return reads[0]
         return [
@@ -390,7 +395,9 @@ class OnnxEngine(Engine):
         return image_tokens, camera_mask
 
     def _act(self, reads: Sequence[Any], x: np.ndarray, time_embedding: np.ndarray) -> Any:
-        """Bind the step stage's inputs that stay the same in all solver steps. Return a function that runs one step."""
+        """Prepare the step stage: bind the inputs that stay the same in all solver steps. Return a function that runs
+        one step.
+        """
         session = self.sessions["step"]
         binding = session.io_binding()
         used = {node.name for node in session.get_inputs()}

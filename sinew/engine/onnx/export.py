@@ -41,7 +41,7 @@ OPSET = 20  # the first operator set with GELU as one operator
 ON_ONNX = tuple(name for name in REWRITES if name not in ("pack-qkv", "pack-gate-up", "sigmoid-gelu"))
 # The largest batch that the shape analysis of the export assumes. The finished graph has no such limit.
 MOST_BATCHED = 64
-PROMPT = 7  # number of tokens in the example's prompt; no other size of the model may have this value
+PROMPT = 7  # The example's prompt has this number of tokens. No other size of the model may be equal to it.
 
 
 @torch.no_grad()
@@ -132,7 +132,9 @@ def export_graphs(
 
 
 def _any_views(model: Model, views: int) -> dict[int, Any]:
-    """Declare the axis of views as dynamic for ``torch.export``. Return {} if the number of views is fixed."""
+    """Return the setting for ``torch.export`` that makes the axis of views dynamic; {} if the number of views is
+    fixed.
+    """
     if model.moments is not None:
         most, each = model.moments
         moments = Dim("moments", min=1, max=most)
@@ -262,7 +264,9 @@ class OneOperatorAttention(ViTAttention):
 
 
 def join_attention(model: nn.Module) -> RewriteOutcome:
-    """Replace every plain vision attention of ``model`` by the operator, in place."""
+    """Replace every plain attention of the vision tower in ``model`` by a single operator
+    (:class:`OneOperatorAttention`), in place.
+    """
     names, skipped = [], {}
     for name, module in model.named_modules():
         if unknown := foreign(module, ViTAttention):
@@ -270,14 +274,18 @@ def join_attention(model: nn.Module) -> RewriteOutcome:
         elif isinstance(module, ViTAttention):
             become(module, OneOperatorAttention)
             names.append(name)
-    status, reason = ("applied" if names else "not applicable"), "scores stay in the cache"
+    status, reason = (
+        ("applied" if names else "not applicable"),
+        "attention scores stay in the processor's cache",
+    )
     return RewriteOutcome("one-operator-attention", status, reason + left_out(skipped), spans(names))  # type: ignore[arg-type]
 
 
 def constant_target(
     source: Sequence[int | str | None], target: Sequence[int | str | None]
 ) -> list[int] | None:
-    """Return the constants of ONNX's Reshape for ``source -> target``, or None if constants cannot express it.
+    """Return the constants with which ONNX's Reshape converts the shape ``source`` to the shape ``target``; None if
+    constants cannot express it.
 
     Args:
         source: Sizes of the input. A size is a number, an expression as text, or None if it is unknown. Equal
@@ -296,9 +304,8 @@ def constant_target(
 
 
 def constant_targets(model: Any) -> int:
-    """Give each Reshape node of an exported graph a constant target shape, in place.
-
-    Remove the nodes that computed the shapes.
+    """Give each Reshape node of an exported graph a constant target shape, in place, and remove the nodes that
+    computed the shapes.
 
     With two dynamic axes, the batch and the prompt's length, the exporter reads sizes from tensors and assembles the
     shape of nearly every reshape from them. These nodes cost a small policy's step several per cent. ONNX's Reshape

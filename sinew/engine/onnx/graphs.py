@@ -19,8 +19,8 @@ from sinew.steps.action_tokens.base import ActionTokens
 
 STAGES = ("vision", "read", "step")
 COMPONENT = "sinew.component"  # key of a node's metadata: the component that the node belongs to
-# Key of a quantised graph's metadata. A whole tensor of activations has one scale in such a graph, so the members of a
-# batch would share it.
+# Key of the mark in a quantised graph's metadata. The mark states that a whole tensor of activations has one scale,
+# so that the members of a batch would share it.
 ONE_SCALE = "sinew.one_scale"
 FORMAT = 5
 MAX_RECORD = 1 << 22  # largest accepted size of graphs.json in bytes
@@ -29,10 +29,10 @@ MAX_GRAPH = 1 << 31
 # The names of the files in the folder of an export.
 FILES = re.compile(r"(?:vision|read|step)\.onnx(?:\.data)?|moments-\d+\.npy")
 CONTROL = ("Loop", "Scan", "If")  # operators that no export contains and that may run forever
-# Prefixes of the names in ``reads``. With an autoregressive head, names of tensors that no token changes begin with
-# PROMPT.
+# Prefixes of the names in ``reads`` for an autoregressive head. Tensors that no generated token changes have names
+# that begin with PROMPT.
 CONTEXT, PROMPT = "context.", "context.prompt."
-NEWEST = "context.spoken.token"  # name in ``said``: the newest token, int64 [B]
+NEWEST = "context.spoken.token"  # The name in ``said`` of the newest token, int64 [B].
 Count = Annotated[int, within(0, 1000)]  # a number of views, solver steps or bits
 # The fields that Sinew reads from an ONNX file: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto.
 _PROTO = """
@@ -50,20 +50,22 @@ message NodeProto {
 
 @dataclass(frozen=True, slots=True)
 class GraphSet:
-    """The content of ``graphs.json``.
+    """The content of ``graphs.json``, the record of an export. An export has three graphs (stages): vision, read and
+    step.
 
     Attributes:
         architecture: Name of the architecture.
         views: Number of camera views in the read stage's input.
         reads: Names of the tensors that the read stage returns and the step stage reads, in order.
-        steps: Numbers of solver steps that have a table.
+        steps: Numbers of solver steps for which the export has a table of time embeddings.
         rewrites: Names of the rewrites that were applied to the model.
         recipe: The precision of each component, for quantised graphs.
         method: Method of the quantisation, as text.
         bits: Bits of int8 weights, or 0 without int8 weights.
         borrows: For each stage, the names of the bundle's tensors that it uses, if the graphs have no weights.
         sha256: Name of each other file in the folder -> its hash.
-        said: For an autoregressive head, the names in ``reads`` of the tensors that one call of the step stage changes.
+        said: For an autoregressive head, the names in ``reads`` of the tensors that one call of the step stage
+            changes.
         speaks: For an autoregressive head, the meaning of its action tokens. The step stage generates one token per
             call.
         format: Version of the record.
@@ -194,7 +196,7 @@ def operators(path: Path, data: bytes) -> list[str]:
 
 
 def renewed(name: str) -> str:
-    """Return the name of the step stage's output that replaces the tensor ``name`` of ``said``."""
+    """Return the name of the step stage's output that contains the new value of the tensor ``name`` of ``said``."""
     return f"next.{name}"
 
 

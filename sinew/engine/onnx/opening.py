@@ -140,14 +140,15 @@ def write_folder(bundle: Bundle, folder: Path, where: Path | None = None, folded
 
 
 def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None, *, folded: bool = True) -> None:
-    """Export the bundle's model to ``folder``, quantised by the bundle's recipe.
+    """Export the bundle's model to ONNX graphs in ``folder``, quantised by the bundle's recipe.
 
     Args:
         bundle: The bundle.
         folder: The folder to write into.
         where: The later name of the folder, for messages.
-        folded: False does not fold norms into the weights. The graphs can then use the bundle's weights, or have
-            smaller rounding errors.
+        folded: True multiplies the weights of norms into the weights of the next layers, which saves operations.
+            False leaves them out of the other weights. The graphs can then use the bundle's weights, or have smaller
+            rounding errors.
     """
     where = where or folder
     try:

@@ -1,5 +1,6 @@
-"""Choose the execution providers of ONNX Runtime, open graphs with them, and check which providers a session really
-uses."""
+"""Choose the execution providers of ONNX Runtime (its backends for different hardware), open graphs with them, and
+check which providers a session really uses.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ SHORT = {
 # Operators of ONNX and ONNX Runtime that multiply matrices, for example MatMulNBits,
 # QLinearConv and MultiHeadAttention.
 PRODUCTS = re.compile("MatMul|Gemm|Conv|Attention|Einsum")
-LEFT = 0.1  # a provider may leave this share of the products to other providers without a warning
+LEFT = 0.1  # A provider may leave this share of the matrix products to other providers without a warning.
 
 
 def runtime() -> Any:
@@ -209,7 +210,7 @@ def session_options(
     _share_arena(ort)
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.enable_mem_pattern = False
-    # Function `assigned` needs this information.
+    # The function `assigned` needs the information that this setting records.
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     # Waiting threads must sleep, because other programs need the cores (research/log/2026-11-21.md).
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")

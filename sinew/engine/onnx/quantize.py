@@ -123,7 +123,7 @@ def component_of(node: Any) -> str:
 
 
 def quantize_products(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
-    """Replace the constant matrix products of the components in ``recipe``, in place.
+    """Convert the matrix products with constant weights to int8, in the components of ``recipe``, in place.
 
     Args:
         model: The ONNX model.
@@ -221,7 +221,7 @@ ROWS_CONSTANTS: dict[str, np.ndarray] = {
 
 
 def _round_rows(x: str, to: str) -> list[Any]:
-    """Return nodes that round activations with one scale per row.
+    """Return ONNX nodes that round activations to 8 bits with one scale per row.
 
     The input is x [..., K]. The results are uint8 [..., K], where 128 means zero, and scales [..., 1].
     """
@@ -238,7 +238,7 @@ def _round_rows(x: str, to: str) -> list[Any]:
 
 
 def _product_of_rows(x: str, weight: str, out: str) -> list[Any]:
-    """Return nodes for an int8 product.
+    """Return ONNX nodes for a product of int8 weights with activations that :func:`_round_rows` has rounded.
 
     The product's kernel applies the scales of columns. A second node applies the scales of rows.
     """

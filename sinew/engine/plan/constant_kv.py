@@ -1,4 +1,4 @@
-"""Compute keys and values that do not depend on the solver's step once per observation."""
+"""Compute those keys and values only once per observation that no solver step changes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from sinew.models.expert import ExpertContext, ExpertModel, Prefix
 
 
 class StateInPrefix(ExpertModel):
-    """A model whose action expert reads the state as a token.
+    """A model whose action expert reads the robot's state as a token.
 
-    This token attends to the prefix and itself, but never to the actions.
+    This token attends to the prefix (image tokens and prompt) and to itself, but never to the actions.
 
-    The token's keys and values are therefore the same in every step. They are appended to the prefix's keys and values,
-    and the steps compute the actions alone.
+    The token's keys and values are therefore the same in every solver step. They are appended to the prefix's keys
+    and values, and the steps compute the actions alone.
     """
 
     def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
         return self.absorb_state(super().prefix_of(cache, valid, state))  # type: ignore[safe-super]
 
     def renew(self, context: ExpertContext, state: Tensor) -> ExpertContext:
-        """Return the context with the keys and values of another state. The context's mask contains which tokens are
-        valid."""
+        """Return the context with the keys and values of a newer state. The mask of the old context states which
+        tokens are valid.
+        """
         (sees,) = context.masks
         count = context.kv[0][0].shape[1] - 1  # P, the number of tokens before the state token
         valid = sees[:, 0, :count]
@@ -56,7 +57,7 @@ class StateInPrefix(ExpertModel):
 def _constant_kv(model: Model) -> tuple[Status, str, tuple[str, ...]]:
     if getattr(model, "has_state_token", False):
         become(model, StateInPrefix)
-        return "applied", "the state token sees the prefix and itself alone", ("expert",)
+        return "applied", "the state token attends only to the prefix and to itself", ("expert",)
     crosses = [
         name
         for name, module in model.named_modules()
@@ -71,4 +72,6 @@ def _constant_kv(model: Model) -> tuple[Status, str, tuple[str, ...]]:
     return "not applicable", "no step computes keys and values that do not depend on the noisy actions", ()
 
 
-CONSTANT_KV = Rewrite("constant-kv", "keys and values that no step changes are computed once", _constant_kv)
+CONSTANT_KV = Rewrite(
+    "constant-kv", "keys and values that are the same in all solver steps are computed once", _constant_kv
+)

@@ -1,4 +1,4 @@
-"""The planned engine, which runs a rewritten model like the eager engine."""
+"""The engine "plan": it runs a rewritten, faster version of the model with the code of the eager engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Fold the affine part of a norm into the linear layers that read it: W (g * n + b) = (W g) n + W b."""
+"""Multiply the weight and bias of a norm into the linear layers that read its output ("fold"): W (g * n + b) = (W g)
+n + W b.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class UnitLayerNorm(nn.Module):
 
 
 def sites(model: nn.Module) -> Iterator[tuple[str, FoldSite]]:
-    """Yield the name and the fold site (a norm and the layers that read it) of each site that the model declares."""
+    """Yield each fold site of the model (a norm, and the layers that read its output) with its name."""
     names = {id(module): name for name, module in model.named_modules()}
     for module in model.modules():
         if "fold_sites" in vars(loaded_class(module)):
@@ -42,8 +44,9 @@ def sites(model: nn.Module) -> Iterator[tuple[str, FoldSite]]:
 
 
 def linears(site: FoldSite) -> list[Linear] | str:
-    """Return the linear layers that read the norm of ``site``, or the reason why the norm cannot be folded into
-    them."""
+    """Return the linear layers that read the norm's output, or the reason as text why the norm cannot be folded into
+    them.
+    """
     norm, layers = getattr(site.owner, site.norm), []
     if type(norm) not in (RMSNorm, GemmaRMSNorm, LayerNorm):
         return f"{type(norm).__name__} is not a norm with constant weights"
@@ -53,7 +56,7 @@ def linears(site: FoldSite) -> list[Linear] | str:
         elif isinstance(reader, nn.Linear):
             layers.append(reader)
         else:
-            return f"{loaded_class(reader).__name__} does not say what reads its input"
+            return f"{loaded_class(reader).__name__} does not declare which layers read its input"
     for layer in layers:
         if why := not_linear(layer):
             return why
@@ -94,8 +97,10 @@ def _fold_norms(model: Model) -> tuple[Status, str, tuple[str, ...]]:
         names.append(name)
     reason = "each norm has linear layers as its only readers"
     if any(isinstance(module, AdaRMSNorm) for module in model.modules()):
-        reason += "; the adaptive norms stay, their scale changes with the solver's time"
-    return verdict(names, skipped, reason, "no block says which linear layers read its norm")
+        reason += "; adaptive norms are left out, because their scale changes with the solver's time"
+    return verdict(names, skipped, reason, "no block declares which linear layers read its norm")
 
 
-FOLD_NORMS = Rewrite("fold-norms", "a norm's affine part goes into the next linear layer", _fold_norms)
+FOLD_NORMS = Rewrite(
+    "fold-norms", "the weight and bias of a norm are multiplied into the next linear layer", _fold_norms
+)

@@ -1,5 +1,6 @@
-"""Combine linear layers that read the same input into one layer: fewer and larger products, and one pass over the
-input."""
+"""Combine linear layers that read the same input into one layer. The result is fewer and larger matrix products, and
+one pass over the input.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class PackedAttention(DecoderAttention):
 class PackedKeyValue(DecoderAttention):
     kv_proj: Linear
 
-    def key_value(self, keys: Tensor, values: Tensor) -> KeyValue:  # KeyValueLayer passes one tensor twice
+    # The class KeyValueLayer passes the same tensor as both arguments.
+    def key_value(self, keys: Tensor, values: Tensor) -> KeyValue:
         k, v = self.kv_proj(keys).unflatten(-1, (2, -1, self.head_dim)).unbind(-3)
         return k, v
 
@@ -68,7 +70,9 @@ class PackedMLP(GatedMLP):
 
 
 def pack(layers: Sequence[nn.Module]) -> Linear | str:
-    """Return one layer that replaces several layers with the same input, or the reason why this is impossible."""
+    """Combine several linear layers with the same input into one layer. Return this layer, or the reason as text why
+    they cannot be combined.
+    """
     plain: Sequence[Any] = layers
     for layer in plain:
         store = getattr(layer, "store", None)
@@ -147,11 +151,14 @@ def _pack_qkv(model: Any) -> tuple[Status, str, tuple[str, ...]]:
             else:
                 names.append(name)
     reason, absent = (
-        "the projections read the same input",
+        "the projections of queries, keys and values read the same input",
         "no attention with separate projections of one input",
     )
     if cross:
-        others = f"; not in {cross} cross-attentions, whose queries, keys and values read three tensors"
+        others = (
+            f"; {cross} cross-attentions are left out, because their queries, keys and values read different"
+            " tensors"
+        )
         reason, absent = reason + others, absent + others
     return verdict(names, skipped, reason, absent)
 
@@ -169,8 +176,10 @@ def _pack_gate_up(model: Any) -> tuple[Status, str, tuple[str, ...]]:
         become(module, PackedMLP)
         del module.gate_proj, module.up_proj
         names.append(name)
-    return verdict(names, skipped, "gate and up read the same input", "no gated MLP")
+    return verdict(names, skipped, "the layers gate and up read the same input", "no gated MLP")
 
 
-PACK_QKV = Rewrite("pack-qkv", "queries, keys and values are one matrix product", _pack_qkv)
-PACK_GATE_UP = Rewrite("pack-gate-up", "gate and up of a gated MLP are one matrix product", _pack_gate_up)
+PACK_QKV = Rewrite("pack-qkv", "queries, keys and values are computed by one matrix product", _pack_qkv)
+PACK_GATE_UP = Rewrite(
+    "pack-gate-up", "the layers gate and up of an MLP are computed by one matrix product", _pack_gate_up
+)

@@ -40,7 +40,7 @@ REWRITES = {
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A rewritten model. It has the same interface as the loaded model, but other modules.
+    """A rewritten version of a loaded model. It has the same interface as the loaded model, but other modules.
 
     The two models share all parameters that no rewrite replaced. If the loaded model is kept, the replaced parameters
     stay in memory too.
@@ -110,7 +110,7 @@ class Plan:
     def time_embeddings(self, steps: int) -> list[Tensor]:
         """Return the model's time embedding for each of ``steps`` solver times, each [1, ...].
 
-        The table is made once.
+        The list is computed at the first call with this number of steps, and is then stored.
         """
         if steps not in self._tables:
             self._tables[steps] = list(self.model.time_embeddings(steps))

@@ -1,4 +1,5 @@
-"""Read the vision tower's position table without a lookup if the patches use all of its rows in order.
+"""Add the position table of the vision tower to the patches without a lookup, if the patches use all rows of the
+table in order.
 
 Rotary tables and masks need no rewrite, because a model's context contains them once per observation.
 """
@@ -38,9 +39,9 @@ class GridTable(ResizedPositions):
 
 
 class QwenGridTable(QwenViT):
-    """A vision tower with rotary positions, for views that all have the same grid.
+    """Qwen's vision tower with rotary positions, for views that all have the same grid of patches.
 
-    Positions and rotation are computed once.
+    Positions and rotation are computed only once.
     """
 
     table: Tensor  # [rows * cols, C]
@@ -82,10 +83,13 @@ def _hoist(model: Any) -> tuple[Status, str, tuple[str, ...]]:
             continue
         names.append(f"{name}.position_embedding")
     reason = (
-        "patches that fill the table's grid read it as it is; a grid that the bundle fixes has its own table"
+        "patches with the grid of the position table use the whole table without a lookup; if the bundle fixes the"
+        " grid, a table of that grid is computed once"
     )
     status, reason, _ = verdict(names, skipped, reason, "no vision transformer with a table of positions")
     return status, reason, tuple(names)
 
 
-HOIST_POSITIONS = Rewrite("hoist-positions", "position rows of a whole grid are not looked up", _hoist)
+HOIST_POSITIONS = Rewrite(
+    "hoist-positions", "the vision tower's position table is added without a lookup", _hoist
+)

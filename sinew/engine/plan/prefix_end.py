@@ -1,4 +1,6 @@
-"""Skip the end of the language model: the head reads the keys and values of its layers, but not its last output."""
+"""Skip the end of the language model. The action head reads the keys and values of the language model's layers, but
+not the output of its last layer.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ NO_CACHE = "the head does not read the language model's keys and values"
 
 
 class KeyValueLayer(nn.Module):
-    """The last decoder layer without the operations that the head does not need.
+    """The last decoder layer without the operations whose results the action head does not need.
 
-    It has a norm and projects keys and values.
+    The layer only has a norm and the projections to keys and values.
     """
 
     def __init__(self, layer: DecoderLayer):
@@ -47,10 +49,10 @@ def _last_layer(model: Any) -> tuple[Status, str, tuple[str, ...]]:
     layers[depth - 1] = KeyValueLayer(layers[depth - 1])
     model.language.layers = nn.ModuleList(layers[:depth])
     unread = len(layers) - depth
-    reason = f"only the keys and values of layer {depth - 1} are read"
+    reason = f"the head reads only the keys and values of layer {depth - 1}, and not its output"
     return (
         "applied",
-        reason + (f"; the {unread} after it are not" if unread else ""),
+        reason + (f"; the {unread} layers after it are not read" if unread else ""),
         (f"language.layers.{depth - 1}",),
     )
 
@@ -59,8 +61,10 @@ def _unread(model: Any) -> tuple[Status, str, tuple[str, ...]]:
     if model.prefix_depth is None or model.has_lm_head:
         return "not applicable", NO_CACHE if model.prefix_depth is None else TEXT, ()
     del model.language.norm
-    return "applied", "nothing reads the language model's output", ("language.norm",)
+    return "applied", "no module reads the language model's output", ("language.norm",)
 
 
-LAST_LAYER = Rewrite("last-layer-kv", "the last prefix layer is reduced to its keys and values", _last_layer)
-DROP_UNREAD = Rewrite("drop-unread", "modules whose output nothing reads are dropped", _unread)
+LAST_LAYER = Rewrite(
+    "last-layer-kv", "the last layer of the language model computes only keys and values", _last_layer
+)
+DROP_UNREAD = Rewrite("drop-unread", "modules whose output no other module reads are removed", _unread)

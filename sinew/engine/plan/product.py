@@ -14,7 +14,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def torch_product(dtype: str, storage: str) -> Callable[[], object] | None:
-    """Return a function that computes one small matrix product with PyTorch. None for a mixture of precisions.
+    """Return a function that computes one small matrix product with PyTorch; None if the precisions are mixed.
 
     Args:
         dtype: Precision of weights and activations, such as "bf16".

@@ -1,4 +1,4 @@
-"""Rewrites, their outcomes, and the two ways in which they change a model.
+"""Rewrites, which make a model faster, their outcomes, and the two ways in which they change a model.
 
 A rewrite gets a clone of the loaded model, which is a separate tree of modules with the same parameters. The rewrite
 may replace parameters and modules of the clone, or give a module another class (:func:`become`). The loaded model is
@@ -46,7 +46,7 @@ class RewriteOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """A rewrite of a model.
+    """A change of a model that makes it faster.
 
     Attributes:
         name: The rewrite's name.
@@ -85,12 +85,15 @@ def exactly(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 def foreign(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Return the reason why a rewrite for the class ``kind`` does not change a module of a subclass.
-
-    None for other modules.
+    """Return the reason why a rewrite for the class ``kind`` does not change ``module``, if the module belongs to a
+    subclass; None for other modules.
     """
     cls = loaded_class(module)
-    return f"{cls.__name__} is not {kind.__name__}" if isinstance(module, kind) and cls is not kind else None
+    return (
+        f"{cls.__name__} is a subclass of {kind.__name__} and may compute something else"
+        if isinstance(module, kind) and cls is not kind
+        else None
+    )
 
 
 def left_out(left: Mapping[str, str]) -> str:
@@ -106,7 +109,8 @@ def left_out(left: Mapping[str, str]) -> str:
 def verdict(
     names: Sequence[str], left: Mapping[str, str], reason: str, absent: str
 ) -> tuple[Status, str, tuple[str, ...]]:
-    """Return the outcome of a rewrite: its status, its reason and the changed modules.
+    """Return the outcome of a rewrite: its status ("applied" or "not applicable"), its reason and the changed
+    modules.
 
     Args:
         names: Names of the changed modules.
@@ -129,7 +133,9 @@ def become(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def linear(weight: Tensor, bias: Tensor | None = None, store: Store = PLAIN) -> Linear:
-    """Return a linear layer with existing tensors of floats. The function allocates no memory."""
+    """Return a linear layer that uses existing tensors of floats as its weight and bias. The function allocates no
+    memory.
+    """
     out_size, in_size = weight.shape
     layer = Linear(in_size, out_size, bias=bias is not None, device="meta")
     layer.store = store

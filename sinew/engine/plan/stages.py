@@ -1,9 +1,11 @@
-"""The rewritten model as functions whose arguments and results are only tensors. Engines record these functions.
+"""The rewritten model as functions whose arguments and results are only tensors. Engines record these functions, for
+example as ONNX graphs.
 
-The three stages are ``Vision`` and ``Read``, which run once per observation, and a step. The step is ``StepProgram``
-once per solver step, or ``NextToken`` once per token of an autoregressive head. Between the stages, the model's context
-is a flat tuple of named tensors. Shapes follow from views, image size, prompt length and chunk size, and no branch
-depends on a value. The engine's loop over the solver joins the stages.
+The model has three stages. ``Vision`` and ``Read`` (the language model) run once per observation. The third stage is
+a step: ``StepProgram`` runs once per solver step, or ``NextToken`` once per token of an autoregressive head. Between
+the stages, the model's context (the result of ``Read``) is a flat tuple of named tensors. Shapes follow from views,
+image size, prompt length and chunk size, and no branch depends on a value. The engine's loop over the solver joins
+the stages.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ SAID = "context.spoken."  # prefix of the names of tensors in the field ``spoken
 
 @dataclass(frozen=True)
 class Layout:
-    """Converts a context to a flat tuple of tensors, and back. The tuple contains no tensor twice.
+    """Converts a context (a tree of tensors) to a flat tuple of tensors, and back. The tuple contains no tensor
+    twice.
 
     Attributes:
         names: Names of the tensors, "context.FIELD.INDEX...".
         spec: The structure of the context.
-        leaves: For each leaf of the context, its tensor's index in the tuple, or the leaf itself if it is not a tensor.
+        leaves: For each leaf of the context, its tensor's index in the tuple, or the leaf itself if it is not a
+            tensor.
     """
 
     names: tuple[str, ...]
@@ -74,7 +78,7 @@ class _Place:
 
 
 class Vision(nn.Module):
-    """Computes image tokens [B, V, tokens, C] from pixels, float32 [B, V, channels, height, width]."""
+    """The first stage: computes image tokens [B, V, tokens, C] from pixels, float32 [B, V, channels, height, width]."""
 
     def __init__(self, model: Model):
         super().__init__()
@@ -85,7 +89,7 @@ class Vision(nn.Module):
 
 
 class Read(nn.Module):
-    """Computes the tensors that ``StepProgram`` or ``NextToken`` reads.
+    """The second stage: computes the context, as the tensors that ``StepProgram`` or ``NextToken`` reads.
 
     The inputs are image_tokens [B, V, tokens, C], camera_mask [B, V], tokens and token_mask [B, L], and state [B, S].
     """
@@ -103,7 +107,7 @@ class Read(nn.Module):
 
 
 class StepProgram(nn.Module):
-    """Computes the head's output [B, H, A].
+    """The third stage of a model with a solver: computes the head's output [B, H, A] for one solver step.
 
     The inputs are x [B, H, A], the step's time embedding (a row of ``Plan.time_embeddings``), and the result of
     ``Read``. One program serves every number of steps, because the tables are not part of it.
@@ -118,7 +122,7 @@ class StepProgram(nn.Module):
 
 
 class TextPrefix(NamedTuple):
-    """The context of an autoregressive head.
+    """The context of an autoregressive head, in two parts.
 
     Attributes:
         prompt: The part of the context that does not change when tokens are generated.
@@ -130,12 +134,14 @@ class TextPrefix(NamedTuple):
 
 
 def begun(model: Model, context: Context) -> Context:
-    """Return the result of ``Read`` for a context. For an autoregressive head, the result includes the first token."""
+    """Return the context in the form of the stage ``Read``. For an autoregressive head, the first token is generated
+    and added.
+    """
     return TextPrefix(context, model.first(context)) if isinstance(model, AutoregressiveModel) else context
 
 
 class NextToken(nn.Module):
-    """Computes one more token.
+    """The third stage of an autoregressive model: generates one more token.
 
     The input is the result of ``Read``. The output is the tensors that the token changes.
     """
@@ -150,7 +156,7 @@ class NextToken(nn.Module):
 
 
 class Stages(NamedTuple):
-    """The stages of a planned model.
+    """The three stages of a rewritten model, and the tensors between them.
 
     Attributes:
         vision: The first stage.
@@ -159,8 +165,8 @@ class Stages(NamedTuple):
         reads: Names of the tensors from ``read`` to ``step``.
         said: The names in ``reads`` of the tensors that a new token changes, in the order in which ``step`` returns
             them.
-        grows: For each name in ``reads``, the axis whose length grows with the prompt, and the difference between this
-            length and that of the first such axis. None without such an axis.
+        grows: For each name in ``reads``, the axis whose length grows with the prompt, and the difference between
+            this length and that of the first such axis. None without such an axis.
         batch_axes: For each name in ``reads``, the batch axis. None if all observations share the tensor.
         unbatched: The first tensor without a separate batch axis, or "".
     """

@@ -52,16 +52,22 @@ def split_action_time(model: Any) -> None:
 
 def _tabulate(model: Any) -> tuple[Status, str, tuple[str, ...]]:
     if model.solver.kind == "single":
-        return "not applicable", "the head is asked once", ()
+        return "not applicable", "the head runs only once per chunk, without a time", ()
     embed = getattr(type(model), "embed_actions", None)
     if embed is not ExpertModel.embed_actions:
-        return "applied", "what the model takes from the time depends on the step alone", ("embed_time",)
+        return "applied", "the time embedding depends only on the index of the solver step", ("embed_time",)
     for layer in (model.action_in_proj, model.action_time_mlp_in):
         if why := not_linear(layer):
-            return "applied", f"the embedded time alone; {why}", ("embed_time",)
+            return (
+                "applied",
+                f"the table has only the time embedding, and not the layer after it; {why}",
+                ("embed_time",),
+            )
     split_action_time(model)
-    reason = "the embedded time and its half of the mixing layer depend on the step alone"
+    reason = "the time embedding and its part of the next layer depend only on the index of the solver step"
     return "applied", reason, ("action_in_proj", "action_time_mlp_in")
 
 
-TABULATE_TIME = Rewrite("tabulate-time", "what depends on the solver's time is read from a table", _tabulate)
+TABULATE_TIME = Rewrite(
+    "tabulate-time", "values that depend only on the solver's time are read from a table", _tabulate
+)

@@ -1,2 +1,3 @@
-"""Exports for runtimes that accept one file only: a graph of the whole policy, and static 8-bit scales for NPU
-compilers."""
+"""Exports for runtimes that accept only one file: a graph of the whole policy, and fixed 8-bit scales for the
+compilers of NPUs (neural processing units).
+"""

@@ -115,7 +115,7 @@ def _near(got: np.ndarray, wanted: np.ndarray) -> bool:
 
 
 def _cut(linear: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Find the columns that the policy clips to -1 and 1.
+    """Find the columns of the state that the policy clips to -1 and 1.
 
     Returns:
         bool [m], True for a clipped column of the values [n, m].
@@ -126,7 +126,7 @@ def _cut(linear: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def affine(function: Callable[[np.ndarray], np.ndarray], given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the matrix [n, m] and the offset [m] of a function that is affine around a point.
+    """Measure the matrix [n, m] and the offset [m] of a function that is affine around a point.
 
     Args:
         function: A function of n numbers.
@@ -322,7 +322,9 @@ class _Builder:
         return dict(zip(READ_INPUTS, values, strict=True))
 
     def _frames(self, camera: int) -> str:
-        """Return the name of a camera's pixels, float32 [1, channels, h, w], which are computed from raw frames."""
+        """Add nodes that compute a camera's pixels from its raw frame. Return the name of the pixels, float32 [1,
+        channels, h, w].
+        """
         about, recipe = self._spec.cameras[camera], self._recipe.image.of_camera(camera)
         frames = frame_map(recipe, about.height, about.width)
         note = "in the camera's size"
@@ -371,7 +373,7 @@ class _Builder:
         )
 
     def _states(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return states for a test of linearity.
+        """Return states for a test whether the normalisation is linear.
 
         Returns:
             The middle of the normalisation statistics, [D], and random states up to three times as far from it as the
@@ -426,7 +428,9 @@ class _Builder:
         return (*draws, rows, self._recipe.padded_action_dim)
 
     def _advanced(self, step: Any, x: str, output: str, noise: str, earlier: list[str]) -> str:
-        """Return the name of the next x after a step (:meth:`sinew_client.solver.Step.advance`)."""
+        """Add nodes for one solver step (:meth:`sinew_client.solver.Step.advance`), and return the name of the next
+        x.
+        """
         parts = [self._times(x, step.keep)] if step.keep else []
         if step.gain or step.estimate is None:
             parts.append(self._times(output, step.gain))

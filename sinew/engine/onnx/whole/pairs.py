@@ -1,7 +1,8 @@
-"""Static 8-bit graphs for NPU compilers: a pair of QuantizeLinear and DequantizeLinear rounds each product.
+"""Static 8-bit graphs for the compilers of NPUs: a pair of nodes, QuantizeLinear and DequantizeLinear, rounds the
+inputs and outputs of each product.
 
-Such a compiler computes a product between two pairs in integers, with the scales of the pairs. Weights are rounded per
-output channel. The input and the output of a product have one scale each, from the largest magnitude in runs over
+Such a compiler computes a product between two pairs in integers, with the scales of the pairs. Weights are rounded
+per output channel. The input and the output of a product have one scale each, from the largest magnitude in runs over
 observations. All scales are symmetric about zero, because TensorRT supports no other zero point. Products of two
 activations, norms, softmax and activation functions stay in floats.
 """
@@ -50,7 +51,7 @@ class Pairs:
 
 
 class WatchedEngine(OnnxEngine):
-    """Runs graphs that also output the largest magnitudes of their activations.
+    """An ONNX engine whose graphs also output the largest magnitudes of their activations.
 
     Attributes:
         largest: The largest magnitude of each tensor so far, by the tensor's name.
@@ -95,9 +96,9 @@ def write_pairs(
     solver: Solver,
     runs: Iterable[tuple[ModelInputs, np.ndarray]],
 ) -> Pairs:
-    """Put pairs around the matrix products of the int8 components in ``recipe``, in an export's graphs, in place.
+    """Put pairs of QuantizeLinear and DequantizeLinear around the matrix products of an export's graphs, in place.
 
-    Only products with constant weights get pairs.
+    Only products with constant weights in components with the precision int8 get pairs.
 
     Args:
         folder: The folder of the export.
@@ -176,9 +177,10 @@ def _magnitudes(
     solver: Solver,
     runs: Iterable[tuple[ModelInputs, np.ndarray]],
 ) -> tuple[dict[str, float], int]:
-    """Run the graphs over observations.
+    """Run the graphs over observations to measure the largest magnitude of each tensor.
 
-    Return the largest magnitude of each tensor, by "stage:tensor", and the number of runs.
+    Returns:
+        "stage:tensor" -> largest magnitude, and the number of runs.
     """
     import onnx
 
