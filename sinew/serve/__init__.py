@@ -1,4 +1,5 @@
-"""The server. A protocol decodes requests, the scheduler runs them, and an event loop moves the bytes.
+"""The server for policies. A protocol's code decodes requests, a scheduler for each policy runs them, and an event
+loop sends and receives the bytes.
 
 You can call the package itself: ``sinew.serve(policy)`` creates a :class:`sinew.serve.wires.server.Server`.
 """

@@ -45,7 +45,7 @@ class UnauthorizedError(SinewError):
 
 
 class PortAddress(Protocol):
-    """The address of a port (:class:`sinew.serve.transport.listen.Listen`).
+    """The address of a port, as far as the access rules need it (:class:`sinew.serve.transport.listen.Listen`).
 
     Attributes:
         host: An address of this machine.

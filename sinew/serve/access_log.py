@@ -48,9 +48,11 @@ class _AccessStream(_Lossy, logging.StreamHandler): ...
 
 @contextlib.contextmanager
 def access_logging(path: str | None) -> Iterator[None]:
-    """Write the access log to ``path`` inside the block. "-" means standard error. None means that no log is written.
+    """Inside the ``with`` block, write the access log to ``path``. "-" means standard error. None means that no log
+    is written.
 
-    At the end the logger is restored, because it belongs to the process, which may continue with other work.
+    At the end of the block the logger is restored, because it belongs to the process, which may continue with other
+    work.
     """
     access = logging.getLogger("sinew.access")
     before = access.propagate, access.disabled, access.level

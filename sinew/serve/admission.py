@@ -1,6 +1,6 @@
-"""The waiting requests of a scheduler, and the choice of requests to reject if the queue is full.
+"""The list of waiting requests of a scheduler, and the choice of requests to reject if the queue is full.
 
-The scheduler's lock guards all objects of this module.
+The scheduler's lock must be held for every call of this module.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Admission:
             self._members[job.together] += 1
 
     def leave(self, job: ServingJob) -> bool:
-        """Remove a request from the waiting requests. Return False if the request was not waiting."""
+        """Remove a request from the list of waiting requests. Return False if the request was not waiting."""
         if not job.waiting:
             return False
         job.waiting = False

@@ -46,7 +46,7 @@ class _Cost:
 
 
 class Costs:
-    """Stores the measured time of earlier batches in seconds, for each kind and size of a batch. Thread-safe."""
+    """The measured seconds of earlier batches, for each kind and size of a batch. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -78,7 +78,7 @@ class Costs:
         cost.at = time.monotonic()
 
     def measured(self, kind: Hashable, size: int) -> bool:
-        """Return True if batches of this kind and size were measured recently.
+        """Return True if batches of this kind and size were measured in the last ``OLD_S`` seconds.
 
         Args:
             kind: Kind of the batch, as in :meth:`learn`.
@@ -151,7 +151,7 @@ def time_batches(policy: ServedPolicy, sizes: Sequence[int]) -> dict[int, float]
 
 
 class Batcher:
-    """Decides the sizes and members of batches.
+    """Decides how many and which requests are computed together in a batch.
 
     Args:
         limit: Largest number of members of a batch; None measures the best limit (``auto``).
@@ -205,7 +205,7 @@ class Batcher:
         return f"measured {times}; {words}{note}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the largest batch and the reason for it, ready for JSON."""
+        """Return the largest batch size and the reason for this size, ready for JSON."""
         return {"max_batch": self.limit, "max_batch_reason": self.reason}
 
     def members(
@@ -216,7 +216,7 @@ class Batcher:
         beside: Sequence[ServingJob] = (),
         crowded: bool = False,
     ) -> list[ServingJob]:
-        """Return the requests to compute together: ``first``, then the others in the order of their turns.
+        """Choose the requests to compute together: ``first``, then others in the order of their turns.
 
         If ``first`` belongs to a message with several observations, only observations of this message are computed
         with it.
@@ -273,7 +273,7 @@ class Batcher:
         return most
 
     def _alone(self, job: ServingJob, first: ServingJob) -> float:
-        """Return the seconds that a request takes if it is computed alone; 0 if no cost is known.
+        """Return the seconds that a request takes if it is computed without other requests; 0 if no cost is known.
 
         Args:
             job: The request.

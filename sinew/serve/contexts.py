@@ -1,5 +1,5 @@
-"""A policy that answers with the context of an observation (the output of the model's first part). The robot itself
-then computes the actions from the context (``sinew/stream/split.py``).
+"""A policy for split inference. Its answer is a context: the result of the vision tower and the language model for an
+observation. The robot itself computes the actions from the context (``sinew/stream/split.py``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sinew.stream.split import read_context
 
 
 class ContextPolicy(ServedPolicy):
-    """A policy whose answers are contexts. A context is the input of the head, the part of the model that runs on the
-    robot (split inference).
+    """A policy whose answers are contexts instead of actions. A context is the input of the action head, the part of
+    the model that runs on the robot (split inference).
 
     Args:
         policy: Returns the policy in use. It is called for each request, because the policy may be replaced.
@@ -86,7 +86,8 @@ class ContextPolicy(ServedPolicy):
 
 
 def add(service: Service, forms: Sequence[str], host: PolicyHost) -> None:
-    """Add one policy ``context.FORM`` to a service for each form.
+    """For each form, add a policy with the name ``context.FORM`` to a service. Its answers are contexts for split
+    inference.
 
     Args:
         service: The service of the server.

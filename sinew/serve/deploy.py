@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyHost:
-    """The resources that all policies of a server share: the supervisor of its threads, and the device.
+    """The resources that all policies of a server share: the supervisor, which restarts failed threads, and the lock
+    of the device.
 
     Attributes:
         begun: Schedulers that are not started yet, so that an interrupt can stop them.
@@ -44,14 +45,14 @@ class PolicyHost:
         max_batch: int | None = 1,
         keep_warm_s: float | None = None,
     ) -> Scheduler:
-        """Start a policy's scheduler, and return it when the policy is warm. Raises the errors of the warm-up.
+        """Start a policy's scheduler, run the policy once to warm it up, and return the scheduler. Errors of the
+        warm-up are raised.
 
         Args:
             policy: The policy.
             queue: Number of places in the queue.
             max_batch: Largest number of observations in an inference; None measures the best number.
-            keep_warm_s: Seconds without requests after which an inference keeps the device warm; None disables
-                this.
+            keep_warm_s: Seconds without requests after which an inference keeps the device warm; None disables this.
         """
         scheduler = Scheduler(
             policy,
@@ -146,7 +147,7 @@ def _bounds(processor: Processor, safety: Safety) -> dict[str, Any]:
 
 
 def describe(policy: Policy | Replay) -> dict[str, Any]:
-    """Return the metadata of the server and the policy, ready for JSON."""
+    """Return the description of the server and the policy that clients get, ready for JSON."""
     return {
         "server": {
             "name": "sinew",

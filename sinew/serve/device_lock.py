@@ -1,6 +1,7 @@
-"""Lets the schedulers of several policies share one device: they take turns, one inference at a time.
+"""A lock with which the schedulers of several policies share one device: they take turns, one inference at a time.
 
-Streams compute at the same time, on their own threads, and share the time with requests (:class:`BackgroundTask`).
+Streams (inference on the newest state, several times per chunk) compute at the same time on their own threads. A
+stream shares the time with requests (:class:`BackgroundTask`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ Waiting = Callable[[], Sequence[Any]]
 
 @dataclass(slots=True, eq=False)
 class _InLine:
-    """The place of a thread in the queue of threads that wait for the device.
+    """A thread that waits for the device or computes on it.
 
     Attributes:
         thread: The waiting or computing thread.
-        since: Time at which the turn began or continued.
+        since: Time at which the turn (the use of the device) began or continued.
         used: Seconds of the turn before ``since``.
     """
 
@@ -36,11 +37,11 @@ class _InLine:
 
 
 class DeviceLock:
-    """Lets threads compute one at a time, in the order of their requests. Use it as a context manager. A thread that
-    has the lock must not take it again.
+    """A lock that lets threads compute one at a time, in the order of their requests. Use it as a context manager. A
+    thread that has the lock must not take it again.
 
-    A scheduler requests the lock once for each inference. So policies take turns, like connections inside a scheduler.
-    A long inference lets others compute between two of its steps (:meth:`pass_on`).
+    A scheduler requests the lock once for each inference. So policies take turns, like connections inside a
+    scheduler. A long inference lets other threads compute between two of its steps (:meth:`pass_on`).
 
     Args:
         clock: Returns the time in seconds.
@@ -66,7 +67,7 @@ class DeviceLock:
     def __exit__(self, *_exc_info: object) -> None:
         thread = threading.get_ident()
         with self._changed:
-            # This thread has no place in the line if an exception ended it while other threads computed.
+            # This thread has no place in the queue if an exception ended it while other threads computed.
             if self._line and (place := self._line[0]).thread == thread:
                 self._line.popleft()
                 if len(self._usual) >= THREADS:
@@ -97,7 +98,7 @@ class DeviceLock:
             return place.since - now
 
     def _wait(self, place: _InLine) -> None:
-        """Wait until this place is the first in the line. The caller has the lock."""
+        """Wait until this thread is the first in the queue for the device. The caller has the lock."""
         self._line.append(place)
         try:
             while self._line[0] is not place:
@@ -109,7 +110,7 @@ class DeviceLock:
         place.since = self._clock()
 
     def _left(self) -> None:
-        """Notify the other threads that a place has left the line. The caller has the lock.
+        """Notify the other threads that a thread has left the queue for the device. The caller has the lock.
 
         If no request computes or waits any more, the computing time of the streams counts from zero again.
         """
@@ -161,7 +162,7 @@ class DeviceLock:
 
 
 class BackgroundTask:
-    """A thread that computes in pieces while requests use a device lock.
+    """A thread, such as that of a stream, that computes in short pieces while requests use a device lock.
 
     Call ``begin`` before the first piece and ``pause`` after each piece. Both methods wait until the streams' share
     of the time allows the next piece. Without a lock, the methods never wait.

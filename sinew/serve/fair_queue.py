@@ -1,11 +1,11 @@
 """A queue that serves connections by cost, so that a busy client cannot starve the others.
 
-Each owner has a virtual time: the seconds of computing that its requests have cost. The owner with the smallest
-virtual time is served first (start-time fair queueing, Goyal, Vin and Cheng 1996). Between equal owners, the owner
-whose last turn was longest ago is served first. An idle owner does not save up time: when it returns, its virtual
-time is at least the virtual time of the owner that was served last. A new owner is served after the waiting owners.
-Until their second request, all new owners together have the share of one owner. So a client gains nothing from a
-new connection for each request.
+Each item of the queue belongs to an owner, such as a connection. Each owner has a virtual time: the seconds of
+computing that its requests have cost. The owner with the smallest virtual time is served first (start-time fair
+queueing, Goyal, Vin and Cheng 1996). Between equal owners, the owner whose last turn was longest ago is served first.
+An idle owner does not save up time: when it returns, its virtual time is at least the virtual time of the owner that
+was served last. A new owner is served after the waiting owners. Until their second request, all new owners together
+have the share of one owner. So a client gains nothing from a new connection for each request.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class FairQueue(Generic[T]):
         return item
 
     def next(self) -> T | None:
-        """Return the item whose turn it is; None if no item waits."""
+        """Take the item whose turn it is out of the queue, without waiting; None if the queue is empty."""
         with self._lock:
             return self._take(self._first()) if self._lines else None
 
@@ -132,7 +132,7 @@ class FairQueue(Generic[T]):
         return bool(self._lines)
 
     def next_behind(self, owners: Collection[Hashable], light: Callable[[T], bool]) -> T | None:
-        """Take the next item of another owner that has used less than each of ``owners``.
+        """Take the next item of an owner that has used less computing time than each of ``owners``.
 
         Args:
             owners: Owners whose turn is in progress.
@@ -153,8 +153,8 @@ class FairQueue(Generic[T]):
         return None
 
     def order(self) -> list[T]:
-        """Return the waiting items in the order in which ``get`` returns them, if no other item arrives and turns
-        cost nothing.
+        """Return the waiting items in the order in which ``get`` would return them, if no other item arrives and
+        turns cost nothing.
         """
         with self._lock:
             owners = sorted(self._lines, key=self._place)
@@ -169,7 +169,7 @@ class FairQueue(Generic[T]):
         return items
 
     def took(self, owner: Hashable) -> None:
-        """Record a turn of an owner, after one of its items was taken out of the line (``remove``)."""
+        """Record that an owner had a turn, after one of its items was taken out of the queue with ``remove``."""
         with self._lock:
             self._turn(owner)
 
@@ -214,7 +214,7 @@ class FairQueue(Generic[T]):
         return item
 
     def _first(self) -> Hashable:
-        """Return the owner whose turn it is, among the owners with a waiting item."""
+        """Return the owner that is served next, among the owners with a waiting item."""
         return min(self._lines, key=self._place)
 
     def _place(self, owner: Hashable) -> tuple[float, int]:

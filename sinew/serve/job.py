@@ -1,4 +1,6 @@
-"""A request in progress: the data that the service and the scheduler store from its arrival to its answer."""
+"""A job is a request in progress. This module defines the data that the service and the scheduler store for a job,
+from its arrival to its answer.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ Check = Callable[[], None]  # a function that raises an error if no client waits
 
 
 class Answering(Protocol):
-    """Interface of the policy that answers a job. :class:`sinew.serve.policies.Deployment` implements it."""
+    """Interface of the object that answers a job: a policy with its scheduler.
+    :class:`sinew.serve.policies.Deployment` implements it.
+    """
 
     @property
     def number(self) -> int: ...
@@ -50,10 +54,10 @@ class Home(Protocol):
 
 
 class RequestGroup:
-    """The jobs of one message with several observations. One inference computes the jobs that fit together, in
-    order, and no jobs of other messages.
+    """The jobs of one message with several observations. One inference computes the jobs that fit together, in order,
+    and no jobs of other messages.
 
-    The group is ready when every job is decoded or has ended. Thread-safe.
+    The group is ready to be computed when every job is decoded or has ended. Thread-safe.
     """
 
     def __init__(self, count: int):
@@ -87,7 +91,7 @@ class RequestGroup:
 
 @dataclass(slots=True, eq=False)
 class Decoded:
-    """The decoded parts of a request.
+    """The parts of a request after decoding.
 
     Attributes:
         observation: The observation.
@@ -193,7 +197,7 @@ class ServingJob:
         return None if self.prepared is None else self.prepared.alike
 
     def abandon(self) -> None:
-        """Cancel the job, because no client waits for it any more."""
+        """Cancel the job, because no client waits for its answer any more."""
         if self.home is not None:
             self.home.cancel(self)
 

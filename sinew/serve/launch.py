@@ -83,7 +83,7 @@ def swapper(
     memory_gib: float | None,
     need: Callable[[str, dict[str, Any], int | None, int], tuple[int, int]],
 ) -> Swapper:
-    """Return the object that loads, replaces and unloads policies of a server, with the server's flags.
+    """Create the object that loads, replaces and unloads policies of a running server, with the server's flags.
 
     Args:
         service: The service of the server.
@@ -93,8 +93,8 @@ def swapper(
         threads: Number of compute threads; None for the default.
         bounds: Limits of each policy's scheduler.
         memory_gib: Memory for all policies, GiB; None for the default of ``memory_budget``.
-        need: Function that computes the bytes of a policy's weights and of its activations. Its arguments are
-            the source of the policy, ``options``, ``threads`` and the number of requests in a batch.
+        need: Function that computes the bytes of a policy's weights and of its activations. Its arguments are the
+            source of the policy, ``options``, ``threads`` and the number of requests in a batch.
     """
     from sinew.engine.backend import choose, chosen_by
     from sinew.policy import open_bundle
@@ -141,7 +141,7 @@ def memory_budget(gib: float | None, options: dict[str, Any]) -> tuple[int | Non
 
 
 def recorders(record: Path | None, viewer: Path | str | None) -> dict[str, BackgroundWriter]:
-    """Create the writers of requests and answers.
+    """Create the objects that write requests and answers to files or to a viewer.
 
     Args:
         record: Folder for records; None writes no records.
@@ -163,7 +163,7 @@ def recorders(record: Path | None, viewer: Path | str | None) -> dict[str, Backg
 
 @dataclass(frozen=True)
 class ServerLaunch:
-    """One server, from its first policy to its end.
+    """The start and the life of one server, from loading its first policy to its end.
 
     Attributes:
         make: Loads the policy, or opens the recording.
@@ -174,7 +174,8 @@ class ServerLaunch:
         recorders: Writers of requests and answers (:func:`recorders`).
         change: Creates the object that loads, replaces and unloads policies; None if policies cannot change.
         policies: Name -> source of further policies.
-        contexts: Forms of the contexts that the server also answers with (``serve/contexts.py``).
+        contexts: Forms of the contexts (inputs of the action head) that the server also answers with, for split
+            inference (``serve/contexts.py``).
         faster: Returns the preparation of a faster engine that is possible within a number of bytes.
         answering: Returns a context manager that is entered while requests are answered.
     """

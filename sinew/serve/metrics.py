@@ -52,7 +52,11 @@ class KeptRecords(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield one counter with two labels: the flag that has enabled the recording, and the outcome of the record."""
-        metric = CounterMetricFamily("sinew_records", "Requests to be kept", labels=["by", "outcome"])
+        metric = CounterMetricFamily(
+            "sinew_records",
+            "Requests that the server was asked to record, by outcome",
+            labels=["by", "outcome"],
+        )
         for name, counts in self._stats().items():
             for outcome in ("written", "dropped", "failed"):
                 metric.add_metric([name, outcome], counts[outcome])
@@ -101,33 +105,47 @@ class Metrics:
         self._about = Info("sinew", "What runs here", registry=own)
         self._requests = Counter(
             "sinew_requests",
-            "By outcome: ok, or an error's code",
+            "Requests by outcome: ok, or the code of an error",
             ["wire", "outcome", "policy"],
             registry=own,
         )
         self._latency = Histogram(
-            "sinew_request_seconds", "From arrival to reply", ["wire"], buckets=BUCKETS, registry=own
+            "sinew_request_seconds",
+            "Seconds from the arrival of a request to its reply",
+            ["wire"],
+            buckets=BUCKETS,
+            registry=own,
         )
         stage = Histogram("sinew_stage_seconds", "Time by stage", ["stage"], buckets=BUCKETS, registry=own)
         self._stages = {name: stage.labels(name) for name in STAGES}
         self._batch = Histogram(
             "sinew_batch_size",
-            "Answered requests by how many were computed at once with them",
+            "Answered requests by the number of requests in their batch",
             buckets=(1, 2, 3, 4, 6, 8, 12, 16, 32),
             registry=own,
         )
         self._adapters = Counter(
-            "sinew_adapter_requests", "Answered by the adapter that computed them", ["adapter"], registry=own
+            "sinew_adapter_requests",
+            "Answered requests by the adapter that computed them",
+            ["adapter"],
+            registry=own,
         )
         self._missed = Counter(
-            "sinew_deadline_misses", "Answered or refused after their deadline", ["wire"], registry=own
+            "sinew_deadline_misses",
+            "Requests that were answered or rejected after their deadline",
+            ["wire"],
+            registry=own,
         )
         self._connections = Gauge("sinew_connections", "Open connections", ["wire"], registry=own)
         for name, about, value in (
             ("sinew_queue_depth", "Requests that wait", lambda: stats()["waiting"]),
-            ("sinew_running", "1 during an inference", lambda: stats()["running"]),
-            ("sinew_healthy", "0 while requests cannot be answered", healthy),
-            ("sinew_inferences", "Inferences since the start", lambda: stats().get("batches", 0)),
+            ("sinew_running", "1 while an inference runs, otherwise 0", lambda: stats()["running"]),
+            ("sinew_healthy", "1 while requests can be answered, otherwise 0", healthy),
+            (
+                "sinew_inferences",
+                "Inferences since the server was started",
+                lambda: stats().get("batches", 0),
+            ),
             ("sinew_sessions", f"Sessions heard of in the last {SESSION_S:g} s", lambda: self.sessions),
         ):
             Gauge(name, about, registry=own).set_function(value)

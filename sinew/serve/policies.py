@@ -28,7 +28,7 @@ class UnknownPolicyError(SinewError):
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A policy that is ready, with a started scheduler.
+    """A policy that is ready to answer, together with its started scheduler.
 
     Attributes:
         scheduler: The scheduler.
@@ -75,7 +75,7 @@ class Deployment:
 
 
 class Policies:
-    """Maps names to policies. Every method may be called from any thread.
+    """The policies of a server by name. Every method may be called from any thread.
 
     A policy that is replaced or removed still answers its requests. Its scheduler stays in ``schedulers`` until
     ``retired`` is called.
@@ -89,7 +89,7 @@ class Policies:
         self._watching: list[Callable[[Scheduler], None]] = []
 
     def watch(self, left: Callable[[Scheduler], None]) -> None:
-        """Call ``left`` with each scheduler that gets no more requests.
+        """Register the function ``left``, which is called with each scheduler that gets no more requests.
 
         The thread that changes the policy calls ``left`` before ``put`` and ``take`` return.
         """
@@ -157,7 +157,9 @@ class Policies:
             left(scheduler)
 
     def retired(self, scheduler: Scheduler) -> None:
-        """Record that a scheduler has sent its last answer. Its counts stay."""
+        """Record that the scheduler of a replaced or removed policy has sent its last answer. Its counters are added
+        to the server's sums.
+        """
         counts = scheduler.stats()
         with self._lock:
             for key, count in counts.items():
@@ -181,7 +183,7 @@ class Policies:
         return counts
 
     def identities(self) -> dict[str, dict[str, str]]:
-        """Return each policy's name and the identity of its bundle, by the name under which the policy runs."""
+        """Return the identity of each policy's bundle (such as its hash), by the name under which the policy runs."""
         return {name: {"policy": each.spec.name, **each.identity} for name, each in self._deployed.items()}
 
     def describe(self) -> dict[str, Any]:

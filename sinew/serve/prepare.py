@@ -1,7 +1,8 @@
-"""Prepares a faster form of the present policy in a separate process, and replaces the policy between two chunks.
+"""Prepares a faster engine for the present policy in a separate process, and replaces the policy between two chunks.
 
-The process (``sinew prepare --background``) exports, verifies and measures. The server follows its progress. If the new
-form is faster, it replaces the policy like ``PUT /v1/policies`` (``swap.py``). Requests never wait for any of this.
+The process (``sinew prepare --background``) exports, verifies and measures. The server follows its progress. If the
+prepared engine is faster, it replaces the policy like ``PUT /v1/policies`` (``swap.py``). Requests never wait for any
+of this.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """A preparation that may make a policy faster.
+    """The plan to prepare another engine for a policy, because this engine may be faster.
 
     Attributes:
         source: Source of the policy in use.
         engine: The engine that may be faster.
         against: The engine in use.
-        command: The command that prepares it and times all engines.
+        command: The command that prepares the engine and times all engines.
         bundle: The bundle for which the findings are stored.
         sweep: Removes files that a killed process has left.
         device: The device.
@@ -129,7 +130,7 @@ def preparation(
 
 
 class Preparer:
-    """Prepares once, on its own thread, from :meth:`start` to :meth:`join`.
+    """Runs one preparation of a faster engine on its own thread, from :meth:`start` to :meth:`join`.
 
     Args:
         service: The service. Its swapper replaces its first policy.
@@ -255,7 +256,7 @@ class Preparer:
             ) from None
 
     def _read(self, child: subprocess.Popen[str]) -> dict[str, Any] | None:
-        """Log the progress reports of the process. Return its last output that is not a progress report."""
+        """Log the progress reports of the preparing process. Return its last output that is not a progress report."""
         last: dict[str, Any] | None = None
         assert child.stdout is not None
         while line := child.stdout.readline(MOST_LINE):
@@ -321,9 +322,9 @@ class Preparer:
             return
 
     def _check(self, deployment: Deployment) -> None:
-        """Raise RequestError if the new form lacks a function that robots of this server have used.
+        """Raise RequestError if the prepared engine lacks a function that robots of this server have used.
 
-        The preparer stores this result, so that the next start does not prepare the same form again.
+        The preparer stores this result, so that the next start does not prepare the same engine again.
         """
         if self._stopping.is_set():
             raise RequestError("the server is shutting down")

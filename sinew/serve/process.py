@@ -1,4 +1,6 @@
-"""The life of a serving process: open the ports, load, answer until a signal, and stop in order."""
+"""The life of a serving process: it opens the ports, loads the policy, answers requests until a signal, and stops in
+order.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from sinew.serve.wire import Listener
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 1.5  # seconds that a stop waits for the running stage of an inference
+GRACE_S = 1.5  # When the server stops, it waits this many seconds for the running stage of an inference.
 END_S = 15.0  # seconds from the first signal to the end of the process, even if threads hang
 PREPARED_S = 5.0  # seconds that a stop waits until the preparing process has removed its files
 TEND_S = 0.5  # seconds between two checks of the server's health

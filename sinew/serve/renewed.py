@@ -35,7 +35,7 @@ class ReloadedFile(Generic[Read]):
         self._value = read()
 
     def __call__(self) -> Read:
-        """Return the present content."""
+        """Return the present content. The files are read again if they have changed."""
         if (stamps := self._stamps()) != self._seen:
             names = ", ".join(map(str, self._paths))
             try:

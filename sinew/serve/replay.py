@@ -1,8 +1,9 @@
-"""A policy without a model: ``sinew serve --replay`` answers from the records of ``sinew serve --record``.
+"""A policy without a model, for ``sinew serve --replay``. Its answers are the records that ``sinew serve --record``
+wrote.
 
-The scheduler uses it in place of a :class:`sinew.policy.Policy`. So you can develop a robot's code with every protocol
-without a GPU, weights or torch. Observations are checked like in the policy, but their content does not change the
-answers.
+The scheduler uses it in place of a :class:`sinew.policy.Policy`. So you can develop a robot's code with every
+protocol without a GPU, weights or torch. Observations are checked like in the policy, but their content does not
+change the answers.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class ReplayedAnswer:
 
 
 class Replay(OpenPolicy, ServedPolicy):
-    """The policy of a recording.
+    """A policy that answers with the chunks of a recording.
 
     A recorded session gets its own chunks in order. Any other session gets the chunks of the first recorded session.
     After the last chunk, the recording starts again. Records without actions (errors, text, contexts) and records of
@@ -324,7 +325,7 @@ def _answer(path: Path) -> tuple[str, ReplayedAnswer, int] | None:
 
 
 def _spec(folder: Path, first: Path, moments: int) -> PolicySpec:
-    """Return the specification of a recording's policy.
+    """Build the specification of a recording's policy from its records.
 
     Args:
         folder: The recording.

@@ -1,4 +1,6 @@
-"""One request as its protocol has read it, and the errors of requests that are not computed."""
+"""One request in the form in which a protocol's code passes it to the server, and the errors of requests that are not
+computed.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ Outcome = ActionChunk | SinewError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One request, as its protocol has read it.
+    """One request, in the form in which a protocol's code passes it to the server.
 
     Attributes:
         wire: Name of the protocol.
@@ -59,12 +61,11 @@ class Request:
         client: The peer, for the log.
         session: The client's name for its episode; "" without a name. A newer request of a session replaces a waiting
             request, if both have the same ``owner``.
-        deadline_ms: Milliseconds after ``arrived``. A request whose turn comes later is not computed. None means
-            the server's deadline.
+        deadline_ms: Milliseconds after ``arrived``. A request whose turn comes later is not computed. None means the
+            server's deadline.
         arrived: Time at which the last byte arrived, on the clock ``time.perf_counter()``.
-        connection: The connection. Connections take turns, and each connection has a limit of waiting requests.
-            None means that ``client`` identifies the connection. Without a connection and a client, there is no
-            limit.
+        connection: The connection. Connections take turns, and each connection has a limit of waiting requests. None
+            means that ``client`` identifies the connection. Without a connection and a client, there is no limit.
         owner: Owner of the session; None for the connection.
         policy: Name of the policy that should answer; "" for the first.
     """

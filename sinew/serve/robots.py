@@ -50,7 +50,9 @@ class Reported:
 
 
 class Robots(Collector):
-    """Stores the newest report of each robot, until the robot was silent for ``SESSION_S`` seconds. Thread-safe."""
+    """The newest report of each robot. A report is removed when the robot was silent for ``SESSION_S`` seconds.
+    Thread-safe.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._lock = clock, threading.Lock()

@@ -51,13 +51,13 @@ AHEAD = 256 << 20  # decoding waits while the decoded frames of unanswered reque
 
 
 class _Turn:
-    """One inference in progress.
+    """One inference in progress, which is a turn of one or more clients.
 
     Attributes:
-        jobs: The jobs that it computes.
+        jobs: The requests that it computes.
         begun: Start time on the clock ``time.perf_counter()``.
         away: Seconds since the start in which other inferences computed.
-        charged: Seconds that its owners were charged so far.
+        charged: Seconds that were charged so far to the clients of these requests.
     """
 
     __slots__ = ("away", "begun", "charged", "jobs")
@@ -70,7 +70,7 @@ class _Turn:
 
 
 class Scheduler:
-    """Runs requests one at a time, or a batch at a time.
+    """Runs the requests for one policy, one at a time or a batch at a time.
 
     Args:
         policy: The policy.
@@ -208,7 +208,7 @@ class Scheduler:
             self._finish(job, CancelledError("the client has disconnected"))
 
     def expire(self) -> None:
-        """Answer the waiting requests whose deadline has passed, because their turn may never come."""
+        """Answer the waiting requests whose deadline has passed with an error, because their turn may never come."""
         now = time.perf_counter()
         with self._lock:
             late = [job for job in self._admission if job.deadline is not None and now > job.deadline]
@@ -274,7 +274,9 @@ class Scheduler:
             queue.end(threads)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the threads to end after ``stop``. Return False if a stage still runs after ``timeout`` seconds."""
+        """Wait for the threads to end after ``stop``. Return False if a stage of an inference still runs after
+        ``timeout`` seconds.
+        """
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -478,16 +480,16 @@ class Scheduler:
         return outcomes
 
     def _charge(self, turn: _Turn, seconds: float) -> None:
-        """Charge the owners of a turn in equal parts, so that the total of the turn is ``seconds``."""
+        """Charge the clients of an inference in equal parts, so that the total of the inference is ``seconds``."""
         part = (seconds - turn.charged) / len(turn.jobs)
         turn.charged = seconds
         for job in turn.jobs:
             self._ready.charge(job.connection, part)
 
     def _between(self, turn: _Turn) -> None:
-        """Let other requests compute between two steps of a turn.
+        """Let other requests compute between two steps of a running inference.
 
-        First, the method computes waiting requests that are much cheaper than this turn, and whose clients have
+        First, the method computes waiting requests that are much cheaper than this inference, and whose clients have
         used less time. After these requests, the other policies of this device have their turn.
         """
         now = time.perf_counter()
@@ -596,7 +598,7 @@ class Scheduler:
         return going
 
     def _leave(self, job: ServingJob) -> bool:
-        """Remove a request from the waiting ones. Return False if it was not waiting. The caller has the lock."""
+        """Remove a request from the waiting requests. Return False if it was not waiting. The caller has the lock."""
         if not self._admission.leave(job):
             return False
         # Remove the request from its queue too, so that it uses no memory until its turn, which may never come.

@@ -1,4 +1,4 @@
-"""The interface that a server requires of a policy."""
+"""The methods that a server requires of a policy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The service behind all protocols: policies with their schedulers, keys, deadlines, metrics and a recorder.
+"""The service: the code between the protocols and the policies. It has the policies with their schedulers, and
+handles keys, deadlines, metrics and recording.
 
-A protocol owns its sockets and its codec. The protocol submits a :class:`Request`, and gets a chunk or an error.
-Health, metadata, authentication, counts, logs and records are the same for all protocols.
+The code of a protocol owns its sockets and decodes its messages. It submits a :class:`Request`, and gets a chunk or
+an error. Health, metadata, authentication, counts, logs and records are the same for all protocols.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Listener = Callable[[ServingJob, Outcome, float], None]
 
 
 class Service:
-    """The policies for all protocols. Every method may be called from any thread.
+    """The policies of a server, for all of its protocols. Every method may be called from any thread.
 
     Args:
         first: The policy for requests without a policy's name. Further policies are added to ``policies``.
@@ -240,7 +241,7 @@ class Service:
 
     @property
     def spec(self) -> PolicySpec:
-        """The first policy's specification."""
+        """The specification of the first policy: its inputs and outputs."""
         return self.policies.get().spec
 
     def about(self, policy: str = "") -> dict[str, Any]:
@@ -306,7 +307,7 @@ class Service:
         return self.supervisor.problems()
 
     def tend(self) -> None:
-        """Answer requests whose deadline has passed. The process calls this regularly."""
+        """Answer requests whose deadline has passed with an error. The process calls this regularly."""
         for scheduler in self.policies.schedulers:
             scheduler.expire()
 
@@ -337,7 +338,7 @@ class Service:
 
     @contextlib.contextmanager
     def reading(self, wire: str, client: str) -> Iterator[None]:
-        """Count and log the errors of a ``with`` block that reads a request before ``submit``."""
+        """Inside the ``with`` block, which reads a request before ``submit``, count and log errors."""
         try:
             yield
         except SinewError as error:

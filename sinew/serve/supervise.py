@@ -1,8 +1,8 @@
 """Keeps the server's threads alive, and reports problems.
 
 The supervisor restarts a thread that ends with an exception. After ``RESTARTS`` restarts, it reports the thread as
-dead. Other problems (a stage that never ends, requests that all fail) are reported by functions that are registered
-with ``watch``.
+dead. Other problems (an inference that never ends, requests that all fail) are reported by functions that are
+registered with ``watch``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Supervisor:
         self._since: float | None = None  # time of the first of the present problems; None without problems
 
     def thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
-        """Start a daemon thread that runs ``run`` to its end. If an exception ends it, ``run`` is called again."""
+        """Start a daemon thread that runs ``run`` to its end. If an exception ends ``run``, it is called again."""
         thread = threading.Thread(target=self._keep, args=(name, run), name=name, daemon=True)
         thread.start()
         return thread
 
     def watch(self, check: Callable[[], str | None]) -> None:
-        """Call ``check`` in each :meth:`problems`. The check returns a sentence about a problem, or None. It must
-        not block.
+        """Register the function ``check``, which each call of :meth:`problems` calls. It returns a sentence about a
+        problem, or None. It must not block.
         """
         self._checks.append(check)
 

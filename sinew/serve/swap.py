@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes of memory that a policy takes: its weights and its activations."""
+    """The memory in bytes that a policy needs: for its weights and for its activations (intermediate results)."""
 
     weights: int
     activations: int = 0
@@ -194,7 +194,7 @@ class Swapper:
 
 @contextlib.contextmanager
 def _only(lock: threading.Lock) -> Iterator[None]:
-    """Hold a lock while the ``with`` block runs. The method does not wait for the lock.
+    """Inside the ``with`` block, hold a lock. The function does not wait for the lock.
 
     Raises:
         BusyError: Another thread has the lock.
@@ -216,9 +216,10 @@ _BOTH = {"names": ("state.names", "action.names"), "units": ("state.units", "act
 
 
 class Forms:
-    """Stores the form (cameras, sizes, units ...) of each policy in use, by the policy's name.
+    """The form (cameras, sizes, units ...) of each policy in use, by the policy's name.
 
-    If a policy does not state a part, the part of an earlier policy still applies, because its robots are the same.
+    If a policy does not state a part of its form, the part of an earlier policy still applies, because its robots are
+    the same.
     """
 
     def __init__(self) -> None:

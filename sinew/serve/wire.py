@@ -1,5 +1,5 @@
-"""A wire is a network protocol for robots' clients. This module describes protocols, and the server of a protocol at
-one address.
+"""The description of a protocol, and the interface of its server at one address. The code calls a network protocol
+for robots' clients a "wire".
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The data of the dashboard. The last answers and frames are stored only while a viewer is connected. Counts of one
-hour are always stored.
+"""The data of the dashboard: the last answers and camera frames, and counts of the last hour.
 
-``put`` runs on the scheduler's threads, once per answer and after the reply. Without a viewer, ``put`` only adds
-to the history (``history.py``). With a viewer, ``put`` also stores references to the answer and its frames. JSON
-(``news.py``) and pictures are made later, at a limited rate.
+Answers and frames are stored only while a viewer is connected. Counts are always stored. ``put`` runs on the
+scheduler's threads, once per answer and after the reply. Without a viewer, ``put`` only adds to the history
+(``history.py``). With a viewer, ``put`` also stores references to the answer and its frames. JSON (``news.py``) and
+pictures are made later, at a limited rate.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_TEXT = 300  # longest prompt, name or error on the page, characters
 MAX_NUMBERS = 1 << 14  # largest number of values of a chunk that are shown; they come from its first actions
 JPEG_QUALITY = 85
 TIMES = (*(field.name for field in fields(Timing) if field.name != "step_ms"), "head_ms")
-NOTHING: tuple[int, Mapping[str, Any]] = (0, {})  # value of ``_frames`` before the first frames
+NOTHING: tuple[int, Mapping[str, Any]] = (0, {})  # The value of ``_frames`` until the first frames arrive.
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +123,10 @@ class AnswerPictures:
 
 
 class Feed:
-    """The last answers, for viewers. Thread-safe.
+    """Stores the last answers of a service for the viewers of the dashboard. Thread-safe.
 
     Args:
-        image: The policy's preprocessing, so that pictures show the model's input; None shows the received
-            frames.
+        image: The policy's preprocessing, so that pictures show the model's input; None shows the received frames.
     """
 
     def __init__(self, image: ImageRecipe | None = None):
@@ -179,8 +178,8 @@ class Feed:
 
     @contextlib.contextmanager
     def bell(self, ring: Callable[[], None]) -> Iterator[None]:
-        """While the ``with`` block runs, call ``ring`` after every stored answer. ``ring`` runs on the scheduler's
-        thread and must not block.
+        """While the ``with`` block runs, call the function ``ring`` after every stored answer. ``ring`` runs on the
+        scheduler's thread and must not block.
         """
         with self._lock:
             self._bells += (ring,)
@@ -270,7 +269,7 @@ class Feed:
 
     @property
     def viewers(self) -> int:
-        """Return the number of viewers of the answers."""
+        """Return the number of viewers who read the answers."""
         return self._viewers["answers"]
 
     @property

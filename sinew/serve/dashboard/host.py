@@ -12,8 +12,8 @@ STAT = Path("/proc/stat")
 
 
 class Host:
-    """Measures the load of this machine and of this process. Each call of ``look`` returns shares for the time since
-    the previous call. The first call returns no shares.
+    """Measures the load of this machine and of this process. Each call of ``look`` returns the load since the
+    previous call, as shares. The first call returns no shares.
     """
 
     def __init__(self) -> None:
@@ -24,8 +24,8 @@ class Host:
         self._all: tuple[int, int] | None = None  # all CPU ticks and the busy CPU ticks at the last call
 
     def look(self) -> dict[str, Any]:
-        """Return ``cores`` and ``memory``. If known, also return ``cpu`` (the busy share of all cores) and
-        ``own_cores`` (the CPU time of this process divided by the elapsed time).
+        """Return ``cores`` and ``memory`` of the machine. If known, also return ``cpu`` (the busy share of all cores)
+        and ``own_cores`` (the CPU time of this process divided by the elapsed time).
         """
         limit, available = machine.memory()
         load: dict[str, Any] = {

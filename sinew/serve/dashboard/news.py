@@ -46,7 +46,9 @@ class Outbox:
         self._some.set()
 
     def end(self) -> None:
-        """Wake the waiting viewer for the last time, because no further messages will come."""
+        """Wake the waiting viewer for the last time, because no further messages will come. Later calls of
+        :meth:`get` return b"".
+        """
         self.ended = True
         self._some.set()
 
@@ -129,13 +131,13 @@ class Broadcast:
         raise NotImplementedError
 
     def _begin(self) -> int:
-        """Return the number of the newest answer before the first message. The first viewer receives only later
-        answers.
+        """Return the number of the newest answer before the first message, so that the first viewer receives only
+        later answers.
         """
         return self._newest()
 
     def _patience(self) -> float:
-        """Return the seconds after which the next message is due, even if no answer has come."""
+        """Return the seconds after which the next message must be sent, even if no answer has come."""
         return 3600.0
 
     def _left(self) -> None:
@@ -172,7 +174,7 @@ class Broadcast:
             self._listening = False
 
     def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wake the loop if it waits for answers. The scheduler's threads call this method."""
+        """Wake the event loop if it waits for answers. The scheduler's threads call this method."""
         if self._listening:
             self._listening = False
             with contextlib.suppress(RuntimeError):  # the event loop has ended

@@ -10,12 +10,20 @@ from sinew.core import PolicySpec
 
 # Key: path. Value: (HTTP method, summary, True if the route takes an observation and answers with a chunk).
 ROUTES: dict[str, tuple[str, str, bool]] = {
-    "/healthz": ("get", "Say whether the server can answer: 200, or 503 with the problems.", False),
-    "/metrics": ("get", "Counters and latencies in Prometheus' text format.", False),
-    "/v1/metadata": ("get", "What the server says of itself, the policy and its health.", False),
+    "/healthz": ("get", "State whether the server can answer: 200, or 503 with the problems.", False),
+    "/metrics": ("get", "Return counters and latencies in Prometheus' text format.", False),
+    "/v1/metadata": (
+        "get",
+        "Return the description of the server and its policy, and the server's health.",
+        False,
+    ),
     "/v1/actions": ("post", "Answer an observation with a chunk of actions.", True),
-    "/v1/try": ("post", "The same, by hand, for the dashboard of this server.", True),
-    "/v1/history": ("get", "An hour of counts and latencies, a point for every ten seconds.", False),
+    "/v1/try": ("post", "Answer an observation that a person sends on the dashboard of this server.", True),
+    "/v1/history": (
+        "get",
+        "Return counts and latencies of the last hour, one point for every ten seconds.",
+        False,
+    ),
 }
 
 
@@ -65,8 +73,12 @@ def describe(spec: PolicySpec, paths: Iterable[str], keyed: bool) -> dict[str, A
         if asks:
             operation["requestBody"] = {"required": True, "content": _json("Observation")}
             answer["content"] = _json("Chunk")
-            operation["responses"]["400"] = {"description": "a field that is wrong, by its name"}
-            operation["responses"]["503"] = {"description": "busy, late or stopping"}
+            operation["responses"]["400"] = {
+                "description": "a field of the request is wrong; the error names the field"
+            }
+            operation["responses"]["503"] = {
+                "description": "the server is busy or stops, or the deadline has passed"
+            }
         if path in ("/healthz", "/metrics"):
             operation["security"] = []
         routes[path] = {method: operation}

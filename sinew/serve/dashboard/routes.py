@@ -37,7 +37,7 @@ HEADERS = {
 
 
 class Dashboard:
-    """The dashboard of one port.
+    """The dashboard of one port: its page, its routes and its viewers.
 
     Args:
         service: The service that is shown.

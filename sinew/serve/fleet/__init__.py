@@ -1,1 +1,3 @@
-"""Policies whose replicas run on a Ray cluster, while this process answers the clients (docs/ray.md)."""
+"""Policies whose replicas (copies in other processes) run on a Ray cluster, while this process answers the clients
+(docs/ray.md).
+"""

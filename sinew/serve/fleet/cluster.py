@@ -1,4 +1,5 @@
-"""Starts, monitors, updates and ends the replicas of a fleet on a Ray cluster. This module needs ray[serve].
+"""Starts, monitors, updates and ends the replicas of policies (copies in other processes) on a Ray cluster. This
+module needs ray[serve].
 
 Ray Serve itself starts the replicas, replaces dead ones, distributes the requests, and changes the number of
 replicas.
@@ -115,7 +116,7 @@ def app_name(policy: str) -> str:
 
 
 class Fleet:
-    """The policies of a configuration on a cluster.
+    """The policies of a fleet's configuration. Their replicas run on a Ray cluster.
 
     Args:
         config: The configuration.
@@ -136,7 +137,9 @@ class Fleet:
         self._service: Service | None = None
 
     def start(self) -> dict[str, Deployment]:
-        """Connect to the cluster or start one. Return the policies when each policy has a replica that answers."""
+        """Connect to the cluster or start one, and start the policies. Return the policies when each policy has a
+        replica that answers.
+        """
         address = self.config.address
         if address is None:
             if self._attach:
@@ -168,7 +171,7 @@ class Fleet:
 
     @property
     def first(self) -> RemotePolicy:
-        """Return the first policy. The fleet must have been started."""
+        """Return the policy that answers requests without a policy name. The fleet must have been started."""
         return self._remotes[DEFAULT]
 
     def stop(self) -> None:
@@ -245,7 +248,7 @@ class Fleet:
                 policy.replicas = sum(int(count) for state, count in states.items() if str(state) in _ALIVE)
 
     def bind(self, service: Service) -> None:
-        """Give this fleet the service whose policies :meth:`load` and :meth:`unload` change."""
+        """Set the service whose policies :meth:`load` and :meth:`unload` change."""
         self._service = service
         service.swapper = self
 
@@ -253,17 +256,17 @@ class Fleet:
         """Replace the replicas of a policy one after another by replicas of ``source``, or start the replicas of a
         new policy.
 
-        Meanwhile, old and new replicas answer.
+        Until the end of the replacement, old and new replicas answer requests.
 
         Args:
             name: Name of the policy.
             source: Source of the new replicas.
-            accept: Parts of the form that may differ from the present policy's form.
+            accept: Parts of the form (cameras, sizes, units ...) that may differ from the present policy's form.
 
         Raises:
             BusyError: Another change is in progress.
-            RequestError: The policy has another form than the present policy, or does not start. The old
-                replicas are then started again.
+            RequestError: The policy has another form than the present policy, or does not start. The old replicas are
+                then started again.
         """
         service = self._bound()
         check_name(name)
@@ -313,10 +316,11 @@ class Fleet:
         return {"name": name, "drain_s": round(time.perf_counter() - begun, 3)}
 
     def _renew(self, service: Service, name: str, changed: tuple[str, ...]) -> None:
-        """Replace the description of a policy after its replicas were replaced. Requests use the same scheduler.
+        """Replace the description of a policy after its replicas were replaced. Requests use the same scheduler as
+        before.
 
         Args:
-            service: The service of the gateway.
+            service: The service of this process, which answers the clients.
             name: Name of the policy.
             changed: Differences from the replaced policy, one sentence each.
         """

@@ -43,7 +43,7 @@ Ask = Callable[[Observation], Response]
 
 class RemotePolicy(ServedPolicy):
     """A policy that sends each observation to one of its replicas, which computes the chunk. An inference changes
-    nothing on a replica, so a request of a dead replica is sent to another replica.
+    nothing on a replica. So if a replica dies, its request is sent to another replica.
 
     Args:
         about: The description of the policy.
@@ -113,7 +113,7 @@ class RemotePolicy(ServedPolicy):
         raise UnhealthyError(f"{TRIES} attempts on replicas failed; the last error was: {why}")
 
     def _checked(self, answer: Any, observation: Observation) -> ActionChunk:
-        """Return the chunk of a replica if the chunk has the shape of the policy's specification.
+        """Check that the chunk of a replica has the shape of the policy's specification, and return the chunk.
 
         Raises:
             UnhealthyError: The chunk has another shape, because another user of the cluster has replaced the

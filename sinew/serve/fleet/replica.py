@@ -34,7 +34,7 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
-    """An error as a replica sends it. ``field``, ``expected`` and ``got`` are the attributes of an
+    """An error in the form in which a replica sends it. ``field``, ``expected`` and ``got`` are the attributes of an
     ObservationError.
     """
 
@@ -94,11 +94,13 @@ class Replica:
         self._inference_ms = 0.0
 
     async def about(self) -> About:
-        """Return the policy's specification, engine and precision."""
+        """Return the description of the replica's policy: specification, engine and precision."""
         return self._about
 
     async def infer(self, observation: Observation) -> ActionChunk | ErrorRecord:
-        """Return the chunk, or the error as a record. Cancelling the call abandons the request."""
+        """Compute an observation. Return the chunk, or the error as a record. Cancelling the call abandons the
+        request.
+        """
         begun = time.perf_counter()
         try:
             # The gateway has already ordered the requests of the robots fairly, so each request counts as its

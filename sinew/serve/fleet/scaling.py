@@ -13,7 +13,9 @@ INFERENCE, TARGET = "inference_ms", "target_ms"  # names of the measurements tha
 
 
 def by_queue_age(context: Any) -> tuple[float, dict[str, Any]]:
-    """Return the wanted number of replicas, and an empty state. ``context`` is Ray Serve's ``AutoscalingContext``."""
+    """Return the number of replicas that the policy needs, and an empty state. ``context`` is Ray Serve's
+    ``AutoscalingContext``.
+    """
     metrics = context.aggregated_metrics or {}
     count = replicas_wanted(
         float(context.total_num_requests or 0.0),

@@ -1,8 +1,8 @@
-"""The connections of an asyncio server. Each asyncio protocol object is wrapped in a :class:`Connection`, which counts
-the memory of its connection (``ledger.py``).
+"""The connections of an asyncio server. Each asyncio protocol object is wrapped in a :class:`Connection`, which
+counts the memory that its connection uses (``ledger.py``).
 
-aiohttp limits one request. This module limits many unfinished requests together. It runs on the server's event
-loop.
+aiohttp limits the size of one request. This module limits the memory of many unfinished requests together. It runs on
+the server's event loop.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Connections:
 
 
 class Connection(Account, asyncio.Protocol):
-    """One connection. Its request handlers call the methods that count its memory."""
+    """One connection of a client. Its request handlers call the methods that count its memory."""
 
     def __init__(self, all_of_them: Connections | None, inner: asyncio.Protocol, now: float):
         super().__init__(now)
@@ -77,8 +77,8 @@ class Connection(Account, asyncio.Protocol):
             self._all.ledger.keep(self, size)
 
     def prove(self) -> None:
-        """Mark the connection as proven, because the server has accepted one of its requests. Its memory then has the
-        larger limit.
+        """Mark the connection as trusted, because the server has accepted one of its requests. Its memory then has
+        the larger limit.
         """
         if self._all is not None:
             self._all.ledger.prove(self)

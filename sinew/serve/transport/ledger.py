@@ -1,7 +1,8 @@
 """Counts the connections of a server: their number, their memory, and the times of their requests.
 
-The reader of a request limits this one request. This module limits many unfinished requests together, for every
-transport. The module only counts, and uses no sockets. Only one thread may use a ledger.
+The reader of a request limits the size of this one request. This module limits the memory of many unfinished requests
+together, for every transport. The module only counts, and uses no sockets. Only one thread may use a ledger (the
+object that has all counts).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 # Memory for all unanswered requests together, as a multiple of the largest request.
 HELD_REQUESTS = 8
-# A stranger is a connection that has not sent an accepted request yet. All strangers together may use one part in
-# STRANGERS_SHARE of the memory.
+# A stranger is a connection from which the server has not accepted a request yet. All strangers together may use one
+# part in STRANGERS_SHARE of the memory.
 STRANGERS_SHARE = 4
 STRANGER_IDLE_S = 1.0  # seconds of silence after which a full server closes a stranger
 IDLE_S = 60.0  # seconds of silence after which a full server closes any other connection
@@ -55,14 +56,14 @@ A = TypeVar("A", bound=Account)  # the transport's own class of accounts
 
 
 class MemoryLedger(Generic[A]):
-    """The accounts of all connections, with their limits.
+    """The memory and the times of all connections of a server, with their limits.
 
     Args:
         name: The server's name, for messages.
         limit: Largest number of open connections.
-        limit_bytes: Largest number of bytes of all connections together: requests without an answer, and bytes
-            that are stored between requests. Above this limit, the connection with the most bytes is closed, so
-            that connections with ordinary requests continue.
+        limit_bytes: Largest number of bytes of all connections together: requests without an answer, and bytes that
+            are stored between requests. Above this limit, the connection with the most bytes is closed, so that
+            connections with ordinary requests continue.
         close: Function that ends a connection. The function must call ``forget``.
         limit_s: Longest time for one request to arrive, seconds.
     """
@@ -126,8 +127,8 @@ class MemoryLedger(Generic[A]):
             self._make_room()
 
     def prove(self, account: A) -> None:
-        """Mark the connection as proven, because the server has accepted one of its requests. Its memory then has the
-        larger limit.
+        """Mark the connection as trusted, because the server has accepted one of its requests. Its memory then has
+        the larger limit.
         """
         if not account.proven:
             if account in self.open:

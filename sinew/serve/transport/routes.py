@@ -40,7 +40,7 @@ Guard = Callable[[Handler], Handler]
 
 
 class Routes(Protocol):
-    """Interface of a protocol whose messages are HTTP requests."""
+    """Interface of a protocol whose messages are HTTP requests, such as ``POST /v1/actions``."""
 
     @property
     def name(self) -> str: ...
@@ -56,12 +56,11 @@ class Routes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """A protocol over WebSockets.
+    """A protocol over WebSockets: the functions that read its messages and write its answers.
 
     Attributes:
         name: Name of the protocol.
-        read: Makes a message from the received bytes. This function must be fast, because it runs on the event
-            loop.
+        read: Makes a message from the received bytes. This function must be fast, because it runs on the event loop.
         observation: Makes an observation from a message, the policy's specification and a budget of pixels, on the
             decode thread.
         answer: Makes the reply from four arguments: the message, the outcomes (chunks, and errors for several
@@ -69,21 +68,23 @@ class Dialect:
             previous message (None for the first message).
         guide: Makes a program for clients, as :class:`Listener` does, from the specification and the address.
         greet: Makes the first frame of a connection; None if the client speaks first.
-        reset: Makes the answer to a ``reset``, or returns None if the clients expect no answer. None if the
-            protocol has no ``reset``.
+        reset: Makes the answer to a ``reset``, or returns None if the clients expect no answer. None if the protocol
+            has no ``reset``.
         binary: True if clients send binary frames, False if they send text.
         explains: True if an error is sent as a text frame before the connection ends.
-        ping_s: Seconds between pings, which clients answer; None if clients may be too busy with their robot to answer.
+        ping_s: Seconds between pings, which clients answer; None if clients may be too busy with their robot to
+            answer.
         connect: Makes the dialect of one connection, if its messages depend on each other, from the arguments of
             ``greet`` and the query of the connection's address. Raises RequestError for an invalid query.
-        error: Makes an error reply, after which the connection continues. Without ``error``, or if ``error``
-            returns None, the connection ends.
+        error: Makes an error reply, after which the connection continues. Without ``error``, or if ``error`` returns
+            None, the connection ends.
         waits: True if the server stops reading from a client that sends too many observations. False if the server
             rejects such observations.
         beside: Further routes of the protocol on the same port.
-        seen: Makes the answer to an observation that is only stored. ``observation`` has decoded the observation,
-            and no chunk is computed.
-        kept: Returns the number of bytes that a connection stores between two messages, for the ledger.
+        seen: Makes the answer to an observation that is only stored. ``observation`` has decoded the observation, and
+            no chunk is computed.
+        kept: Returns the number of bytes that a connection stores between two messages. The server counts them as
+            memory of the connection.
     """
 
     name: str

@@ -174,8 +174,11 @@ class WebServer:
             await asyncio.wait_for(runner.cleanup(), CLOSE_S)
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:
-        """Log in one line that a connection could not be accepted. By default, asyncio logs a traceback for each place
-        of its queue, once a second, while no descriptor is free."""
+        """Log in one line that a connection could not be accepted.
+
+        By default, asyncio logs a traceback for each place of its queue, once a second, while no file descriptor is
+        free.
+        """
         error = about.get("exception")
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             self._quiet.warning("%s: a connection could not be accepted: %s", self.name, error)

@@ -36,7 +36,8 @@ USER = "sinew"  # user name of the first key; the second key has the user name s
 
 
 class ZenohNode:
-    """A Zenoh node. The constructor claims the address. Robots are accepted after :meth:`open`.
+    """One session of the network protocol Zenoh. The constructor claims the address. Robots are accepted after
+    :meth:`open`.
 
     Args:
         name: Name of the protocol.
@@ -46,8 +47,8 @@ class ZenohNode:
     Attributes:
         address: The address that a robot connects to, with its scheme.
         endpoint: The same address as Zenoh writes it.
-        inbox: The received entries in order: the tuples that the functions of :meth:`queries` and
-            :meth:`samples` created.
+        inbox: The received entries in order: the tuples that the functions of :meth:`queries` and :meth:`samples`
+            created.
     """
 
     def __init__(self, name: str, listen: Listen, limit: int):

@@ -1,5 +1,5 @@
-"""ZeroMQ transport for any codec. One loop serves plain TCP or Unix sockets, and implements ZeroMQ's protocol ZMTP
-(``zmtp.py``).
+"""ZeroMQ transport for every protocol with a codec (an object that reads and writes the protocol's messages). One
+loop serves plain TCP or Unix sockets, and implements ZeroMQ's protocol ZMTP (``zmtp.py``).
 
 The loop sleeps in one poll. Requests wake it through their sockets. The thread that makes a reply sends as much of it
 as the socket accepts at once. The loop sends the rest. Everything that a peer can make the server store is bounded:
@@ -68,7 +68,9 @@ class Codec(Protocol):
     stream_kinds: Collection[Any]
 
     def bind(self, service: Service) -> None:
-        """Connect the codec to a service with a loaded policy. The server calls this once, before the first request."""
+        """Set the service whose policies answer the codec's requests. The server calls this once, before the first
+        request.
+        """
 
     def peek(self, payload: memoryview) -> Any:
         """Return the header of a request: ``session``, ``policy`` (the name of the requested policy),
@@ -541,7 +543,7 @@ class ZeroMQWire:
             each.abandon()
 
     def wake(self, peer: Peer | None, at_once: bool = True) -> None:
-        """Let the loop check a connection. Any thread may call this method.
+        """Wake the loop, so that it checks a connection. Any thread may call this method.
 
         Args:
             peer: The connection; None only wakes the loop.
@@ -635,8 +637,8 @@ class Peer(Account):
             self._wire.wake(self, at_once=False)
 
     def prove(self) -> None:
-        """Mark the connection as proven, because the server has accepted one of its requests. Its memory then has the
-        larger limit.
+        """Mark the connection as trusted, because the server has accepted one of its requests. Its memory then has
+        the larger limit.
         """
         self.next_pause = REFUSAL_PAUSE_S
         if not self.proven:

@@ -1,7 +1,8 @@
-"""One codec per client protocol, with the names of ``sinew serve --wire``.
+"""The protocols of the server, with the names of ``sinew serve --wire``. Each protocol has a codec, the code that
+reads and writes its messages.
 
-Other Python packages can add protocols with an entry point ``sinew.wires``: NAME = "module:WIRE", whose value is
-a :class:`Wire`.
+Other Python packages can add protocols with an entry point ``sinew.wires``: NAME = "module:WIRE", whose value is a
+:class:`Wire`.
 """
 
 from __future__ import annotations
@@ -149,11 +150,11 @@ def servers(ports: Mapping[str, int | str]) -> int:
 
 
 def open_wires(ports: Mapping[str, int | str], listen: Listen) -> list[Listener]:
-    """Claim the addresses, and return the listeners.
+    """Claim the addresses of the protocols, and return their servers.
 
     Args:
         ports: Protocol -> port or path.
-        listen: The settings of all listeners.
+        listen: The settings of all servers.
 
     Raises:
         AddressError: An address cannot be claimed. All claimed addresses are freed.

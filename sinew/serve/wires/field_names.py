@@ -76,8 +76,8 @@ def _walk(node: Mapping[Any, Any], path: str, depth: int, found: dict[str, Any])
 
 
 def key_maps(spec: PolicySpec, wire: str) -> list[KeyMap]:
-    """Return the bundle's key maps for a protocol. A key map assigns a robot's own names to the policy's inputs. The
-    list may be empty.
+    """Return the bundle's key maps for a protocol. A key map assigns the names that a robot uses in this protocol to
+    the policy's inputs. The list may be empty.
     """
     return [keys for keys in spec.keys if keys.wire == wire]
 
@@ -293,7 +293,7 @@ def optional_text(key: str, value: Any) -> str:
 
 
 def floats(key: str, value: Any) -> np.ndarray:
-    """Convert a received value to a float32 array of any shape.
+    """Convert a received value, such as nested lists, to a float32 array of any shape.
 
     Args:
         key: Key of the value in the message, for errors.
@@ -441,7 +441,7 @@ def _refuse_strange_frames(
 
 
 def _refuse_unknown(flat: Mapping[str, Any], known: Collection[str], shown: Sequence[str]) -> None:
-    """Raise ObservationError for a key that the server does not read. The error lists the keys ``shown``."""
+    """Raise ObservationError for a key that the server does not read. The error message lists the keys in ``shown``."""
     # A row of a LeRobot data set has further entries that no policy reads.
     rows = any(key.startswith(_LEROBOT) for key in flat)
     for key in flat:

@@ -12,11 +12,13 @@ Frames may also be ``{"__numpy__": base64, "dtype": "|u1", "shape": [h, w, 3]}``
     {"actions": [[...], ...], "seed": 1, "session": "arm-1", "time": 12.5, "timing": {"total_ms": ..., ...}}
     {"error": {"code": "bad_observation", "message": "state: expected ..., got ...", "field": "state"}}
 
-With ``"subtask": true`` the answer also has the subtask, as ``text``. ``/vqa`` takes the same map with a
-``question``, ``/subtask`` takes it unchanged. Both answer with ``text`` in place of the actions.
+With ``"subtask": true`` the answer also has the subtask, as ``text``. ``/vqa`` takes the same map with an additional
+``question``. ``/subtask`` takes the same map without additions. Both answer with ``text`` in place of the actions.
 
-``/act`` is OpenVLA-OFT's ``vla-scripts/deploy.py`` (``full_image``, keys with "wrist", ``state``, ``instruction`` ->
-a list of actions) and OpenVLA's (``image``, ``instruction`` -> one action), both plain and as ``{"encoded": text}``.
+``/act`` has two forms, both as plain JSON and as ``{"encoded": text}``. In OpenVLA-OFT's form
+(``vla-scripts/deploy.py``), a request has ``full_image``, keys with "wrist", ``state`` and ``instruction``, and the
+answer is a list of actions. In OpenVLA's form, a request has ``image`` and ``instruction``, and the answer is one
+action.
 """
 
 from __future__ import annotations

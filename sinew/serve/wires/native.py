@@ -121,7 +121,7 @@ class NativeHeader:
 
 
 class NativeCodec:
-    """The codec for the policies of one service."""
+    """Reads and writes the messages of the native protocol, for all policies of one service."""
 
     name = "native"
     encrypts = True
@@ -401,12 +401,12 @@ class NativeCodec:
         return PredictResponse(request_id=request_id, error=text, error_code=error.code).SerializeToString()
 
     def encode_metadata(self, header: NativeHeader, content: dict[str, Any], deployment: int = 0) -> bytes:
-        """Return the answer to METADATA, HEALTH, RESET or REPORT.
+        """Return the answer to a request of the kind METADATA, HEALTH, RESET or REPORT as bytes.
 
         Args:
             header: Header of the request.
             content: The answer's content; {} for RESET and REPORT.
-            deployment: Number of the deployment that METADATA describes.
+            deployment: Number of the deployment (a policy with its scheduler) that METADATA describes.
         """
         reply = PredictResponse(request_id=header.request_id, session=header.session, deployment=deployment)
         if content:

@@ -35,7 +35,7 @@ NAME = "openpi"
 _NOT_OBSERVED = ("endpoint", "session_id", "deadline_ms")
 # Key: field that some clients always send, even if the policy does not read it. Value: why the server may ignore it.
 IGNORED = {
-    "observation/cartesian_position": "vLLM-Omni's and DreamZero's clients send zeros beside the joints"
+    "observation/cartesian_position": "vLLM-Omni's and DreamZero's clients send zeros in addition to the joints"
 }
 
 

@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 class OwnPolicy(ServedPolicy):
-    """A policy of your own class behind a scheduler. The policy computes one observation at a time, on one thread."""
+    """Wraps a policy of your own class for a scheduler. The policy computes one observation at a time, always on the
+    same thread.
+    """
 
     def __init__(self, policy: Policy):
         self._policy, self.spec = policy, policy.spec

@@ -1,11 +1,11 @@
-"""Streams in the native protocol: the server receives samples and frames, and sends windows of waypoints
-(docs/stream.md).
+"""Streams in the native protocol: the server receives states and frames of a robot, and sends windows of waypoints
+(lists of future commands; docs/stream.md).
 
 A stream belongs to a connection and a session's name. A stream begins with its first message. Each message contains
-everything that a server needs, so a robot's stream continues after a restart of the server. If the policy of a
-stream is replaced, the stream ends, and begins again with its next sample. The server limits the streams of one
-connection and of all connections, the bytes of a message, and the unread windows of a client. Further windows are
-dropped.
+everything that a server needs, so a robot's stream continues after a restart of the server. If the policy of a stream
+is replaced, the stream ends, and begins again with its next sample (message with a state). The server limits the
+streams of one connection and of all connections, the bytes of a message, and the unread windows of a client. Further
+windows are dropped.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class StreamingRobot:
     _label_sent: bool = False
 
     def window(self, window: Window) -> None:
-        """Send one window (a group of waypoints) to the robot. The fast loop calls this method. An empty window is sent
-        too, because the robot measures the delay with each window.
+        """Send one window (a list of future commands) to the robot. The fast loop of the stream calls this method. An
+        empty window is sent too, because the robot measures the delay with each window.
         """
         if self.ended:
             return
@@ -137,7 +137,7 @@ class StreamingRobot:
         self.tell(error)
 
     def tell(self, error: SinewError) -> None:
-        """Send an error to the robot."""
+        """Send an error message to the robot."""
         if self.peer.unsent <= MAX_UNREAD:
             self.peer.reply([*self.envelope, self.parser.encode_error(None, error)])
 
@@ -162,10 +162,10 @@ class StreamingRobot:
 
 
 class Streams:
-    """The streams of one listener.
+    """All streams of one server.
 
-    ``take``, ``patience`` and ``end_silent`` run on the listener's loop. All computation runs on the two loops of
-    streams.
+    ``take``, ``patience`` and ``end_silent`` run on the server's own loop. All computation runs on the two loops of
+    each stream.
 
     Args:
         service: The service.

@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """The content of a benchmark's observation message.
+    """The content of an observation message from a benchmark.
 
     Attributes:
         content: The payload of the message.

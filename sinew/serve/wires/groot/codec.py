@@ -1,17 +1,18 @@
-"""The Isaac-GR00T wire: MessagePack over ZeroMQ, as GR00T's own policy server speaks it.
+"""The Isaac-GR00T protocol: MessagePack over ZeroMQ, in the same form as GR00T's own policy server.
 
-Three dialects of one protocol are in use, and every client is answered in its own:
+Three dialects of the protocol are in use, and each client gets answers in its own dialect:
 
 * N1.5 (``gr00t/eval/service.py``): ``data`` is the observation, keys "video.x", "state.y", "annotation.z", with or
-  without a batch axis; the reply is a flat mapping "action.k";
-* N1.6 (``gr00t/policy/server_client.py``): ``data`` is ``{"observation", "options"}``, the observation nested by
-  modality, or flat as the simulation wrapper sends it; the reply is ``[actions, info]``;
-* N1.7: the same, with arrays as the package msgpack-numpy writes them instead of embedded ``.npy`` files.
+  without a batch axis. The reply is a flat mapping "action.k".
+* N1.6 (``gr00t/policy/server_client.py``): ``data`` is ``{"observation", "options"}``. The observation is nested by
+  modality, or flat as the simulation wrapper sends it. The reply is ``[actions, info]``.
+* N1.7: the same as N1.6, with arrays as the package msgpack-numpy writes them instead of embedded ``.npy`` files.
 
-Arrays: video uint8 [B, T, height, width, 3], state float32 [B, T, D], actions float32 [B, H, D]. A policy that
-reads one observation step takes the last of T. A policy with a history takes all of its steps, or the newest alone;
-if it reads only the newest state, one state is enough. ``options`` may carry ``seed`` (element i of a batch is drawn
-from seed + i), ``solver_steps``, ``session`` and ``deadline_ms``; GR00T's server ignores options.
+Arrays: video uint8 [B, T, height, width, 3], state float32 [B, T, D], actions float32 [B, H, D]. T is the number of
+observation steps. A policy that reads one observation step uses the last of the T steps. A policy with a history uses
+all of its steps, or the newest step alone. If the policy reads only the newest state, one state is enough.
+``options`` may contain ``seed`` (the noise of element i of a batch is drawn from seed + i), ``solver_steps``,
+``session`` and ``deadline_ms``. GR00T's own server ignores options.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ JSON_TEXT = "groot: json text"
 
 @dataclass(frozen=True, slots=True)
 class GrootHeader:
-    """One request, which was read but not yet checked against the policy.
+    """One request, which was read but not yet compared with the inputs of the policy.
 
     Attributes:
         observation: The observation of get_action. Its arrays are not decoded yet.
@@ -98,7 +99,9 @@ class GrootHeader:
 
 
 class GrootCodec:
-    """The codec for the first policy. The protocol has no field for the names of other policies."""
+    """Reads and writes the messages of the GR00T protocol, for the first policy. The protocol has no field for the
+    names of other policies.
+    """
 
     name = "groot"
     encrypts = False  # GR00T's clients use the ZeroMQ library without encryption
@@ -303,7 +306,7 @@ class GrootCodec:
     def guide(self, spec: PolicySpec, address: str) -> list[str]:
         names = Names.of(spec)
         host, _, port = reachable(address).removeprefix("tcp://").rpartition(":")
-        # N1.5 has another client, with flat keys.
+        # GR00T N1.5 has another client than later versions, with flat keys.
         flat = JSON_TEXT in hints(spec.architecture)
         ones, states = (f"{n}" if flat else f"1, {n}" for n in (spec.history, spec.states_read))
         video = [
@@ -398,7 +401,7 @@ def _read_data(header: GrootHeader, data: dict[str, Any]) -> GrootHeader:
         listed=listed,
         flat=flat,
         raw=any(isinstance(leaf, dict) and "nd" in leaf for leaf in leaves),
-        # The rule of N1.5: there is no batch axis if any state has fewer than three axes.
+        # The rule of GR00T N1.5: the arrays have no batch axis if any state has fewer than three axes.
         batched=listed or not any(_array("state", value).ndim < 3 for value in states),
         session=_option(options, "session", str) or "",
         deadline_ms=_option(options, "deadline_ms", (int, float)),

@@ -1,8 +1,8 @@
 """The names of the parts of an observation and of a chunk in the GR00T protocol.
 
 A bundle defines them with a :class:`KeyMap` of wire "groot" (keys "video/front", "state/single_arm",
-"language/task"). Without it, the names are the bundle's own cameras, and the groups in the names of its dimensions:
-"left_arm.0", "left_arm.1", "gripper.0" are the groups left_arm and gripper. Without groups the keys are "state" and
+"language/task"). Without a key map, the names come from the bundle's cameras and from the names of its dimensions:
+"left_arm.0", "left_arm.1", "gripper.0" give the groups left_arm and gripper. Without groups the keys are "state" and
 "actions".
 """
 

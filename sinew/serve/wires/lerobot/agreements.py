@@ -1,11 +1,10 @@
-"""The agreements with the LeRobot clients of each host. An agreement lasts across connections and restarts of the
-server.
+"""The agreements with the LeRobot clients of each host. An agreement states which keys of a client's messages belong
+to which inputs of the policy. It lasts across connections and restarts of the server.
 
-The stock client names its policy only once, at its start. If its connection breaks, because the network failed or
-the server was restarted, gRPC makes a new connection, and the client continues without naming its policy again.
-After such a break, the server uses the earlier agreements with the client's host. A small file stores the
-agreements, so that they outlive the process. The file has the names of joints and cameras, but no frames, states or
-actions.
+The stock client names its policy only once, at its start. If its connection breaks, because the network failed or the
+server was restarted, gRPC makes a new connection, and the client continues without naming its policy again. After
+such a break, the server uses the earlier agreements with the client's host. A small file stores the agreements, so
+that they outlive the process. The file has the names of joints and cameras, but no frames, states or actions.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ def state_folder() -> Path:
 
 
 class Agreements:
-    """Stores the agreements with the clients of at most ``hosts`` hosts. Above this number, the host with the oldest
-    agreement is removed.
+    """Stores the agreements (which key belongs to which input) with the clients of at most ``hosts`` hosts. Above
+    this number, the host with the oldest agreement is removed.
     """
 
     def __init__(self, hosts: int):

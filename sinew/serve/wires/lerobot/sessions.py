@@ -115,7 +115,7 @@ class Sessions:
 
     def begin(self, client: str) -> RobotSession:
         """Begin the session of a client that starts. The earlier observations of the client are dropped, and its
-        agreement stays.
+        agreement (which key belongs to which input) stays.
 
         A client that drives a robot never loses its place.
 
@@ -147,11 +147,11 @@ class Sessions:
         self.agreements.add(_host(client), agreement)
 
     def find(self, client: str) -> tuple[RobotSession, tuple[Agreement, ...]]:
-        """Return the session of a client, and its possible agreements.
+        """Return the session of a client, and its possible agreements (which key belongs to which input).
 
         Returns:
-            The session, and the client's own agreement. If the client has reconnected, all agreements of its
-            host are returned.
+            The session, and the client's own agreement. If the client has reconnected, all agreements of its host are
+            returned.
 
         Raises:
             NoPolicyError: There is no agreement.

@@ -81,7 +81,7 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """The properties of a served policy that robots must match.
+    """The properties of a served policy that robots must match. The server states them in its descriptor.
 
     Attributes:
         identity: ``sha256:`` and the hash of the bundle.
@@ -271,7 +271,7 @@ class Agreed:
 
 
 def agree(body: Mapping[str, Any], offered: Contract) -> Agreed:
-    """Check the request with which a robot opens a session.
+    """Check the request with which a robot opens a session against the contract of the server.
 
     Args:
         body: The body of the request.

@@ -158,7 +158,7 @@ class RemoteFrame:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """One message.
+    """One message of the protocol, with the ids in its header.
 
     Attributes:
         kind: Type of the message.

@@ -32,12 +32,12 @@ class Recent(OrderedDict[str, bytes]):
 
 @dataclass(slots=True)
 class UnderWay:
-    """A request that is being computed.
+    """A request of a robot that is being computed.
 
     Attributes:
         message: The envelope of the request.
         request: The checked fields of the request.
-        size: Bytes of the message in the ledger.
+        size: Bytes of the message, which are counted as memory of the session.
         job: The job of the scheduler.
     """
 
