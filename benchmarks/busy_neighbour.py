@@ -1,9 +1,10 @@
-"""Latency beside a busy neighbour: a process that never sleeps, on one of this process's cores.
+"""Measure the latency of a policy while another process keeps one of the policy's CPU cores busy.
 
 python benchmarks/busy_neighbour.py BUNDLE [--engine eager --engine onnx] [--runs 20] [--threads N] [--spin]
 
-Per engine, in a process of its own: --runs inferences without and with the hog. Percentiles are observed
-values, rounded up in rank. --spin lets waiting threads spin, as the libraries do by themselves. JSON lines.
+Each engine runs in its own process: --runs inferences alone, and --runs inferences next to a process that never
+sleeps. A percentile is a measured value, whose rank is rounded up. By default, idle threads of the libraries sleep.
+With --spin, idle threads spin, which is the default of the libraries. The output has one JSON object per line.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from sinew.core import machine
 
-# Ends with the process that started it, however that ends.
+# The busy process ends together with the process that started it, also after a crash of that process.
 HOG = """
 import os, sys
 os.sched_setaffinity(0, {int(sys.argv[1])})
@@ -31,7 +32,7 @@ while os.getppid() == parent:
 
 
 def one_engine(bundle: Path, engine: str, runs: int, threads: int | None, spin: bool) -> dict[str, object]:
-    if spin:  # `import sinew` has limited it, and torch is not imported yet
+    if spin:  # `import sinew` has set these variables, and torch is not imported yet
         for name in machine.WAITING:
             os.environ.pop(name, None)
         if engine == "onnx":
@@ -79,7 +80,7 @@ def one_engine(bundle: Path, engine: str, runs: int, threads: int | None, spin: 
 
 
 def _let_onnxruntime_spin() -> None:
-    """Sessions as ONNX Runtime makes them by default."""
+    """Make ONNX Runtime create sessions with its default settings, so that idle threads spin."""
     import onnxruntime
 
     class Options(onnxruntime.SessionOptions):
@@ -94,7 +95,7 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--engine", action="append", choices=["eager", "plan", "onnx"])
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--threads", type=int, help="the runtime's own choice if absent")
+    parser.add_argument("--threads", type=int, help="compute threads (default: the choice of the runtime)")
     parser.add_argument("--spin", action="store_true")
     arguments = parser.parse_args()
     engines = arguments.engine or ["eager", "onnx"]

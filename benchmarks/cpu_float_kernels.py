@@ -1,9 +1,10 @@
-"""Attention and activations of engine cpu against PyTorch's: one thread, alternating rounds, CPU time of the thread.
+"""Compare attention and activations of engine cpu with those of PyTorch, in CPU time of one thread.
 
 python benchmarks/cpu_float_kernels.py [--rounds 15]
 
-Shapes are SmolVLA's: a view of 1024 patches, the language model's prefix, one step of the head. Ratios are medians of
-the rounds' own. The last line is JSON.
+The shapes are those of SmolVLA: one view of 1024 patches, the prefix of the language model, and one step of the head.
+The two implementations alternate in each round. A printed ratio is the median of the ratios of all rounds. The last
+line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sinew.engine.cpu.kernels.float_kernels import attend_reference
 from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.plan.gelu import gelu_
 
-ATTENTION = {  # queries, keys, heads, key heads, size
+ATTENTION = {  # number of queries, number of keys, heads, heads of the keys, size of a head
     "vision": (1024, 1024, 12, 12, 64),
     "language": (180, 180, 15, 5, 64),
     "head": (50, 230, 15, 5, 64),
@@ -80,7 +81,7 @@ def main() -> None:
         for index in range(rounds + 1):
             for side in list(calls)[:: 1 if index % 2 else -1]:
                 took = seconds(calls[side])
-                if index:  # the first warms up
+                if index:  # the first round only warms up
                     taken[side].append(took)
         for side, times in taken.items():
             ratio = statistics.median(a / b for a, b in zip(taken["torch"], times, strict=True))

@@ -1,10 +1,15 @@
-"""Rates of the low-bit products against float32 matrix products of the same shape, one thread, paired.
+"""Measure the rates of low-bit products and of float32 products of the same shape, in one thread.
 
 python benchmarks/cpu_kernels.py [--rounds 7]
 
-Every round runs each side once, in an order that turns; CPU time of the thread, so that neighbours count less. A rate
-is 2 M K N over the best time, with rounding of activations in it, and expansion of weights except for panels. Ratios
-are medians of the rounds' own. The last line is JSON.
+Each round runs each product once, and each round begins with another product. The benchmark measures the CPU time of
+the thread, because other programs disturb CPU time less than elapsed time. The rate of a product is 2 M K N
+operations
+divided by its best time. This time includes the rounding of the activations. Except for panels, the time also
+includes
+the expansion of the weights. A printed ratio is the median of the ratios of all rounds. The last line of the output
+is
+JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ SHAPES = [
     (256, 960, 2560),
     (50, 736, 2048),
     (50, 2048, 736),
-]  # BitNet, vision, language, head
+]  # the products of BitNet, of the vision tower, of the language model, and of the head
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -74,7 +79,7 @@ def main() -> None:
             order = list(sides)[index % len(sides) :] + list(sides)[: index % len(sides)]
             for name in order:
                 took = seconds(sides[name])
-                if index:  # the first warms up
+                if index:  # the first round only warms up
                     times[name].append(took)
         operations = 2e-9 * M * K * N
         for name, taken in times.items():

@@ -1,14 +1,23 @@
-"""What people who look at the dashboard cost the robot: latency of a server with and without viewers, in paired rounds.
+"""Measure how much viewers of the dashboard slow down the requests of a robot.
 
     python -m benchmarks.dashboard [--viewers 3] [--pictures] [--bundle FILE] [--rounds 40] [--requests 40] [--hz 0]
 
-One `sinew serve`, one robot on its native wire. In every round the same requests are sent once without and once with
-the viewers, in random order; a viewer is a connected event stream and, with --pictures, what a page that can be seen
-reads as well: the stream of all cameras, ten times a second. Robot and viewers are processes of their own, on other
-cores than the server where there are two. Told are p50 and p95 of both, and the median of the rounds' ratios of medians
-with a 95 % interval (of ranks), which slow changes of the machine leave alone. Beside it the server's processor time
-per request, and that of all its threads but the busiest, which computes: what viewers cost, however busy the machine
-is. The last line is JSON.
+The benchmark starts one `sinew serve`, and one robot that uses the native protocol. In each round, the robot sends
+the
+same requests once without and once with viewers, in random order. A viewer is a client that is connected to the
+stream
+of events. With --pictures, a viewer also reads the stream of all cameras ten times a second, as a visible page does.
+Robot and viewers run in their own processes. If the machine has two cores or more, robot and viewers run on other
+cores
+than the server.
+
+The benchmark prints p50 and p95 of the latency without and with viewers. It also prints the median ratio of the two
+medians of a round, with a 95 % interval (of ranks). Slow changes in the speed of the machine do not change this
+ratio.
+Then it prints the processor time of the server for each request. The last number is the processor time of all server
+threads except the busiest thread, which computes the inference. This number is the cost of the viewers, and it does
+not
+depend on other programs. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -30,11 +39,11 @@ import psutil
 from sinew_eval.foreign.server import serving
 
 ROOT = Path(__file__).resolve().parents[1]
-SETTLE_S = 0.3  # after viewers came or went
+SETTLE_S = 0.3  # seconds to wait after viewers connect or disconnect
 
 
 class Helper:
-    """A process of this file that is told a line and answers one."""
+    """A process of this file that reads one command per line, and writes one answer per line."""
 
     def __init__(self, cores: set[int], *words: str):
         self._process = subprocess.Popen(
@@ -50,7 +59,7 @@ class Helper:
         self._process.stdin.write(json.dumps(what) + "\n")
         self._process.stdin.flush()
         if not (line := self._process.stdout.readline()):
-            raise SystemExit("a helper of the benchmark has died")
+            raise SystemExit("a helper process of the benchmark has ended; its error is printed above")
         return json.loads(line)
 
     def close(self) -> None:
@@ -59,7 +68,8 @@ class Helper:
 
 
 def robot(address: str, hz: float) -> None:
-    """Send as many requests as a line says, and answer their round trips in milliseconds."""
+    """Read numbers of requests from standard input. For each line, send that many requests and print their latencies in
+    ms."""
     from sinew_client import Client
 
     rng = np.random.default_rng(0)
@@ -79,7 +89,10 @@ def robot(address: str, hz: float) -> None:
 
 
 def viewers(address: str, pictures: bool) -> None:
-    """Keep as many viewers connected as a line says, and answer how many events came since the last line."""
+    """Keep viewers connected to the dashboard. For each number on standard input, connect or disconnect viewers until
+    there
+    are that many. Then print the number of events that have arrived since the last line.
+    """
     import aiohttp
 
     events = 0
@@ -115,13 +128,13 @@ def viewers(address: str, pictures: bool) -> None:
 def compare(
     server: psutil.Process, robots: Helper, lookers: Helper, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return what the rounds have shown, of latencies and of the server's processor time."""
+    """Run all rounds. Returns the latencies and the processor time of the server, without and with viewers."""
     rng = np.random.default_rng(0)
     taken: dict[bool, list[list[float]]] = {False: [], True: []}
     spent: dict[bool, list[float]] = {False: [], True: []}
     beside: dict[bool, list[float]] = {False: [], True: []}
     events = 0
-    robots.tell(max(10, arguments.requests))  # whatever is slow once
+    robots.tell(max(10, arguments.requests))  # The first requests are slower, so they are not measured.
     for _ in range(arguments.rounds):
         for looked_at in rng.permutation([False, True]):
             lookers.tell(arguments.viewers if looked_at else 0)
@@ -157,9 +170,14 @@ def thread_times(process: int) -> dict[str, float]:
 
 
 def _overhead(without: Sequence[float], beside: Sequence[float]) -> dict[str, Any]:
-    """Return the median of the pairs' ratios less one, in percent, and ranks that hold it with 95 %."""
+    """Return the median overhead in percent, and the ranks of its 95 % interval.
+
+    Args:
+        without: One value for each round without viewers.
+        beside: One value for each round with viewers, in the same order.
+    """
     ratios = sorted(100 * (b / a - 1) for a, b in zip(without, beside, strict=True))
-    half = 0.98 * np.sqrt(len(ratios))  # the binomial distribution's normal approximation
+    half = 0.98 * np.sqrt(len(ratios))  # This is the normal approximation of the binomial distribution.
     ranks = (int(np.clip(round(len(ratios) / 2 + s * half), 0, len(ratios) - 1)) for s in (-1, 1))
     return {
         "percent": round(float(np.median(ratios)), 2),
@@ -180,11 +198,23 @@ def main() -> None:
     parser.add_argument("--engine", default="plan")
     parser.add_argument("--viewers", type=int, default=3)
     parser.add_argument(
-        "--pictures", action="store_true", help="viewers fetch frames as well, as the page does"
+        "--pictures",
+        action="store_true",
+        help="viewers also fetch camera frames, as the page of the dashboard does",
     )
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--requests", type=int, default=40, help="of each half of a round")
-    parser.add_argument("--hz", type=float, default=0.0, help="requests per second; 0: the next at once")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=40,
+        help="number of requests without viewers, and again with viewers, in each round",
+    )
+    parser.add_argument(
+        "--hz",
+        type=float,
+        default=0.0,
+        help="requests per second (0: send the next request after each answer)",
+    )
     parser.add_argument("--part", nargs=2, metavar=("WHICH", "ADDRESS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:
@@ -194,7 +224,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     first, others = {cores[0]}, set(cores[1:]) or {cores[0]}
     begun = os.getloadavg()[0]
-    os.sched_setaffinity(0, first)  # the server inherits it
+    os.sched_setaffinity(0, first)  # the server inherits this set of cores
     with tempfile.TemporaryDirectory() as folder:
         flags = ("--wire", "http:0", "--engine", arguments.engine, "--threads", "1")
         with serving(arguments.bundle, Path(folder) / "log", *flags) as addresses:
@@ -216,7 +246,7 @@ def main() -> None:
     for name in ("without", "with"):
         each = found[f"{name}_ms"]
         print(f"{name:8} {arguments.viewers} viewers: p50 {each['p50']}, p95 {each['p95']} ms")
-    for name, what in (("p50", "p50 of a round"), ("cpu", "processor time of the server")):
+    for name, what in (("p50", "p50 of a round"), ("cpu", "processor time of the server,")):
         low, high = found[name]["interval"]
         print(f"{what}: {found[name]['percent']:+.2f} % ({low:+.2f} to {high:+.2f})")
     without, beside = found["beside_ms"]

@@ -1,11 +1,15 @@
-"""How much longer a robot's requests take beside one client that asks for as much as it may, and beside several.
+"""Measure how much one or several busy clients slow down the requests of one robot.
 
-    python -m benchmarks.fairness                       # --max-batch 1, 8 and auto, each beside each attack
-    python -m benchmarks.fairness --against CHECKOUT    # the same of another checkout, and both in turns for one robot
+    python -m benchmarks.fairness                       # --max-batch 1, 8 and auto, each with each kind of attack
+    python -m benchmarks.fairness --against CHECKOUT    # the same for another checkout, and pairs of requests to both
 
-One ``sinew serve`` of an embedded policy, a robot that asks again when it is answered, and attackers, each a process of
-its own. The table has the robot's median, 95th percentile and longest time, and the ratio of medians to the robot alone
-in the same server. SECURITY.md promises about 2 for one client. The last line is JSON.
+The benchmark starts one ``sinew serve`` with a built-in policy, one robot, and attacking clients. Each of them is a
+process. The robot sends its next request after each answer. Each attacking client sends as much as the server
+accepts.
+The table has the median, the 95th percentile and the longest latency of the robot. The table also has the ratio of
+the
+median to the median of the robot without attackers on the same server. SECURITY.md states a ratio of about 2 for one
+attacking client. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -29,9 +33,9 @@ from sinew_client.streams import StreamLink
 from sinew.core import machine
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = 100  # of the attackers
+STEPS = 100  # solver steps in the requests of the attackers
 PROMPT = "swing it up"
-# name -> the attackers: what each sends
+# name of the attack -> the kind of messages that each attacking client sends
 ATTACKS = {
     "100 steps": ("steps",),
     "messages of 64": ("message",),
@@ -58,7 +62,7 @@ def observation(policy: Mapping[str, Any], steps: int | None = None) -> dict[str
 
 
 def attack(kind: str, address: str) -> None:
-    """Ask for as much as is taken, until this process is ended."""
+    """Send requests as fast as the server accepts them, until this process is ended."""
     with Client(address, timeout=600.0) as client:
         policy = client.metadata()["policy"]
         if kind == "stream":
@@ -134,7 +138,16 @@ def asked(client: Client, seen: Mapping[str, Any]) -> float:
 
 
 def times(address: str, seconds: float, least: int = 10) -> dict[str, float]:
-    """Return what a robot's requests take, in milliseconds, within ``seconds`` and for ``least`` requests."""
+    """Measure the latency of a robot's requests.
+
+    Args:
+        address: Address of the server.
+        seconds: How long to send requests.
+        least: Smallest number of requests, also if they take longer than ``seconds``.
+
+    Returns:
+        The percentiles of the latency in milliseconds.
+    """
     found: list[float] = []
     with Client(address, timeout=600.0) as client:
         seen = observation(client.metadata()["policy"])
@@ -169,7 +182,11 @@ def table(root: Path, bundle: Path, batches: list[str], seconds: float, folder: 
 
 
 def pairs(other: Path, bundle: Path, folder: Path, count: int = 300) -> dict[str, float]:
-    """Return what one robot's request takes here and there, asked in turns, and the median of the differences."""
+    """Send requests to a server of this checkout and to a server of another checkout, alternately.
+
+    Returns:
+        The median latency of both servers, and the median of the differences of the pairs, in milliseconds.
+    """
     with (
         serving(ROOT, bundle, "1", folder) as here,
         serving(other, bundle, "1", folder) as there,
@@ -192,9 +209,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--bundle", type=Path, default=ROOT / "sinew" / "assets" / "pen.gguf")
-    parser.add_argument("--max-batch", action="append", help="as of `sinew serve`; repeatable")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each row")
-    parser.add_argument("--against", type=Path, help="a checkout to compare with")
+    parser.add_argument(
+        "--max-batch", action="append", help="value of this option of `sinew serve`; repeatable"
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds for each row of the table")
+    parser.add_argument("--against", type=Path, help="root folder of another checkout, to compare with")
     parser.add_argument("--attack", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.attack:

@@ -1,10 +1,10 @@
-"""The families that ``benchmarks/full_size.py`` makes from their fixtures, at published sizes."""
+"""The policy families for which ``benchmarks/full_size.py`` writes random checkpoints at published sizes."""
 
 from __future__ import annotations
 
 from benchmarks.inflate import Family
 
-# SigLIP of 400M numbers and Qwen3 of 1.7B, as in Eagle.
+# The tower is SigLIP with 400M parameters, and the language model is Qwen3 with 1.7B, as in Eagle.
 SIGLIP = {36: 1152, 68: 4304, 108: 3456}
 QWEN3 = {56: 2048, 88: 6144, 20: 128, 40: 1024, 80: 2048}
 EAGLE = {
@@ -63,7 +63,7 @@ HEAD_N16 = {
     "diffusion_model_cfg.num_layers": 32,
     "diffusion_model_cfg.output_dim": 1024,
 }
-# Of 2 billion numbers, as Cosmos-Reason2 is.
+# The model has 2 billion parameters, as Cosmos-Reason2.
 QWEN3_VL = {
     "text_config.hidden_size": 2048,
     "text_config.intermediate_size": 6144,
@@ -81,7 +81,8 @@ QWEN3_VL = {
     "vision_config.num_position_embeddings": 2304,
     "vision_config.deepstack_visual_indexes": [5, 11, 17],
 }
-# PaliGemma and the expert of 300M numbers; LeRobot's files carry the heads of both.
+# The model consists of PaliGemma and an expert with 300M parameters. LeRobot's files contain the language heads of
+# both.
 PI_SIZES = (
     (r"(action_in|state)_proj\.weight", (1024, 32)),
     (r"action_out_proj\.weight", (32, 1024)),
@@ -95,7 +96,8 @@ PI_SIZES = (
 )
 PI_LAYERS = ((r"vision_tower\.vision_model\.encoder\.layers\.(\d+)\.", 27), (r"\.layers\.(\d+)\.", 18))
 PI_EDITS = {"checkpoint/config.json": {"image_resolution": [224, 224]}}
-# DINOv2 L and SigLIP so400m; the last blocks are in the files and dead.
+# The towers are DINOv2 L and SigLIP so400m. The files contain the last block of each tower, which inference never
+# uses.
 PRISMATIC = (
     (r"featurizer\.pos_embed", {48: 1152, 32: 1152, 64: 1024}),
     (r"fused_featurizer", {48: 1152, 96: 2304, 144: 3456, 179: 4304}),
@@ -314,7 +316,7 @@ FAMILIES = {
         },
         given={"vlm": "vlm"},
     ),
-    "xvla": Family(  # Florence-2-large, and the head of 2toINF's checkpoints
+    "xvla": Family(  # Florence-2-large, and the action head of the checkpoints from 2toINF
         "xvla-ee6d",
         (
             *(

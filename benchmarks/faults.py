@@ -1,16 +1,25 @@
-"""A robot's loop through a hundred and forty faults: of its server, the network, neighbours and its own process.
+"""Test whether a robot's control loop survives 140 faults of server, network, other clients and its own process.
 
-    python -m benchmarks.faults                 # or: make faults; ``--only NETWORK`` for those whose names hold it
+    python -m benchmarks.faults                 # or: make faults; ``--only NETWORK`` selects faults by their name
     python -m benchmarks.faults --list
 
-One ``sinew serve`` of the embedded blocks policy, a proxy, and a robot at 20 Hz behind it, each a process of its own.
-Each fault begins while the robot moves. It was survived if the robot executed twenty further rows afterwards, the
-server answers a known observation as before and says that it is well, and at no command a promise was broken
-(``tests.control.test_loop_faults.Witness``: one command a period, finite, none older than 1.5 s, none twice, a hold
-in the period in which trouble is known). Then a table: what held the robot, the longest time between two commands or
-holds, and a histogram of those. The last line is JSON; the status is 1 if a fault was not survived, or a gap was
-longer than three periods and what this machine kept a thread waiting that only sleeps, where the fault does not stop
-the robot's own process.
+The benchmark starts one ``sinew serve`` with the built-in policy of the blocks task, a proxy, and a robot at 20 Hz
+that
+connects through the proxy. Each of them is a process. Each fault begins while the robot moves. The robot has survived
+a
+fault if all of these conditions hold:
+
+* The robot executed twenty more actions after the fault.
+* The server still gives the same answer to a known observation, and its health is "ok".
+* All commands satisfied the checks of ``tests.control.test_loop_faults.Witness``: one finite command in each period,
+  no
+  action older than 1.5 s, no action twice, and a hold in the period in which the loop detects a problem.
+
+Then the benchmark prints a table with the reasons of the holds and the longest time between two commands or holds,
+and
+a histogram of these times. The last line of the output is JSON. The exit status is 1 if the robot did not survive a
+fault. The status is also 1 if a time between two commands was longer than three periods plus a tolerance, in a fault
+that does not stop the robot's own process. The tolerance is twice the largest delay of a thread that only sleeps.
 """
 
 from __future__ import annotations
@@ -44,37 +53,49 @@ from benchmarks.faulty_robot import HZ, PROMPT
 from sinew.bundle import Bundle
 from tests.bundle.test_bundle import with_manifest
 from tests.serve.puppet import GREETING
-from tests.serve.test_faults import FAULTS as BYTES  # what sends bytes that are no protocol takes any server
+from tests.serve.test_faults import (
+    FAULTS as BYTES,
+)  # faults of the server that send bytes of no known protocol
 from tests.serve.test_faults import READY
 
 ROOT = Path(__file__).resolve().parents[1]
-ENOUGH = 20  # rows after a fault
-PATIENCE_S = 90.0  # a machine that does other things as well
+ENOUGH = 20  # number of actions that the robot must execute after a fault
+PATIENCE_S = 90.0  # seconds to wait, long enough for a machine that also runs other programs
 PERIOD_MS = 1e3 / HZ
 Act = Callable[["Place"], None]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``own``: it stops the robot's own process, whose watchdog stands as well."""
+    """One fault.
+
+    Attributes:
+        name: Name in the table.
+        act: The function that causes the fault and ends it.
+        own: The fault stops the process of the robot, so that the watchdog in this process also stops.
+    """
 
     name: str
     act: Act
     own: bool = False
 
 
-# ----------------------------------------------------------------------------- the place
+# ----------------------------------------------------------------------------- server, network and robot
 
 
 class CannotRunError(Exception):
-    """This machine does not allow the fault; the message says why."""
+    """This machine does not allow the fault. The message states the reason."""
 
 
 class Network:
-    """A proxy. ``refuse``: nobody listens. ``greet``: bytes that every new connection gets, and nothing else.
+    """A TCP proxy between robot and server.
 
-    ``up`` and ``down`` make of a segment what is forwarded: pairs of (seconds to wait, bytes); None ends the
-    connection.
+    Attributes:
+        up: Changes the data from the robot to the server. Gets one segment, and returns pairs of (seconds to wait,
+            bytes
+            to send). None ends the connection.
+        down: The same for the data from the server to the robot.
+        greet: If set, each new connection gets these bytes and nothing else.
     """
 
     def __init__(self, to: int):
@@ -125,12 +146,12 @@ class Network:
                 continue
             self._open.append(theirs)
             for source, target, way in ((ours, theirs, "up"), (theirs, ours, "down")):
-                with contextlib.suppress(OSError):  # closed meanwhile
+                with contextlib.suppress(OSError):  # the other side has closed the connection in the meantime
                     source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 threading.Thread(target=self._carry, args=(source, target, way), daemon=True).start()
 
     def _carry(self, source: socket.socket, target: socket.socket, way: str) -> None:
-        lost = False  # a stream with a hole stays dead
+        lost = False  # after a lost segment, the proxy sends nothing more on this connection
         try:
             while data := source.recv(1400):
                 made = getattr(self, way)(data)
@@ -157,7 +178,7 @@ def _plain(data: bytes) -> Segment:
 
 @dataclass
 class Place:
-    """The server, the network before it, and the robot."""
+    """The server, the proxy in front of the server, and the robot."""
 
     work: Path
     port: int
@@ -166,7 +187,9 @@ class Place:
     server: subprocess.Popen[str] | None = None
     robot: subprocess.Popen[str] | None = None
     expected: np.ndarray | None = None
-    gap_ms: float = 0.0  # the longest, and all reasons of holds, since somebody set them back
+    gap_ms: float = (
+        0.0  # the longest gap in ms, and all reasons of holds, since the start of the current fault
+    )
     why: set[str] = field(default_factory=set)
 
     @property
@@ -181,7 +204,15 @@ class Place:
         program: Sequence[str] = ("-m", "sinew"),
         **variables: str,
     ) -> None:
-        """Start the server. within: a command that runs the server's. program: arguments of the interpreter."""
+        """Start the server.
+
+        Args:
+            options: Options of ``sinew serve``.
+            wait: Wait until the server is ready.
+            within: A command that runs the server's command, such as ``unshare``.
+            program: Arguments of the Python interpreter.
+            variables: Environment variables.
+        """
         with (self.work / "server.log").open("a") as log:
             self.server = subprocess.Popen(
                 [*map(str, within), sys.executable, *program, "serve", str(self.bundle), "--wire",
@@ -219,7 +250,12 @@ class Place:
         return told
 
     def begin(self, within: Sequence[object] = (), **variables: str) -> None:
-        """Start the robot, and wait until it moves. within: a command that runs the robot's."""
+        """Start the robot, and wait until it moves.
+
+        Args:
+            within: A command that runs the robot's command, such as ``unshare``.
+            variables: Environment variables.
+        """
         self.robot = subprocess.Popen(
             [*map(str, within), sys.executable, "-m", "benchmarks.faulty_robot",
              f"tcp://127.0.0.1:{self.network.port}"],
@@ -229,7 +265,8 @@ class Place:
         self.moves(self.tell("look"))
 
     def moves(self, seen: dict[str, Any]) -> dict[str, Any]:
-        """Wait for ``ENOUGH`` rows more than were ``seen``."""
+        """Wait until the robot has executed ``ENOUGH`` more actions than in the report ``seen``. Returns the last
+        report."""
         goal, end = seen["rows"] + ENOUGH, time.monotonic() + PATIENCE_S
         found = seen
         while found["rows"] < goal:
@@ -239,12 +276,13 @@ class Place:
         if found["rows"] < goal:
             found["wrong"] = [
                 *found["wrong"],
-                f"no rows within {PATIENCE_S:g} s: {', '.join(sorted(self.why))}",
+                f"the robot executed too few actions in {PATIENCE_S:g} s: {', '.join(sorted(self.why))}",
             ]
         return found
 
     def answers(self) -> str:
-        """Return what is wrong with the server's answer to a known observation, or with what it says of itself."""
+        """Send a known observation to the server. Returns the error, a difference in the actions, or a bad health, or
+        ""."""
         try:
             with Client(f"tcp://127.0.0.1:{self.port}", timeout=PATIENCE_S) as client:
                 policy = client.metadata()["policy"]
@@ -261,7 +299,7 @@ class Place:
         if self.expected is None:
             self.expected = got
         if not np.array_equal(got, self.expected):
-            return f"other actions: {np.abs(got - self.expected).max():.3g} off"
+            return f"the actions differ by {np.abs(got - self.expected).max():.3g}"
         return "" if status == "ok" else f"health: {status}"
 
 
@@ -323,8 +361,8 @@ def network() -> Iterator[Fault]:
     for seconds in (0.5, 1, 3, 10):
         yield Fault(f"network: nothing passes for {seconds:g} s", for_a_while(seconds, up=_lost, down=_lost))
     for seconds in (1, 3):
-        yield Fault(f"network: requests are lost for {seconds} s", for_a_while(seconds, up=_lost))
-        yield Fault(f"network: answers are lost for {seconds} s", for_a_while(seconds, down=_lost))
+        yield Fault(f"network: requests get lost for {seconds} s", for_a_while(seconds, up=_lost))
+        yield Fault(f"network: answers get lost for {seconds} s", for_a_while(seconds, down=_lost))
     for count in (1, 5):
         yield Fault(f"network: {count} x reset", cuts(count, True))
         yield Fault(f"network: {count} x closed", cuts(count, False))
@@ -333,8 +371,8 @@ def network() -> Iterator[Fault]:
             f"network: connections are refused for {seconds} s", lambda at, s=seconds: at.network.refuse(s)
         )
     for name, data in (("nothing", b""), ("HTTP", b"HTTP/1.1 200 OK\r\n\r\n"), ("SSH", b"SSH-2.0-OpenSSH_9.6\r\n"),
-                       ("bytes of chance", random.Random(3).randbytes(5000))):  # fmt: skip
-        yield Fault(f"network: a stranger answers with {name} for 3 s", greeting(data, 3.0))
+                       ("random bytes", random.Random(3).randbytes(5000))):  # fmt: skip
+        yield Fault(f"network: another program answers with {name} for 3 s", greeting(data, 3.0))
     for way in ("up", "down"):
         for seconds in (0.1, 0.3, 1.0, 1.8):
             yield Fault(
@@ -342,7 +380,8 @@ def network() -> Iterator[Fault]:
             )
         yield Fault(f"network: bits flipped {way} for 2 s", for_a_while(2.0, **{way: flipped}))
         yield Fault(
-            f"network: segments twice {way} for 2 s", for_a_while(2.0, **{way: lambda d: [(0.0, d)] * 2})
+            f"network: each segment twice, {way}, for 2 s",
+            for_a_while(2.0, **{way: lambda d: [(0.0, d)] * 2}),
         )
         yield Fault(f"network: half a segment, then closed, {way}", for_a_while(2.0, **{way: _half()}))
         yield Fault(f"network: bytes one by one {way} for 2 s",
@@ -437,7 +476,8 @@ def busy(count: int, nice: int, seconds: float = 5.0) -> Act:
 
 
 def with_options(at: Place, spoil: Callable[[Place], None] | None, *options: object) -> None:
-    """Restart with options, spoil what they need while requests come, and restart without."""
+    """Restart the server with ``options``, run ``spoil`` while requests arrive, and restart the server without the
+    options."""
     at.end(signal.SIGTERM)
     at.start(*options)
     at.tell("wait", 1.0)
@@ -463,7 +503,12 @@ def records_a_file(at: Place) -> None:
 
 
 def on_bundle(change: Callable[[Path], None], restart: bool) -> Act:
-    """Change the bundle under the server; put it back, by rename as one does, and restart where it has to be."""
+    """Return a fault that changes the bundle of a running server.
+
+    Args:
+        change: Changes the bundle file.
+        restart: Restart the server after the original file is back.
+    """
 
     def act(at: Place) -> None:
         kept = at.work / "kept.gguf"
@@ -519,11 +564,13 @@ def server() -> Iterator[Fault]:
     yield Fault("server: its bundle cut short", on_bundle(lambda path: os.truncate(path, 4096), True))
     yield Fault("server: its bundle deleted", on_bundle(lambda path: path.unlink(), False))
     yield Fault("server: started without its bundle, then with it", _started_without)
-    yield Fault("server: 12 descriptors for 4 s", limited(resource.RLIMIT_NOFILE, 12, 4.0))
-    yield Fault("server: 8 MiB more memory than it has, for 4 s", limited(resource.RLIMIT_AS, 8 << 20, 4.0))
+    yield Fault("server: at most 12 file descriptors for 4 s", limited(resource.RLIMIT_NOFILE, 12, 4.0))
+    yield Fault(
+        "server: at most 8 MiB more memory than it uses, for 4 s", limited(resource.RLIMIT_AS, 8 << 20, 4.0)
+    )
     yield Fault("server: files may not grow for 4 s", limited(resource.RLIMIT_FSIZE, 0, 4.0))
-    yield Fault("server: beside 6 programs that compute", busy(6, 0))
-    yield Fault("server: nice 19 beside 4 programs that compute", busy(4, 19))
+    yield Fault("server: 6 other programs that compute", busy(6, 0))
+    yield Fault("server: nice 19, and 4 other programs that compute", busy(4, 19))
     records = ("--record", "records")
     yield Fault("server: records on a full disk", lambda at: with_options(at, full_disk, *records))
     yield Fault("server: the folder of records is gone", lambda at: with_options(at, records_gone, *records))
@@ -537,7 +584,7 @@ def server() -> Iterator[Fault]:
         "server: its cache is deleted", lambda at: shutil.rmtree(at.work / "cache", ignore_errors=True)
     )
     yield Fault("server: a second one on its ports", _second)
-    yield Fault("server: asked to exchange the policy without a key", _exchange)
+    yield Fault("server: a request without a key to replace the policy", _exchange)
 
 
 def _stopped_and_killed(at: Place) -> None:
@@ -556,7 +603,7 @@ def _second(at: Place) -> None:
     status = at.server.wait(60)
     at.server = first
     if not status:
-        raise RuntimeError("a second server on the same ports ended well")
+        raise RuntimeError("a second server on the same ports exited with status 0: expected an error")
 
 
 def _exchange(at: Place) -> None:
@@ -570,9 +617,9 @@ def _exchange(at: Place) -> None:
 
 
 def filled_disk(at: Place) -> None:
-    """The folder of records is a file system of 64 kB, which the first records fill."""
+    """Let the server write its recordings to a file system of 64 kB, which the first recordings fill."""
     _needs("unshare", "--mount", "true")
-    if (at.work / "records").is_file():  # an earlier fault left a file there
+    if (at.work / "records").is_file():  # an earlier fault has left a file with this name
         (at.work / "records").unlink()
     (at.work / "records").mkdir(exist_ok=True)
     mounted = 'mount -t tmpfs -o size=64k none records && exec "$@"'
@@ -582,13 +629,17 @@ def filled_disk(at: Place) -> None:
     at.start("--record", "records", within=("unshare", "--mount", "sh", "-c", mounted, "sh"))
     at.moves(at.tell("wait", 3.0))
     if "No space left" not in log.read_text()[begun:]:
-        raise RuntimeError("the disk did not fill")
+        raise RuntimeError("the recordings did not fill the disk; see server.log")
     at.end(signal.SIGTERM)
     at.start()
 
 
 def memory_cgroup(more: int, seconds: float) -> Act:
-    """Leave the server ``more`` bytes of memory than it uses, beside large messages. It is started again afterwards."""
+    """Return a fault that limits the server's memory to ``more`` bytes above its current use, while clients send large
+    messages.
+
+    The fault restarts the server at its end.
+    """
 
     def act(at: Place) -> None:
         group = Path("/sys/fs/cgroup/memory/sinew-faults")
@@ -600,7 +651,7 @@ def memory_cgroup(more: int, seconds: float) -> Act:
             limit = group / names[1]
             limit.write_text(limit.read_text())
         except OSError as error:
-            raise CannotRunError(f"no memory cgroup can be made: {error}") from error
+            raise CannotRunError(f"this process cannot create a memory cgroup: {error}") from error
         try:
             joined = f'echo $$ > {group}/cgroup.procs && exec "$@"'
             at.end(signal.SIGTERM)
@@ -612,7 +663,7 @@ def memory_cgroup(more: int, seconds: float) -> Act:
             killed = at.server.poll() is not None
             at.end()
             at.start()
-            print(f"  the server was {'killed' if killed else 'left alone'}", file=sys.stderr)
+            print(f"  the server was {'killed' if killed else 'not killed'}", file=sys.stderr)
         finally:
             at_end = time.monotonic() + 10
             while time.monotonic() < at_end:
@@ -625,11 +676,12 @@ def memory_cgroup(more: int, seconds: float) -> Act:
 
 
 def zmq_greeting() -> bytes:
-    """Return the greeting and handshake of a peer, and the head of a frame of 48 MiB."""
+    """Return the greeting and handshake of a ZeroMQ peer, and the header of a frame of 48 MiB."""
     return GREETING + READY + b"\x02" + (48 << 20).to_bytes(8, "big")
 
 
-# Adds the seconds in a file to the wall clock of a whole process, libraries in C too; the monotonic clock stays.
+# This C library adds the seconds in a file to the wall clock of a process, also for libraries in C. The monotonic
+# clock stays the same.
 STEPPED_CLOCK = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -666,10 +718,14 @@ time_t time(time_t *now) {
 
 
 def stepped_clock(work: Path) -> tuple[dict[str, str], Callable[[int], None]]:
-    """Return the environment of a process whose wall clock is stepped, and what steps it."""
+    """Compile the library for a shifted wall clock.
+
+    Returns:
+        The environment variables of a process that uses the library, and a function that sets the shift in seconds.
+    """
     compiler = shutil.which("cc")
     if compiler is None:
-        raise CannotRunError("no C compiler is here")
+        raise CannotRunError("this machine has no C compiler")
     library, place = work / "stepped_clock.so", work / "stepped_clock"
     place.write_bytes(bytes(8))
     source = [compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(library), "-ldl"]
@@ -684,13 +740,13 @@ def stepped_clock(work: Path) -> tuple[dict[str, str], Callable[[int], None]]:
     asked = [sys.executable, "-c", "import time; print(time.time())"]
     told = subprocess.run(asked, env={**os.environ, **variables}, capture_output=True, text=True, check=True)
     if float(told.stdout) < time.time() + 80_000:
-        raise CannotRunError("the interpreter asks the kernel for the time by itself")
+        raise CannotRunError("the Python interpreter reads the clock without the C library")
     step(0)
     return variables, step
 
 
 def clock_steps(whose: str) -> Act:
-    """Step the wall clock of the server's or the robot's whole process forward, back, and back to the truth."""
+    """Return a fault that shifts the wall clock of the server or the robot forward, back, and to the right time."""
 
     def act(at: Place) -> None:
         variables, step = stepped_clock(at.work)
@@ -712,7 +768,8 @@ def clock_steps(whose: str) -> Act:
 
 
 def other_monotonic_clock(whose: str, seconds: int) -> Act:
-    """Run one of the two in a time namespace, as on a machine that started at another time."""
+    """Return a fault that runs the server or the robot in a time namespace, as on a machine that started at another
+    time."""
 
     def act(at: Place) -> None:
         within = ("unshare", "--time", "--monotonic", seconds, "--boottime", seconds)
@@ -749,20 +806,23 @@ NEWER = "import sinew; sinew.__version__ = '99.0.0'; import sys; from sinew.cli 
 
 
 def newer_server(at: Place) -> None:
-    """Another version with the same policy takes the place of the server: the robot goes on without help."""
+    """Replace the server by one with another version and the same policy. The robot must continue without a restart."""
     at.end()
     at.start(program=("-c", NEWER))
     with Client(f"tcp://127.0.0.1:{at.port}", timeout=PATIENCE_S) as client:
         version = client.metadata()["server"]["version"]
     if version != "99.0.0":
-        raise RuntimeError(f"the newer server calls itself {version}")
+        raise RuntimeError(f"the newer server reports version {version}, expected 99.0.0")
     _goes_on(at)
     at.end()
     at.start()
 
 
 def newer_policy(**changes: Any) -> Act:
-    """A newer server whose policy has other units or another rate: the robot holds until the old one is back."""
+    """Return a fault with a newer server whose policy has other units or another rate.
+
+    The robot must hold until the old policy is back.
+    """
 
     def act(at: Place) -> None:
         kept = at.work / "kept.gguf"
@@ -784,7 +844,7 @@ def newer_policy(**changes: Any) -> Act:
         at.start()
         if after != before:
             raise RuntimeError(
-                f"the robot executed {after - before} rows of a policy with other {[*changes]}"
+                f"the robot executed {after - before} actions of a policy with other {[*changes]}"
             )
 
     return act
@@ -798,10 +858,10 @@ def _goes_on(at: Place) -> None:
 
 def machine() -> Iterator[Fault]:
     yield Fault("server: records fill a small disk", filled_disk)
-    yield Fault("server: a memory cgroup with 256 MiB to spare, for 4 s", memory_cgroup(256 << 20, 4.0))
-    yield Fault("server: a memory cgroup with 1 MiB to spare, for 4 s", memory_cgroup(1 << 20, 4.0))
-    yield Fault("server: its wall clock steps an hour both ways", clock_steps("server"))
-    yield Fault("robot: its wall clock steps an hour both ways", clock_steps("robot"), own=True)
+    yield Fault("server: a memory limit of 256 MiB above its use, for 4 s", memory_cgroup(256 << 20, 4.0))
+    yield Fault("server: a memory limit of 1 MiB above its use, for 4 s", memory_cgroup(1 << 20, 4.0))
+    yield Fault("server: the wall clock jumps an hour forward and back", clock_steps("server"))
+    yield Fault("robot: the wall clock jumps an hour forward and back", clock_steps("robot"), own=True)
     for whose in ("server", "robot"):
         for seconds in (1_000_000, -600):
             yield Fault(f"{whose}: a monotonic clock {seconds:+} s off", other_monotonic_clock(whose, seconds),
@@ -811,7 +871,7 @@ def machine() -> Iterator[Fault]:
     yield Fault("server: a newer version with other units", newer_policy(units=lambda dim: ("deg",) * dim))
 
 
-# ----------------------------------------------------------------------------- neighbours
+# ----------------------------------------------------------------------------- other clients
 
 
 def crowd(count: int, data: bytes, web: bool, seconds: float = 3.0) -> Act:
@@ -831,7 +891,7 @@ def crowd(count: int, data: bytes, web: bool, seconds: float = 3.0) -> Act:
 
 @dataclass
 class Addresses:
-    """What faults of ``tests.serve.test_faults`` take that send bytes."""
+    """The addresses of the server, as the faults of ``tests.serve.test_faults`` expect them."""
 
     native: str
     web: str
@@ -844,10 +904,10 @@ def peers() -> Iterator[Fault]:
                 f"peer, {name}",
                 lambda at, act=act: act(Addresses(f"tcp://127.0.0.1:{at.port}", f"ws://127.0.0.1:{at.web}")),  # type: ignore[arg-type]
             )
-    yield Fault("peer: 200 connections that say nothing", crowd(200, b"", False))
-    yield Fault("peer: 600 connections that say nothing", crowd(600, b"", False))
+    yield Fault("peer: 200 silent connections", crowd(200, b"", False))
+    yield Fault("peer: 600 silent connections", crowd(600, b"", False))
     yield Fault(
-        "peer: 100 connections of bytes of chance", crowd(100, random.Random(4).randbytes(4000), False)
+        "peer: 100 connections with random bytes", crowd(100, random.Random(4).randbytes(4000), False)
     )
     yield Fault("peer: 60 half greetings", crowd(60, b"\xff\0\0\0\0\0\0\0\x01\x7f\x03", False))
     yield Fault(
@@ -889,13 +949,15 @@ def robot() -> Iterator[Fault]:
     yield Fault("robot: stopped 5 s", robot_stopped(5.0), own=True)
     yield Fault("robot: stopped 10 x 0.2 s", robot_stopped(0.2, 10), own=True)
     yield Fault("robot: killed and started 3 times", _robot_again, own=True)
-    yield Fault("robot: its interpreter is held 2 s", told("hold_the_interpreter", 2.0), own=True)
+    yield Fault(
+        "robot: the lock of its interpreter is held for 2 s", told("hold_the_interpreter", 2.0), own=True
+    )
     yield Fault("robot: collects two million objects", told("collect", 2_000_000), own=True)
     for where in ("observe", "act", "hold"):
         for seconds in (0.3, 3.0):
             if where != "hold":
                 yield Fault(f"robot: {where} blocks {seconds:g} s", told("block", where, seconds))
-    yield Fault("robot: cameras stand still for 3 s", told("freeze_cameras", 3.0))
+    yield Fault("robot: cameras repeat one frame for 3 s", told("freeze_cameras", 3.0))
     for value in ("nan", "inf", "-inf"):
         yield Fault(f"robot: its state is {value} for 2 s", told("state", float(value), 2.0))
     for names in (["time"], ["time", "monotonic"]):
@@ -905,13 +967,14 @@ def robot() -> Iterator[Fault]:
     yield Fault(
         "robot: 20 instructions in 2 s", told("say", [f"put block {number} away" for number in range(20)])
     )
-    yield Fault("robot: an instruction that is refused", told("say", ["x " * 400]))
+    yield Fault("robot: an instruction that is rejected", told("say", ["x " * 400]))
     yield Fault("robot: paused and resumed 5 times", told("pauses", 5))
     yield Fault("robot: forks", told("fork"))
     yield Fault(
-        "robot: forks, and the child asks", lambda at: at.tell("fork", f"tcp://127.0.0.1:{at.port}") and None
+        "robot: forks, and the child sends a request",
+        lambda at: at.tell("fork", f"tcp://127.0.0.1:{at.port}") and None,
     )
-    yield Fault("robot: 6 descriptors for 3 s", told("limit", "RLIMIT_NOFILE", 6, 3.0))
+    yield Fault("robot: at most 6 file descriptors for 3 s", told("limit", "RLIMIT_NOFILE", 6, 3.0))
     yield Fault("robot: no more memory for 3 s", told("limit", "RLIMIT_AS", 0, 3.0))
 
 
@@ -919,7 +982,13 @@ def robot() -> Iterator[Fault]:
 
 
 def ended(before: Callable[[Place], None], after: Callable[[Place], None], *call: Any) -> Act:
-    """End the run between two acts on the server or the network, and begin it again."""
+    """Return a fault that ends the run, and begins a new run.
+
+    Args:
+        before: Called before the run ends.
+        after: Called after the run has ended.
+        call: Arguments of ``Faults.end`` in benchmarks/faulty_robot.py.
+    """
 
     def act(at: Place) -> None:
         before(at)
@@ -935,7 +1004,10 @@ def _nothing(_at: Place) -> None: ...
 
 
 def rest() -> Iterator[Fault]:
-    """The robot returns to its first pose, or stays where its state is not known; then the run goes on."""
+    """Yield the faults at the end of a run.
+
+    The robot must return to its first pose, or stay where it is if its state is unknown. Then a new run begins.
+    """
     yield Fault("rest: the run ends", ended(_nothing, _nothing), own=True)
     yield Fault(
         "rest: the server is killed, and the run ends",
@@ -949,11 +1021,13 @@ def rest() -> Iterator[Fault]:
     yield Fault(
         "rest: its state is nan", ended(_nothing, _nothing, "strange", "strange", float("nan")), own=True
     )
-    yield Fault("rest: its cameras stand still", ended(_nothing, _nothing, "frozen", "frozen", 0.0), own=True)
-    yield Fault("rest: it is stopped twice", ended(_nothing, _nothing, "twice"), own=True)
+    yield Fault(
+        "rest: its cameras repeat one frame", ended(_nothing, _nothing, "frozen", "frozen", 0.0), own=True
+    )
+    yield Fault("rest: it gets two stop requests", ended(_nothing, _nothing, "twice"), own=True)
 
 
-# ----------------------------------------------------------------------------- all of them
+# ----------------------------------------------------------------------------- all faults
 
 
 def faults() -> list[Fault]:
@@ -961,7 +1035,7 @@ def faults() -> list[Fault]:
 
 
 class Bystander:
-    """A thread of a process of its own that only sleeps: how late this machine wakes who has nothing to do."""
+    """A thread that only sleeps. It measures how late this machine wakes an idle thread."""
 
     def __init__(self) -> None:
         self.latest, self._ended = 0.0, threading.Event()
@@ -1014,7 +1088,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", action="append", help="only faults whose names contain this; repeatable")
-    parser.add_argument("--list", action="store_true", help="print the names and end")
+    parser.add_argument("--list", action="store_true", help="print the names of the faults and exit")
     given = parser.parse_args()
     parts = [part.lower() for part in given.only or [""]]
     chosen = [each for each in faults() if any(part in each.name.lower() for part in parts)]
@@ -1037,7 +1111,7 @@ def main() -> int:
                 rows.append(row)
                 print(f"{number}/{len(chosen)} {fault.name}: {', '.join(row['wrong']) or _outcome(row)}, "
                       f"{row['gap_ms']:.0f} ms, {row['seconds']:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
-                if row["wrong"]:  # the next fault has a place as new
+                if row["wrong"]:  # restart server and robot, so that the next fault begins in a known state
                     at.end()
                     assert at.robot is not None
                     at.robot.kill()
@@ -1049,13 +1123,13 @@ def main() -> int:
                 at.robot.kill()
     print("| fault | survived | what held it | longest gap, ms |\n|---|---|---|--:|")
     for row in rows:
-        held = "; ".join(row["why"]) or "never held"
+        held = "; ".join(row["why"]) or "no hold"
         print(
             f"| {row['name']} | {'; '.join(row['wrong']) or _outcome(row)} | {held} | {row['gap_ms']:.0f} |"
         )
     watched = [row for row in rows if not row["own"]]
     long = [row["name"] for row in watched if row["gap_ms"] > 3 * PERIOD_MS + 2 * row["late_ms"]]
-    print(f"\nlongest gap of each fault that leaves the robot's process alone, period {PERIOD_MS:g} ms:")
+    print(f"\nlongest gap of each fault outside the robot's process, with a period of {PERIOD_MS:g} ms:")
     print(histogram([row["gap_ms"] / 1e3 for row in watched]))
     lost = [row["name"] for row in rows if row["wrong"]]
     skipped = [row["name"] for row in rows if row["skipped"] and not row["wrong"]]

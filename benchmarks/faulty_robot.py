@@ -1,9 +1,10 @@
-"""The robot of ``python -m benchmarks.faults``: a loop at 20 Hz in a process of its own, and faults of its own on call.
+"""The robot of ``python -m benchmarks.faults``: a control loop at 20 Hz in its own process, with faults of its own.
 
     python -m benchmarks.faulty_robot tcp://127.0.0.1:PORT
 
-A line of standard input is a JSON list: the name of a method of ``Faults`` and its arguments. Each is answered by one
-line, ``{"rows": executed, "gap_ms": ..., "wrong": ..., "why": ...}``, of what happened since the last answer.
+Each line of standard input is a JSON list: the name of a method of ``Faults``, and its arguments. The robot answers
+each line with one line ``{"rows": executed, "gap_ms": ..., "wrong": ..., "why": ...}``. The answer describes what
+happened after the last answer.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ MAX_AGE_S = 1.5
 
 
 class Arm(Dry):
-    """Notes when it is sent what, by a clock that no fault sets.
+    """A simulated arm that records the time of each command with a clock that no fault changes.
 
-    late: method -> seconds that its next call blocks.
+    Attributes:
+        late: method name -> seconds for which the next call of this method blocks.
     """
 
     def __init__(self, policy: dict[str, Any]):
         super().__init__(policy)
         self.late: dict[str, float] = {}
-        self.strange: float | None = None  # what its state says in place of numbers
-        self.frozen: float | None = None  # when its cameras stood still
+        self.strange: float | None = None  # the state contains this value instead of the joint positions
+        self.frozen: float | None = None  # the time since which the cameras repeat one frame
         self.sent: list[float] = []
 
     def observe(self) -> dict[str, Any]:
@@ -64,12 +66,12 @@ class Arm(Dry):
         time.sleep(self.late.pop("hold", 0.0))
 
 
-WAIT_S = 60.0  # for a return
-STAYS = ("twice", "strange", "frozen")  # ends of a run at which the robot stays where it is
+WAIT_S = 60.0  # seconds to wait until the robot has returned to its first pose
+STAYS = ("twice", "strange", "frozen")  # with these faults at the end of a run, the robot does not move
 
 
 class Faults:
-    """What may be called by name; each returns when the fault is over."""
+    """The faults that a line of standard input can request. Each method returns when its fault is over."""
 
     def __init__(self, driving: Run, arm: Arm, begin: Callable[[], threading.Thread]):
         self.driving, self.loop, self.arm, self._begin = driving, driving.loop, arm, begin
@@ -78,10 +80,11 @@ class Faults:
     def look(self) -> None: ...
 
     def end(self, fault: str, *given: Any) -> None:
-        """End the run with a fault that lasts through the return to the first pose, and begin it again.
+        """End the run with a fault that lasts during the return to the first pose. Then begin a new run.
 
         Raises:
-            RuntimeError: The robot has moved although its state is not known, or has not returned although it is.
+            RuntimeError: The robot moved although its state is unknown, or it did not return although its state is
+                known.
         """
         moves, known = fault not in STAYS, dict(vars(self.arm))
         start = self.arm.state.copy()
@@ -97,7 +100,7 @@ class Faults:
         outcome = self.driving.rest.outcome
         if self.thread.is_alive() or outcome["returned"] != moves:
             raise RuntimeError(f"the end of the run: {outcome.get('text', 'it goes on')}")
-        # The command of the tick in which the run ended may be one of them.
+        # The control step in which the run ended may still send one command.
         if not moves and self.arm.commands > sent + 1:
             raise RuntimeError(f"{self.arm.commands - sent} commands from {start}, {outcome['text']}")
         self.loop.stopped = self.loop.at_once = False
@@ -166,7 +169,7 @@ class Faults:
             os._exit(code)
         _, status = os.waitpid(child, 0)
         if status:
-            raise RuntimeError("a child with a client of its own got no answer")
+            raise RuntimeError("the forked child got no answer with its own client")
 
     def limit(self, which: str, value: int, seconds: float) -> None:
         kind = getattr(resource, which)
@@ -200,7 +203,7 @@ def main() -> None:
         try:
             driving.run()
             if not driving.rest.outcome:
-                failures.append("the loop ended")
+                failures.append("the control loop ended early")
         except BaseException as error:  # noqa: BLE001 - told to who asks
             failures.append(f"{type(error).__name__}: {error}")
 

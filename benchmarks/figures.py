@@ -1,10 +1,17 @@
-"""Draw the figures of docs/figures: ``python -m benchmarks.figures [NAME ...]``.
+"""Draw the figures in docs/figures: ``python -m benchmarks.figures [NAME ...]``.
 
-Sweeps come from the tables of research/log/measurements-closed-loop.md, so page and figure cannot differ; learning
-curves from research/log/training, hand-overs and the pen's streams from benchmarks/results, the two of the roofline
-are computed, and ``concepts.png`` and ``late_answers.png`` are drawings. None of them measures. The README's film is an
-episode that is played for it, and shows how long the machine took: ``film.webp`` is drawn only when it is named, on a
-machine with EGL that does nothing else.
+This program measures nothing. The sources of the figures are:
+
+* sweeps: the tables in research/log/measurements-closed-loop.md, so that the page and the figure are equal
+* learning curves: research/log/training
+* chunk merging, and streams of the pen task: benchmarks/results
+* the two roofline figures: computed
+* ``concepts.png`` and ``late_answers.png``: drawings
+* ``film.webp``, the film in the README: a new episode
+
+The film shows how long the machine took. So this program draws ``film.webp`` only if you name it. Draw it on a
+machine
+with EGL on which no other program runs.
 """
 
 from __future__ import annotations
@@ -39,21 +46,25 @@ OUT = ROOT / "docs" / "figures"
 BLOCKS = ROOT / "sinew" / "assets" / "blocks.gguf"
 FILMED_SEED = 5003
 PAGE = ROOT / "research" / "log" / "measurements-closed-loop.md"
-EPISODES = 100  # of every point of its two sweeps
+EPISODES = 100  # number of episodes of each point in the two sweeps
 
 
 def table_before(picture: str) -> list[list[str]]:
-    """Return the cells of the last table of the page before a picture, header first."""
+    """Return the cells of the last table before a picture in the log, with the header as the first row."""
     before, shown, _ = PAGE.read_text().partition(f"figures/{picture}")
     if not shown:
-        raise SystemExit(f"{picture}: {PAGE.name} does not show it")
+        raise SystemExit(f"{picture}: {PAGE.name} contains no link to this picture")
     found = re.findall(r"(?:^\|.*\|\n)+", before, re.MULTILINE)[-1].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found]
     return [rows[0], *rows[2:]]
 
 
 def entry(success: str, **more: Any) -> dict[str, Any]:
-    """Return what a report says of one variant. success: percent, which are episodes of a hundred."""
+    """Return one variant in the form of an evaluation report.
+
+    Args:
+        success: Success rate in percent, over 100 episodes.
+    """
     wins = round(float(success.split(maxsplit=1)[0]) * EPISODES / 100)
     variant = {"replan": 8, "latency": "0", "handover": "aligned", **more.pop("variant")}
     return {
@@ -71,7 +82,7 @@ def report(env: str, variants: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def replan(env: str, path: Path) -> None:
-    """Draw a sweep over the replan interval."""
+    """Draw success against the replan interval."""
     rows = table_before(path.name)[1:]
     variants = [
         entry(
@@ -84,7 +95,7 @@ def replan(env: str, path: Path) -> None:
 
 
 def latency(env: str, path: Path) -> None:
-    """Draw a sweep over hand-over and latency."""
+    """Draw success against the latency, for each method of chunk merging."""
     (_, *delays), *rows = table_before(path.name)
     variants = [
         entry(cell, variant={"handover": handover, "latency": delay})
@@ -116,7 +127,7 @@ def placements(path: Path) -> None:
         path.write_bytes((Path(folder) / path.name).read_bytes())
 
 
-# Of the drawing of docs/concepts.md: left, bottom, width, height, head, text, colour of the edge.
+# The boxes in the drawing of docs/concepts.md: left, bottom, width, height, title, text, colour of the edge.
 BOXES: tuple[tuple[float, float, float, float, str, str, str], ...] = (
     (0.0, 7.9, 2.2, 1.6, "checkpoint", "of LeRobot, openpi,\nGR00T, OpenVLA ...", figures.GREY),
     (3.4, 7.9, 3.0, 1.6, "bundle", "one file: weights, tokenizer,\nprocessing, statistics", figures.COLORS[0]),
@@ -126,7 +137,7 @@ BOXES: tuple[tuple[float, float, float, float, str, str, str], ...] = (
     (6.2, 3.4, 6.5, 2.5, "policy", "", figures.COLORS[0]),
     (6.4, 3.6, 1.6, 1.5, "", "prepare:\nresize, tokens,\nnormalise", figures.GREY),
     (8.4, 3.6, 2.4, 1.5, "engine", "runs the model:\nvision, prefix, head", figures.COLORS[2]),
-    (11.2, 3.6, 1.3, 1.5, "", "finish:\nworld units,\nlimits", figures.GREY),
+    (11.2, 3.6, 1.3, 1.5, "", "finish:\nrobot units,\nlimits", figures.GREY),
     (0.0, 0.0, 13.0, 2.2, "", "", figures.GREY),
     (0.3, 0.25, 2.5, 1.6, "client", "frames, state and\ninstruction as they are", figures.GREY),
     (3.4, 0.25, 4.6, 1.6, "loop", "one command per step, limits,\nlate chunks, holds with a reason", figures.COLORS[3]),
@@ -147,7 +158,7 @@ ARROWS = (
 
 
 def concepts(path: Path) -> None:
-    """Draw from where to where an observation and a chunk go."""
+    """Draw how an observation gets to the policy, and how a chunk gets back to the robot."""
     from matplotlib.patches import FancyBboxPatch
 
     figure, axis = figures.new(width=9.6, height=5.6)
@@ -226,7 +237,7 @@ def late_answers(path: Path) -> None:
 
 
 def film(path: Path) -> None:
-    """Play one episode through the real server; every second of its steps, at the speed of the robot, half as large."""
+    """Play one episode with a real server, and draw a film of half its size. The film has the speed of the robot."""
     env, adapter = make_env("sinew/Blocks-v0")
     with tempfile.TemporaryDirectory() as folder, serving(BLOCKS, Path(folder) / "log") as address:
         policy = ServerPolicy(address, None)
@@ -234,7 +245,7 @@ def film(path: Path) -> None:
             shots = shoot(policy, env, adapter, range(FILMED_SEED, FILMED_SEED + 1))
         finally:
             policy.close()
-    shots = shots[::-2][::-1]  # the last one says how it ended
+    shots = shots[::-2][::-1]  # keep every second frame, and always the last frame, which shows the result
     first, *others = (
         compose(scene, shot).reduce(2)
         for scene, shot in zip(film_frames(np.stack([shot.pose for shot in shots])), shots, strict=True)
@@ -275,7 +286,7 @@ def main() -> None:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"of {', '.join(FIGURES)}; all but {', '.join(MEASURED)} if absent",
+        help=f"of {', '.join(FIGURES)}; all but {', '.join(MEASURED)} by default",
     )
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()

@@ -1,11 +1,14 @@
-"""Seconds from `import torch` to a policy's first action, in processes of their own: where they go, warm and cold.
+"""Measure the seconds from `import torch` to the first action of a policy, with warm and with cold files.
 
 python -m benchmarks.first_action BUNDLE [BUNDLE...] [--engine cpu] [--threads 2] [--rounds 5] [--cold]
 
-Laps: `import sinew`, load (opening, weights, kernels), the first inference, and for comparison the second. Warm:
-kernels, graphs and the file's pages are there from the run before, which is not counted. --cold: the pages of the file
-and of its graphs are given back to the system before each round, so that weights come from the disk; what is compiled
-stays. By the clock, and processor seconds of the process. The last line is JSON.
+Each measurement runs in a new process. It has these parts: `import sinew`, loading (opening, weights, kernels), and
+the
+first inference. The second inference is measured for comparison. An earlier run, which is not measured, compiles
+kernels and graphs and reads the file. With --cold, the system drops the file and its graphs from the page cache
+before
+each round, so that the weights come from the disk. Compiled kernels stay. The benchmark prints elapsed seconds and
+processor seconds of the process. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ LAPS = ("import", "load", "first", "second")
 
 
 def once(bundle: Path, engine: str, threads: int) -> dict[str, list[float]]:
-    """Return the seconds of each lap in this process, by the clock and of the processors."""
+    """Return the elapsed seconds and the processor seconds of each part of the start, measured in this process."""
     import torch  # noqa: F401 - its own seconds are not ours
 
     laps: dict[str, list[float]] = {}
@@ -51,7 +54,7 @@ def once(bundle: Path, engine: str, threads: int) -> dict[str, list[float]]:
 
 
 def forget(path: Path) -> None:
-    """Give the pages of a file back to the system."""
+    """Drop the pages of a file from the page cache of the system."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -78,11 +81,11 @@ def main() -> None:
                     forget(file)
             command = [sys.executable, "-m", "benchmarks.first_action", str(path), *options]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            if index:  # the first compiles and warms up
+            if index:  # the first round only compiles and warms up
                 found[str(path)].append(json.loads(done.stdout.splitlines()[-1]))
     rows = {}
     for name, rounds in found.items():
-        for at, what in enumerate(("by the clock", "processor time")):
+        for at, what in enumerate(("elapsed time", "processor time")):
             laps = {lap: statistics.median(taken[lap][at] for taken in rounds) for lap in LAPS}
             total = statistics.median(sum(taken[lap][at] for lap in LAPS[:-1]) for taken in rounds)
             rows[f"{name}, {what}"] = {lap: round(value, 3) for lap, value in laps.items()} | {

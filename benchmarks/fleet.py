@@ -1,12 +1,15 @@
-"""Robots that one server answers in time: batched against one request after another, in paired rounds.
+"""Count the robots that one server answers in time, with and without batches.
 
     python -m benchmarks.fleet --robots 10,20,30,40 --rounds 3
     python -m benchmarks.fleet --robots 20 --flood
 
-Each round starts ``sinew serve`` with ``--max-batch 1`` and with ``--max-batch N``, in alternating order, and lets so
-many robots ask at a steady rate, each at its own phase, on a connection and with a session of its own. A robot whose
-answer is not there skips the moment; an answer counts as in time if it is there within the deadline after the robot's
-tick. Every request is accounted for: answered, refused (late, busy), or lost. The last line is JSON.
+Each round starts ``sinew serve`` once with ``--max-batch 1`` and once with ``--max-batch N``, in alternating order.
+The
+robots send requests at a constant rate. Each robot has its own phase, connection and session. A robot skips a control
+step if the answer to its last request is missing. An answer is in time if it arrives within the deadline, which
+begins
+at the control step of the request. The benchmark counts each request as answered, rejected (late, busy) or lost. The
+last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -29,11 +32,15 @@ from benchmarks.wires import BUNDLE, statistics
 from sinew.bundle import Bundle
 from sinew.core import machine
 
-FLOOD = 8  # requests that a flooder keeps under way
+FLOOD = 8  # number of open requests of the flooding client
 
 
 class Robots:
-    """Robots of one process, each with a connection; ``flood``: one more client that asks without a pause."""
+    """The robots of one process, each with its own connection.
+
+    Args:
+        flood: Add one client that sends requests without a pause.
+    """
 
     def __init__(
         self,
@@ -60,7 +67,7 @@ class Robots:
         self.latencies: list[list[float]] = [[] for _ in self.sockets]
         self.refused: dict[str, int] = {}
         self.batches: list[int] = []
-        self.skipped = [0] * count  # moments at which a robot still waited
+        self.skipped = [0] * count  # number of control steps at which a robot still waited for an answer
 
     def _connect(self, address: str) -> zmq.Socket:
         made = self.context.socket(zmq.DEALER)
@@ -85,7 +92,7 @@ class Robots:
             self.batches.append(max(1, reply.timing.batch))
 
     def run(self, seconds: float) -> dict[str, Any]:
-        """Let the robots ask for so long, and wait for the last answers."""
+        """Send the requests of all robots for ``seconds``, and wait for the last answers."""
         poller = zmq.Poller()
         places = {}
         for place, sock in enumerate(self.sockets):
@@ -93,7 +100,9 @@ class Robots:
             places[sock] = place
         begun = time.perf_counter()
         due = [begun + self.period * place / self.count for place in range(self.count)]
-        asked: list[float | None] = [None] * len(self.sockets)  # the tick of the request under way
+        asked: list[float | None] = [None] * len(
+            self.sockets
+        )  # the control step of the open request of each robot
         flooding = 0
         end = begun + seconds
         while True:
@@ -154,7 +163,11 @@ def main() -> int:
     )
     parser.add_argument("--bundle", type=Path, default=BUNDLE)
     parser.add_argument("--engine", default="plan")
-    parser.add_argument("--robots", default="10,20,30,40", help="numbers of robots, one round each")
+    parser.add_argument(
+        "--robots",
+        default="10,20,30,40",
+        help="numbers of robots, separated by commas; each number is measured in its own round",
+    )
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--hertz", type=float, default=10.0)
     parser.add_argument("--deadline-ms", type=float, default=100.0)

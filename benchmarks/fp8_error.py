@@ -1,9 +1,12 @@
-"""Error of a chunk in FP8: relative L2 against float32 eager, emulated on the CPU by the reference.
+"""Compute the error of chunks in FP8: relative L2 distance to eager float32, emulated on the CPU with PyTorch.
 
-``python -m benchmarks.fp8_error`` takes the golden cases (tests/cases.py, one checkpoint each): components, scales per
-row and calibrated with several headrooms, bfloat16 and noise on the weights beside them. ``--trained`` instead: the
-package's trained policies over episodes of their tasks, calibrated on the first 16 observations and compared on 32
-others. The last line is JSON.
+``python -m benchmarks.fp8_error`` uses the golden cases (tests/cases.py), with one checkpoint for each case. It tests
+each component in FP8, with one scale per row and with calibrated scales of several headrooms. For comparison, it also
+tests bfloat16 weights and weights with noise.
+
+With ``--trained``, it uses the trained policies of the package, on episodes of their tasks. It calibrates the scales
+on
+the first 16 observations, and compares the chunks of 32 other observations. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ from tests.golden import Golden, relative_l2
 
 CASES = ("smolvla-2cam", "pi0-2cam", "pi05-2cam")
 CPU, STEPS = torch.device("cpu"), 10
-SEEN, COMPARED = 16, 32  # observations
-HEADROOMS = (None, 1.0, 2.0, 4.0)  # None: a scale per row
+SEEN, COMPARED = 16, 32  # number of observations for the calibration, and for the comparison
+HEADROOMS = (None, 1.0, 2.0, 4.0)  # None means one scale per row
 COMPONENTS = (("vision",), ("language",), ("vision", "language"), ("vision", "language", "head"))
 
 
@@ -54,7 +57,10 @@ def rows(case: Path, path: Path) -> Iterator[dict[str, Any]]:
 
     wanted, model = chunk(policy.engine), policy.engine.model
     yield {"what": "bfloat16", "error": relative_l2(chunk(load(path, "cpu", "bf16", "eager").engine), wanted)}
-    yield {"what": "1 % of noise on vision's weights", "error": relative_l2(chunk(noisy(policy)), wanted)}
+    yield {
+        "what": "1 % noise on the weights of the vision tower",
+        "error": relative_l2(chunk(noisy(policy)), wanted),
+    }
     for planned in (False, True):
         for components in COMPONENTS:
             for headroom in HEADROOMS:
@@ -82,7 +88,7 @@ def noisy(policy: Policy) -> EagerEngine:
 
 
 def trained(path: Path) -> Iterator[dict[str, Any]]:
-    """Median and largest error of the action's own columns."""
+    """Yield the median and the largest error of a trained policy for bfloat16 and each choice of FP8 components."""
     from sinew.checks.judges import observations as episodes
     from sinew.checks.validate.observations import observations
 

@@ -1,11 +1,13 @@
-"""Convert, load and run a random checkpoint of each family at full size: time and memory of each phase, in one table.
+"""Convert, load and run a random checkpoint of each family at full size, and print the time and memory of each phase.
 
     python -m benchmarks.full_size OUT [--only bitvla ...] [--engines eager cpu] [--runs 1] [--keep]
 
-Each family takes twice its weights of disk (7.5 billion numbers of OpenVLA: 31 GB), freed before the next one unless
-they are kept. The copy beside the conversion is of the checkpoint's own bytes, on the same disk, right before it.
-``--runs 0`` runs nothing; families that do not fit 24 GiB are converted only, unless they are named. The last line is
-JSON.
+Each family needs disk space for twice its weights. OpenVLA with 7.5 billion parameters needs 31 GB. The benchmark
+deletes the files of a family before it begins the next family, unless you pass ``--keep``. For comparison, it copies
+the bytes of the checkpoint on the same disk, right before the conversion. With ``--runs 0``, it runs no inference. A
+family that needs more than 24 GiB of memory is only converted, unless you name the family. The last line of the
+output
+is JSON.
 """
 
 from __future__ import annotations
@@ -34,10 +36,14 @@ MIB = 1 << 20
 
 
 def phase(target: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """Run ``target`` in a process of its own; return what it returned, its seconds and its memory in MiB.
+    """Run ``target`` in its own process.
 
-    ``peak_rss_mib`` counts the pages of mapped files, which the system takes back when it needs them;
-    ``extra_mib`` does not: it is what the process allocated on top of what it had before, sampled 50 times a second.
+    Returns:
+        The result of ``target``, its seconds and its memory in MiB. ``peak_rss_mib`` counts pages of mapped files,
+        which
+        the system drops when it needs memory. ``extra_mib`` does not count these pages. It is the memory that the
+        process
+        allocated after its start, sampled 50 times a second.
     """
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         found: dict[str, Any] = pool.apply(_measured, (target, *args))
@@ -74,7 +80,7 @@ def rss() -> dict[str, int]:
 
 
 def write(name: str, out: Path) -> dict[str, Any]:
-    """Write the checkpoint of a family below ``out``."""
+    """Write the random checkpoint of a family to a folder below ``out``."""
     if name == "smolvla":
         write_checkpoint(out, dtype="native")
     else:
@@ -88,14 +94,14 @@ def weights(name: str, out: Path) -> list[Path]:
 
 
 def given(name: str, out: Path) -> dict[str, Any]:
-    """Options of the conversion."""
+    """Return the options of the conversion of a family."""
     if name == "smolvla":
         return {"vlm": out / "vlm"}
     return FAMILIES[name].options(out)
 
 
 def copy(name: str, out: Path) -> None:
-    """Copy the weights through a buffer, as a conversion has to."""
+    """Copy the weights through a buffer in memory, which a conversion also must do."""
     for file in weights(name, out):
         target = out / "copy"
         with file.open("rb") as source, target.open("wb") as sink:
@@ -179,7 +185,16 @@ def main(
     runs: int = 1,
     keep: bool = False,
 ) -> None:
-    """only: families, smolvla and those of benchmarks/families.py. engines: that run each."""
+    """Measure the families and print the table.
+
+    Args:
+        out: Folder for the checkpoints and bundles.
+        only: Families to measure: smolvla, and the names in benchmarks/families.py. Default: all.
+        engines: Engines that run each family.
+        dtype: Type of the computation.
+        runs: Number of inferences.
+        keep: Keep the files.
+    """
     unknown = [name for name in only or () if name not in NAMES]
     if unknown:
         raise SystemExit(f"--only {unknown[0]}: expected {', '.join(NAMES)}")
@@ -188,7 +203,7 @@ def main(
     for name in only or NAMES:
         home, bundle = out / name, out / f"{name}.gguf"
         result: dict[str, Any] = {"write": phase(write, name, home), "infer": {}}
-        os.sync()  # what is still on its way to the disk is not the copy's
+        os.sync()  # Write pending data to the disk first, so that it does not slow down the copy.
         result["copy"] = phase(copy, name, home)
         os.sync()
         result["convert"] = phase(convert, name, home, bundle)
@@ -196,7 +211,8 @@ def main(
             shutil.rmtree(home)
         if runs and (only or name not in FAMILIES or FAMILIES[name].run):
             for engine in engines or ["eager"]:
-                precision = "float32" if engine == "cpu" else dtype  # its only one around low-bit weights
+                # engine cpu supports only float32 around its low-bit products
+                precision = "float32" if engine == "cpu" else dtype
                 result["infer"][engine] = phase(infer, bundle, precision, engine, runs)
         if not keep:
             bundle.unlink()

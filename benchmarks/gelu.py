@@ -1,8 +1,10 @@
-"""GELU at the shapes of SmolVLA, pi0 and pi0.5: PyTorch's, and the plan's by the sigmoid, in milliseconds.
+"""Compare two implementations of GELU at the shapes of SmolVLA, pi0 and pi0.5: PyTorch and engine plan.
 
 python benchmarks/gelu.py [--threads 2] [--runs 11]
 
-Every run takes its input from fresh memory, as a product leaves it. Medians; the last line is JSON.
+Engine plan computes GELU with the sigmoid function. Each run reads its input from newly allocated memory, as in a
+model, where a matrix product has just written the input. The printed times are medians in milliseconds. The last line
+of the output is JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from sinew.core import machine  # before torch, whose idle threads then sleep
+from sinew.core import machine  # import this module before torch, so that idle threads of torch sleep
 
 # isort: split
 
@@ -30,7 +32,8 @@ SHAPES = {
     "pi0 language, 524 tokens": (1, 524, 16384),
     "pi0 expert, 50 actions": (1, 50, 4096),
 }
-BLOCKS = (1 << 15, 1 << 17, 1 << 19, 1 << 21)  # smaller tensors keep PyTorch's, if there are several threads
+# for smaller tensors with several threads, engine plan uses the GELU of PyTorch
+BLOCKS = (1 << 15, 1 << 17, 1 << 19, 1 << 21)
 
 
 def torch_gelu(x: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
-"""What classifier-free guidance costs: two prompts over the same views, by operations at published sizes and by time.
+"""Measure the cost of classifier-free guidance, which computes two prompts for the same views.
 
     python -m benchmarks.guidance [--rounds 40] [--engines eager plan onnx]
 
-Operations are those of products, convolutions and attention, counted on tensors without memory; frames are encoded
-once for both prompts. Times are of the demo's policy (sinew/assets/blocks.gguf) whose prompt is given a place for an
-advantage, one request with a scale right after one without, in rounds; the quotient is the median over rounds with its
-95 % interval. The last line is JSON.
+The first part counts the operations of products, convolutions and attention at published sizes, on models without
+memory. The frames are encoded once for both prompts.
+
+The second part measures times of the demo policy (sinew/assets/blocks.gguf), whose prompt gets a place for an
+advantage label. Each round sends one request without a guidance scale, and then one with a scale. The printed
+quotient
+is the median over the rounds with its 95 % interval. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ PRESETS = ("smolvla", "pi0", "pi0.5", "gr00t-n1.7", "evo1")
 
 @torch.no_grad()
 def operations(preset: str) -> dict[str, float]:
-    """Return GFLOP of vision, and of a chunk with one prompt and with two, at a published size."""
+    """Return the GFLOP of vision, of a chunk with one prompt, and of a chunk with two prompts, at a published size."""
     size = published(preset)
     model = build_on_meta(size.architecture, size.config).eval()
     shapes = Shapes(size.views, size.side, size.width or size.side, size.tokens, size.steps)
@@ -56,7 +59,8 @@ def operations(preset: str) -> dict[str, float]:
 
 
 def with_advantages(folder: Path) -> Path:
-    """Write the demo's policy with a place for an advantage; its words are of the policy's own vocabulary."""
+    """Write the demo policy with a place for an advantage in its prompt. The labels are words of the policy's
+    vocabulary."""
     bundle, out = Bundle(ROOT / "sinew" / "assets" / "blocks.gguf"), folder / "blocks.gguf"
     processing = bundle.manifest.processing
     step = Advantage((("positive", " the left"), ("negative", " the right")))
@@ -66,7 +70,7 @@ def with_advantages(folder: Path) -> Path:
 
 
 def paired(policy: Policy, rounds: int) -> dict[str, Any]:
-    """Return milliseconds of the medians, and the quotient of a request with a scale and of one without."""
+    """Return the median milliseconds of a request without and with a guidance scale, and their quotient."""
     policy.warm_up()
     seen = {**vars(policy.dummy_observation()), "prompt": "put the red block into the left bin"}
     asked = [{**seen, "advantage": "positive"}, {**seen, "advantage": "positive", "guidance_scale": 2.0}]
@@ -89,7 +93,7 @@ def main(*, rounds: int = 40, engines: tuple[str, ...] = ("eager", "plan", "onnx
         found["operations"][preset] = counts = operations(preset)
         print(
             f"{preset}: vision {counts['vision']:.1f} GFLOP, one prompt {counts['one']:.1f},"
-            f" two {counts['two']:.1f}: {counts['quotient']:.2f} times"
+            f" two {counts['two']:.1f}: factor {counts['quotient']:.2f}"
         )
     with tempfile.TemporaryDirectory() as folder:
         path = with_advantages(Path(folder))

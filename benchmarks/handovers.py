@@ -1,23 +1,33 @@
-"""Success, smoothness and control steps of every hand-over under injected delays: paired episodes in simulated time.
+"""Compare the methods of chunk merging under added delays: success, smoothness and control steps, in simulated tasks.
 
 ``python -m benchmarks.handovers --task blocks --latency 200ms,500ms --episodes 100``
 
-Every point plays the same seeds with the same noise, many episodes beside each other (benchmarks.side_by_side).
-``offsets`` after a hand-over (``aligned+offsets``) follows the targets that a chunk's offsets add up to, instead of the
-offsets themselves (sinew_client.control.motion.Offsets); ``future`` tells the policy the state that it will act in;
-``halt:LIMIT`` stops where a chunk expects the robot elsewhere (sinew_client.control.handover);
-``auto`` is what the robot does that was told nothing (sinew_client.control.defaults), when to ask included.
-``ema:SHARE`` and ``lowpass:HZ`` filter the rows, and ``velocity:``, ``acceleration:``, ``jerk:`` and ``speed:NUMBER``
-are limits of what is sent, per second of commands (docs/limits.md); ``--envelope`` plays each of them:
+A point is one method at one delay. All points play the same seeds with the same noise, and many episodes in parallel
+(benchmarks.side_by_side). A method may have these additions, as in ``aligned+offsets``:
+
+* ``offsets``: follow the targets that result from the delta actions of a chunk, instead of the delta actions
+  (sinew_client.control.motion.Offsets)
+* ``future``: send the policy the state at which its chunk will begin
+* ``halt:LIMIT``: stop if the robot is not where the chunk expects it (sinew_client.control.handover)
+* ``ema:SHARE``, ``lowpass:HZ``: filter the actions
+* ``velocity:``, ``acceleration:``, ``jerk:`` and ``speed:NUMBER``: limits of the commands per second
+  (docs/limits.md)
+* ``edge``: refine chunks with an edge adapter (docs/edge-and-cloud.md, ``--edge-adapter``)
+
+The method ``auto`` uses the defaults of the control loop (sinew_client.control.defaults), including the time of the
+next request. ``--envelope`` plays every filter and every limit:
 
     python -m benchmarks.handovers --envelope --task blocks,pen,shove --episodes 40 --out /tmp/envelope
 
-``edge`` refines chunks with an edge adapter (docs/edge-and-cloud.md, ``--edge-adapter``).
-Points are kept in OUT/TASK.json, so a run that was ended goes on, and more ``--episodes`` play the seeds that a point
-lacks; ``--render docs/figures`` draws a figure of them, ``--against freeze`` compares them in pairs.
-With ``--clock`` the same goes through a real server's socket in real time, one episode after the other: an answer is
-kept back until it is as old as the delay. Its points lie in OUT/TASK-clock.json.
-``--limit`` is the number of control steps that an episode may take: standing still for a second takes twenty.
+The points are stored in OUT/TASK.json, so that the same command continues an interrupted run. A larger ``--episodes``
+plays the seeds that a point lacks. ``--render docs/figures`` draws a figure of the points. ``--against freeze``
+compares
+the points in pairs.
+
+With ``--clock``, the episodes run in real time through the socket of a real server, one after the other. Each answer
+is
+held back until it is as old as the delay. The points are stored in OUT/TASK-clock.json. ``--limit`` is the number of
+control steps that an episode may take. At 20 Hz, waiting for a second takes twenty control steps.
 """
 
 from __future__ import annotations
@@ -50,8 +60,9 @@ from sinew.policy import load
 
 ROOT = Path(__file__).parents[1]
 ASSETS, RESULTS = ROOT / "sinew" / "assets", ROOT / "benchmarks" / "results" / "handovers"
-# A unit of action sets a target 2 cm away (sinew_eval.sim.blocks), and a control step gets 1.7 cm of it: least squares
-# over 21,154 frames of research.policies.committed_demos, 17.3, 16.9 and 16.9 mm.
+# A unit of action sets a target 2 cm away (sinew_eval.sim.blocks). In one control step, the robot moves 1.7 cm
+# towards this target. These values are a least-squares fit over 21,154 frames of research.policies.committed_demos:
+# 17.3, 16.9 and 16.9 mm.
 COLUMNS = [0, 1, 2]
 OFFSETS = {"kind": "offsets", "action": COLUMNS, "state": COLUMNS, "scale": 0.017, "low": -1.0, "high": 1.0}
 TASKS: dict[str, dict[str, Any]] = {
@@ -74,7 +85,8 @@ TASKS: dict[str, dict[str, Any]] = {
     "pen": {"env": "sinew/Pen-v0", "bundle": "pen.gguf", "replan": 2, "limit": 120, "moved": 1, "numbers": 1},
 }
 FILTERS, LIMITS = ("ema", "lowpass"), ("velocity", "acceleration", "jerk")
-# The delay, what is played, and beside what: limits of a command whose range is 2 of blocks and 1 of the pen.
+# The entries are: the delay, the additions to play, and the methods to compare with. The limits fit a command whose
+# range is 2 in the blocks task and 1 in the pen task.
 ENVELOPES = {
     "blocks": ("200ms", "aligned+halt:1.5+offsets", ("", "ema:0.5", "lowpass:3", "lowpass:1.5", "velocity:10",
                "velocity:10+acceleration:200", "velocity:10+acceleration:200+jerk:4000", "speed:0.5")),
@@ -86,7 +98,8 @@ HANDOVERS = ("freeze", "naive", "aligned", "ensemble", "aggregate", "rtc:guided"
 
 
 class Late(ServerPolicy):
-    """A server whose answers are kept back until they are ``milliseconds`` old. One episode after the other."""
+    """A server whose answers are held back until they are ``milliseconds`` old. It plays one episode after the
+    other."""
 
     milliseconds = 0.0
 
@@ -104,7 +117,7 @@ class Late(ServerPolicy):
 def point(
     task: dict[str, Any], policy: SideBySide | Late, handover: str, latency: str, seeds: range, width: int
 ) -> dict[str, Any]:
-    """Play the episodes of one point and return their summary and outcomes."""
+    """Play the episodes of one point. Returns a summary and the outcome of each episode."""
     method, *extras = handover.split("+")
     halts = [extra for extra in extras if extra.startswith("halt:")]
     bounds = [extra for extra in extras if extra.partition(":")[0] in (*FILTERS, *LIMITS, "speed")]
@@ -114,7 +127,7 @@ def point(
             f"--handovers: unknown addition {unknown.pop()!r}; known are offsets, future, edge, halt:LIMIT,"
             f" {', '.join((*FILTERS, *LIMITS, 'speed'))}"
         )
-    # A future state needs to know what the actions are measured from.
+    # A future state can only be computed if the reference of the actions is known.
     motion: dict[str, Any] | None = OFFSETS if {"offsets", "future"} & set(extras) else dict(AS_IS)
     if method == AUTO:
         motion = None
@@ -150,13 +163,20 @@ def point(
         "seam": round(float(np.mean([e.seam for e in episodes])), 3),
         "jerk": round(float(np.mean([e.jerk for e in episodes])), 3),
         "held": round(float(np.mean([e.held for e in episodes])), 1),
-        "delay_steps": round(float(np.mean(delays)), 2) if delays else None,  # none: no chunk came in time
+        "delay_steps": round(float(np.mean(delays)), 2)
+        if delays
+        else None,  # None if no chunk arrived in time
         "outcomes": "".join(str(int(e.success)) for e in episodes),
     }
 
 
 def envelope_of(bounds: list[str], task: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the loop that filters, limits and a speed are."""
+    """Return the settings of the control loop for filters, limits and a speed.
+
+    Args:
+        bounds: The additions, such as ``ema:0.5`` or ``jerk:10``.
+        task: The task.
+    """
     found: dict[str, Any] = {}
     limits = {}
     for each in bounds:
@@ -165,7 +185,7 @@ def envelope_of(bounds: list[str], task: dict[str, Any]) -> dict[str, Any]:
             limits[name] = float(number)
         else:
             found |= {"filter": each} if name in FILTERS else {"speed": float(number)}
-    if limits:  # of the numbers that move: the gripper of the blocks is a switch
+    if limits:  # limit only the numbers that move; the gripper in the blocks task is a switch
         free = [None] * (task["numbers"] - task["moved"])
         each_of = {name: [number] * task["moved"] + free for name, number in {**limits, "still": 0.0}.items()}
         found["limits"] = each_of
@@ -173,7 +193,7 @@ def envelope_of(bounds: list[str], task: dict[str, Any]) -> dict[str, Any]:
 
 
 def episode_of(task: dict[str, Any], policy: Any, conduct: EpisodeSettings) -> Callable[[int], Episode]:
-    """Return what plays one seed of a task."""
+    """Return a function that plays one seed of a task."""
 
     def play(seed: int) -> Episode:
         env, adapter = make_env(task["env"], env_options={"max_episode_steps": task["limit"]})
@@ -184,7 +204,7 @@ def episode_of(task: dict[str, Any], policy: Any, conduct: EpisodeSettings) -> C
 
 
 class Drawing:
-    """A frame that is drawn when somebody looks at it, which has to be in the step in which it was handed out."""
+    """A frame that is drawn when it is first read. It must be read in the control step that returned it."""
 
     def __init__(self, view: Callable[..., np.ndarray], asked: tuple[Any, ...]):
         self._view, self._asked = view, asked
@@ -197,14 +217,14 @@ class Drawing:
 
 
 def draw_when_asked(env: gymnasium.Env) -> None:
-    """Let an environment of sinew_eval.sim draw a frame only when a policy or an edge adapter looks at it."""
+    """Let an environment of sinew_eval.sim draw a frame only if a policy or an edge adapter reads the frame."""
     base: Any = env.unwrapped
     view = base.view
     base.view = lambda *asked: Drawing(view, asked)
 
 
 def table(points: list[dict[str, Any]]) -> str:
-    """Return the points as a Markdown table: a row per hand-over, a column per latency."""
+    """Return a Markdown table of the points, with a row for each method and a column for each latency."""
     latencies = list(dict.fromkeys(p["latency"] for p in points))
     found = {(p["handover"], p["latency"]): p for p in points}
     lines = ["| success, % (interval) | " + " | ".join(latencies) + " |", "|---|" + "---|" * len(latencies)]
@@ -233,7 +253,8 @@ def _smooth(found: dict[str, Any] | None) -> str:
 
 
 def against(points: list[dict[str, Any]], reference: str) -> str:
-    """Return a line for each point: its success less that of ``reference`` at the same delay and seeds, paired."""
+    """Return a line for each point: its success minus the success of ``reference`` for the same delay and seeds, in
+    pairs."""
     lines = []
     for there in points:
         found = [
@@ -257,10 +278,11 @@ def against(points: list[dict[str, Any]], reference: str) -> str:
 
 
 def figure(points: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw success, jerk and control steps: a row per hand-over, a mark per injected delay."""
+    """Draw success, jerk and control steps, with a row for each method and a mark for each delay."""
     latencies = sorted({_milliseconds(p) for p in points})
-    names = sorted({p["handover"] for p in points}, key=lambda name: _rank(points, name))  # the best on top
-    row = max(0.42, 0.13 * len(latencies))  # inches
+    # the best method is at the top
+    names = sorted({p["handover"] for p in points}, key=lambda name: _rank(points, name))
+    row = max(0.42, 0.13 * len(latencies))  # height of a row in inches
     fig, axes = figures.new(
         1, 3, width=8.4, height=1.7 + row * len(names), sharey=True, width_ratios=(4, 3, 3)
     )
@@ -269,7 +291,9 @@ def figure(points: list[dict[str, Any]], path: Path, title: str) -> None:
     for index, latency in enumerate(latencies):
         own = [p for p in points if _milliseconds(p) == latency]
         y = [names.index(p["handover"]) - apart * (index - (len(latencies) - 1) / 2) for p in own]
-        look = len(latencies) - 1 - index  # the longest delay looks the same in every figure
+        look = (
+            len(latencies) - 1 - index
+        )  # count from the longest delay, so that it has the same mark in every figure
         style = {"color": figures.COLORS[look], "marker": figures.MARKERS[look], "linestyle": "none"}
         x = [100 * p["success"] for p in own]
         spread = [[max(0.0, v - 100 * p["interval"][0]) for v, p in zip(x, own, strict=True)],
@@ -294,7 +318,7 @@ def figure(points: list[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def _rank(points: list[dict[str, Any]], handover: str) -> float:
-    """Return the mean success over the delays at which a hand-over was played."""
+    """Return the mean success of a method over its delays."""
     return float(np.mean([p["success"] for p in points if p["handover"] == handover]))
 
 
@@ -304,33 +328,37 @@ def _milliseconds(point: dict[str, Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--task", default="blocks", help=f"{', '.join(TASKS)}, or some, separated by commas")
+    parser.add_argument("--task", default="blocks", help=f"{', '.join(TASKS)}, separated by commas")
     parser.add_argument(
-        "--envelope", action="store_true", help="every filter and limit, at the delay of the task"
+        "--envelope", action="store_true", help="play every filter and limit, at the delay of the task"
     )
-    parser.add_argument("--latency", default="200ms,500ms", help="injected delays, separated by commas")
+    parser.add_argument("--latency", default="200ms,500ms", help="added delays, separated by commas")
     parser.add_argument("--handovers", default=",".join(HANDOVERS))
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=5000)
-    parser.add_argument("--limit", type=int, help="control steps of an episode (else 400, pen 120)")
-    parser.add_argument("--replan", type=int, help="control steps between two requests (else 8, pen 2)")
-    parser.add_argument("--width", type=int, default=25, help="episodes beside each other")
     parser.add_argument(
-        "--bundle", type=Path, help="another policy of the task; its points have a file of their own"
+        "--limit", type=int, help="largest number of control steps of an episode (default: 400, pen 120)"
+    )
+    parser.add_argument("--replan", type=int, help="control steps between two requests (default: 8, pen 2)")
+    parser.add_argument("--width", type=int, default=25, help="number of episodes in parallel")
+    parser.add_argument(
+        "--bundle", type=Path, help="another policy for the task; its points are stored in another file"
     )
     parser.add_argument(
-        "--edge-adapter", help="of hand-overs with +edge (else the packaged one of the task's policy)"
+        "--edge-adapter", help="edge adapter for methods with +edge (default: the adapter in the package)"
     )
     parser.add_argument("--engine", default="plan")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--clock", action="store_true", help="in real time through a server's socket")
+    parser.add_argument(
+        "--clock", action="store_true", help="play in real time through the socket of a server"
+    )
     parser.add_argument(
         "--render",
         type=Path,
-        help="a folder for the figure of what is there; prints the tables, plays nothing",
+        help="folder for figures; prints the tables of stored points and plays nothing",
     )
     parser.add_argument(
-        "--against", help="a hand-over; prints every point's paired difference, plays nothing"
+        "--against", help="a method; prints the paired difference of every stored point, and plays nothing"
     )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -346,7 +374,7 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Play the points of one task, or show those that are there."""
+    """Play the points of one task, or show the stored points."""
     other = f"-with-{arguments.bundle.stem}" if arguments.bundle else ""
     path = arguments.out / f"{arguments.task}{other}{'-clock' * arguments.clock}.json"
     points: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
@@ -384,7 +412,7 @@ def play(
     points: list[dict[str, Any]],
     path: Path,
 ) -> None:
-    """Play the points and the episodes that are not there yet, and write each point when it is done."""
+    """Play the points and episodes that are not stored yet. Writes each point when it is complete."""
     end = arguments.seed + arguments.episodes
     for latency in arguments.latency.split(","):
         for handover in arguments.handovers.split(","):
@@ -414,9 +442,9 @@ def lookup(
     handover: str,
     latency: str,
 ) -> int:
-    """Return the place of the point whose seeds begin where these do, or of the next new one.
+    """Return the index of the stored point with this method, latency and first seed, or the index for a new point.
 
-    Without ``--limit`` a point may have any limit, and goes on with its own.
+    Without ``--limit``, a stored point may have any limit and keeps its limit.
     """
     wanted = {
         "handover": handover,
@@ -433,7 +461,8 @@ def lookup(
 
 
 def joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
-    """Return the point of all episodes of two that differ in nothing but their seeds, which follow each other."""
+    """Return one point with the episodes of two points. The points differ only in their seeds, which follow each
+    other."""
     parts = (first, then)
     outcomes = first["outcomes"] + then["outcomes"]
     won = outcomes.count("1")

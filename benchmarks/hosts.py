@@ -1,15 +1,20 @@
-"""One run on one process, on two, and on three hosts that are network namespaces: the same outcomes, how much faster.
+"""Compare an evaluation in one process, in two processes, and on three hosts: same outcomes, and how much faster.
 
     python -m benchmarks.hosts --episodes 200 [--delay 20] [--loss 1] [--ray]      # as root, on Linux
 
-Each host has its own network and sees the others over a link on which every packet that it sends waits ``--delay``
-milliseconds and is lost with ``--loss`` percent: what ``tc netem`` would do, in a program that forwards packets between
-the hosts' TUN devices, as many kernels are built without netem. The second and the third host take part by
-``sinew eval --join http://...``, in a folder of their own. With ``--kill SECONDS`` the three play once more, and one of
-them, the run itself among them, is ended at random about as often by SIGKILL; the same command begins it again.
+The hosts are network namespaces on this machine. Every packet between two hosts waits ``--delay`` milliseconds, and
+is
+lost with a probability of ``--loss`` percent. A program of this file forwards the packets between the TUN devices of
+the hosts, because many kernels lack ``tc netem``. The second and the third host join the run with ``sinew eval --join
+http://...``, each in its own folder.
 
-With ``--ray`` they are a Ray cluster: its head and the run in the first, a node with one processor in each of the
-others, and the run plays by ``--hosts ray``. A kill is then one of WHATS, in turn.
+With ``--kill SECONDS``, the three hosts play a second time. About every SECONDS, SIGKILL ends one of them at random,
+including the host of the run. The same command then starts it again.
+
+With ``--ray``, the hosts are a Ray cluster. The first host has the head of the cluster and the run. Each other host
+has
+a node with one processor. The run uses ``--hosts ray``. With ``--kill``, the benchmark kills the entries of WHATS in
+turn.
 """
 
 from __future__ import annotations
@@ -44,8 +49,10 @@ TUNSETIFF, IFF_TUN_NO_PI = 0x400454CA, 0x1001
 CLOCKS = ("latency_ms", "wall_s", "peak_bytes", "key")
 HOSTS = 3
 PORT = 7790
-RAY_PORT = 20000 + os.getpid() % 1000  # Ray takes the processes of another namespace for its own
-# An actor in the middle of an episode; the raylet of a node; the process beside the queue; the run; the whole head.
+# Ray would take processes in another namespace for its own, so each run uses another port
+RAY_PORT = 20000 + os.getpid() % 1000
+# The parts of the cluster to kill: an actor during an episode, the raylet of a node, the process with the queue, the
+# run, and the whole head.
 WHATS = ("actor", "raylet", "carrier", "run", "head")
 Begin = Callable[[Sequence[str], Path], subprocess.Popen[bytes]]
 
@@ -56,7 +63,7 @@ def address(host: int) -> str:
 
 @contextlib.contextmanager
 def network(delay_s: float, loss: float) -> Iterator[list[str]]:
-    """Yield the names of HOSTS namespaces that reach each other through :func:`forward`."""
+    """Yield the names of HOSTS network namespaces that reach each other through :func:`forward`."""
     names = [f"sinew-{os.getpid()}-{host}" for host in range(HOSTS)]
     ended = threading.Event()
     try:
@@ -72,11 +79,11 @@ def network(delay_s: float, loss: float) -> Iterator[list[str]]:
 
 
 def _device(name: str, host: int) -> int:
-    """Make a namespace, and return its TUN device, opened."""
+    """Create a network namespace, and return the open file descriptor of its TUN device."""
     subprocess.run(["ip", "netns", "add", name], check=True)
     found: list[int] = []
 
-    def inside() -> None:  # a namespace is a thread's
+    def inside() -> None:  # runs in a thread, because a namespace belongs to a thread
         with open(f"/run/netns/{name}") as place:
             if ctypes.CDLL(None, use_errno=True).setns(place.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
@@ -93,7 +100,8 @@ def _device(name: str, host: int) -> int:
 
 
 def forward(tuns: Sequence[int], delay_s: float, loss: float, ended: threading.Event) -> None:
-    """Send each packet to the host of its destination, ``delay_s`` after it came, or never."""
+    """Forward each packet to the host of its destination, ``delay_s`` seconds after its arrival. Drops some at
+    random."""
     rng, waiting, count = random.Random(0), list[tuple[float, int, int, bytes]](), 0
     while not ended.is_set():
         pause = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.2
@@ -111,28 +119,28 @@ def forward(tuns: Sequence[int], delay_s: float, loss: float, ended: threading.E
 
 
 def outcomes(out: Path) -> dict[int, dict[str, Any]]:
-    """Return the episodes of a run by seed, without what the clock says; each is there once."""
+    """Return the episodes of a run by seed, without their times. Each episode must occur once."""
     rows = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
     found = {row["seed"]: {k: v for k, v in row.items() if k not in CLOCKS} for row in rows}
-    assert len(found) == len(rows), f"{out}: {len(rows) - len(found)} episodes are there twice"
+    assert len(found) == len(rows), f"{out}: {len(rows) - len(found)} episodes occur twice"
     return found
 
 
 class Cluster:
-    """A Ray cluster whose head and nodes are namespaces, each host with a store of bundles of its own."""
+    """A Ray cluster whose head and nodes are network namespaces. Each host has its own bundle store."""
 
     def __init__(self, names: Sequence[str], work: Path, environment: dict[str, str]):
         self.names, self._work, self._environment = names, work, environment
 
     def start(self, host: int) -> None:
-        """Start the head (host 0) or a node, when nothing of an earlier one is left."""
+        """Start the head (host 0) or a node, after all processes of an earlier one have ended."""
         self.end(host)
         own = self._work / f"ray {host}"
         own.mkdir(exist_ok=True)
         head = ["--head", f"--port={RAY_PORT}", "--num-cpus=0", "--include-dashboard=false"]
         node = [f"--address={address(0)}:{RAY_PORT}", "--num-cpus=1"]
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={address(host)}"]
-        # Sockets' names may have 107 characters.
+        # The name of a socket may have at most 107 characters.
         more = ["--object-store-memory=100000000", f"--temp-dir=/tmp/{self.names[host]}"]
         with (own / "log").open("ab") as log:
             subprocess.run(
@@ -142,7 +150,7 @@ class Cluster:
             )  # fmt: skip
 
     def find(self, host: int, word: str) -> list[int]:
-        """Return the processes of a host whose command has a word."""
+        """Return the process ids on a host whose command line contains a word."""
         found = []
         said = subprocess.run(["ip", "netns", "pids", self.names[host]], check=True, capture_output=True)
         for pid in map(int, said.stdout.split()):
@@ -152,13 +160,14 @@ class Cluster:
         return found
 
     def end(self, host: int) -> None:
-        """Kill whatever Ray has on a host."""
+        """Kill all processes of Ray on a host."""
         for pid in {*self.find(host, "ray::"), *self.find(host, "/ray/"), *self.find(host, "ray.util")}:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
     def kill(self, what: str, run: subprocess.Popen[bytes], rng: random.Random) -> bool:
-        """Kill one of WHATS, and begin again what of the cluster has ended; say whether there was one."""
+        """Kill one of WHATS, and restart the parts of the cluster that ended. Returns False if there was nothing to
+        kill."""
         host = rng.randrange(1, HOSTS)
         if what == "run":
             run.kill()
@@ -166,7 +175,7 @@ class Cluster:
         elif what == "head":
             self.end(0)
             time.sleep(rng.uniform(0, 5))
-            self.end(1), self.end(2)  # Ray takes their processes for a head that runs
+            self.end(1), self.end(2)  # Ray would take these processes for a running head
             for each in range(HOSTS):
                 self.start(each)
         else:
@@ -193,7 +202,7 @@ def through_ray(
     environment: dict[str, str],
     args: Any,
 ) -> Iterator[tuple[str, Path, float, dict[str, Any]]]:
-    """Yield a row for the cluster as it is, and for one of which something is killed ``--kills`` times."""
+    """Yield a row for the undisturbed cluster, and one for a cluster in which a part is killed ``--kills`` times."""
     cluster, run = Cluster(names, work, environment), None
     try:
         for host in range(HOSTS):
@@ -203,7 +212,7 @@ def through_ray(
             out = work / label
             inside = ["ip", "netns", "exec", names[0], *play]
             here = Path(sinew.__file__).parent / "assets" / f"{args.policy}.gguf"
-            if here.is_file():  # named as no other host can find it
+            if here.is_file():  # copy the policy under a name that no other host can resolve
                 (work / f"{label} run").mkdir()
                 shutil.copy(here, work / f"{label} run" / "own.gguf")
                 inside[inside.index(args.policy)] = "own.gguf"
@@ -218,7 +227,7 @@ def through_ray(
                     wait = rng.expovariate(1 / often)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     run.wait(wait)
-                    if run.returncode:  # it has lost its cluster, and says so
+                    if run.returncode:  # the run has lost its cluster, and its error states this
                         ended += 1
                         assert ended <= args.kills, (work / f"{label} run" / "log").read_text()[-2000:]
                         run = begin(words, work / f"{label} run")
@@ -248,15 +257,19 @@ def main() -> None:
     parser.add_argument("--policy", default="pen")
     parser.add_argument("--env", default="sinew/Pen-v0")
     parser.add_argument("--episodes", type=int, default=200)
-    parser.add_argument("--delay", type=float, default=20.0, help="of each packet, in ms")
-    parser.add_argument("--loss", type=float, default=1.0, help="of packets, in percent")
-    parser.add_argument("--kill", type=float, help="seconds between two kills of a host, about")
-    parser.add_argument("--ray", action="store_true", help="the hosts are a Ray cluster")
-    parser.add_argument("--kills", type=int, default=30, help="of a Ray cluster, at most")
-    parser.add_argument("--processes", type=int, nargs="*", default=[1, 2], help="without hosts, first")
+    parser.add_argument("--delay", type=float, default=20.0, help="delay of each packet in ms")
+    parser.add_argument("--loss", type=float, default=1.0, help="lost packets in percent")
+    parser.add_argument("--kill", type=float, help="average seconds between two kills of a host")
+    parser.add_argument("--ray", action="store_true", help="use the hosts as a Ray cluster")
+    parser.add_argument("--kills", type=int, default=30, help="largest number of kills of a Ray cluster")
+    parser.add_argument("--processes", type=int, nargs="*", default=[1, 2], help="first play without hosts")
     args, options = parser.parse_known_args()
     work = Path(tempfile.mkdtemp(prefix="sinew-hosts-"))
-    environment = {**os.environ, "SINEW_API_KEY": "of this run", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        **os.environ,
+        "SINEW_API_KEY": "policy of this run",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     environment |= {"RAY_ADDRESS": f"{address(0)}:{RAY_PORT}", "RAY_USAGE_STATS_ENABLED": "0"}
     verb = [sys.executable, "-m", "sinew", "eval"]
     play = [*verb, args.policy, "--env", args.env, "--episodes", str(args.episodes), *options]
@@ -273,7 +286,7 @@ def main() -> None:
         took = time.monotonic() - begun
         found[name] = {
             "seconds": round(took, 1),
-            "of the first": round(took / found.setdefault("_took", took), 2),
+            "of the first run": round(took / found.setdefault("_took", took), 2),
             "episodes": len(played),
             "won": sum(each["success"] for each in played.values()),
             "equal": sum(first[seed] == each for seed, each in played.items()),
@@ -316,7 +329,7 @@ def main() -> None:
             log = work / f"{label} 0" / "log"
             assert running[0].returncode == 0, log.read_text()[-2000:]
             for process in running[1:]:
-                if often is not None:  # it may have begun behind the end
+                if often is not None:  # the kill may have come after the end of the run
                     process.kill()
                 process.wait()
             said = "".join((work / f"{label} {host}" / "log").read_text() for host in range(1, HOSTS))

@@ -1,8 +1,10 @@
-"""A family's checkpoint at its published sizes, made from its tiny fixture: the same files, names and layout, noise as
-weights.
+"""Write a checkpoint of a family at its published sizes, made from the tiny fixture of the family.
 
-A family is data: which numbers of a shape become which (by the tensor's name), how often a layer is repeated, and what
-its JSON files then say. Sizes are those of papers, code and vla.cpp's converters; no published weights were read.
+The checkpoint has the same files, names and layout as the fixture, with noise as weights. A family is described by
+data: the larger sizes for the dimensions of each tensor (by name), how often each layer is repeated, and the changes
+of
+the JSON files. The sizes come from papers, from code and from the converters of vla.cpp. No published weights are
+read.
 """
 
 from __future__ import annotations
@@ -22,16 +24,23 @@ from benchmarks.checkpoints.noise import write_tensors
 from benchmarks.checkpoints.plan import TensorPlan
 from tests.cases import FILES_GIVEN, golden_cases
 
-SHARD = 4 << 30  # bytes
+SHARD = 4 << 30  # bytes in one file of a checkpoint
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Family:
-    """case, folder: the fixture and its folder of weights. sizes: (pattern of names, small -> large, or the shape) of
-    which the first that fits counts. layers: (pattern with one group, how many). edits: JSON file -> path of keys, or
-    of numbers in a list -> value. given: options of the conversion, of paths those below the fixture. run: whether one
-    inference fits 24 GiB."""
+    """The differences between the fixture of a family and a checkpoint at published size.
+
+    Attributes:
+        case: Name of the fixture.
+        sizes: (pattern of names, {small size: large size} or the whole shape). The first pattern that matches counts.
+        layers: (pattern with one group for the number of the layer, number of layers).
+        edits: JSON file -> {path of keys or list positions: new value}.
+        folder: Folder of the weights in the fixture.
+        given: Options of the conversion. Paths are relative to the fixture.
+        run: True if one inference fits 24 GiB of memory.
+    """
 
     case: str
     sizes: tuple[tuple[str, dict[int, int] | Shape], ...]
@@ -42,14 +51,20 @@ class Family:
     run: bool = True
 
     def options(self, out: Path) -> dict[str, Any]:
-        """Return what the conversion of the checkpoint in ``out`` is given."""
+        """Return the options for the conversion of the checkpoint in ``out``."""
         return {key: out / value if key in FILES_GIVEN else value for key, value in self.given.items()}
 
 
 def inflate(family: Family, out: Path, write: Callable[..., object] = write_tensors) -> int:
-    """Write ``out`` (the fixture's folders, full-size weights in its ``folder``); return the bytes of its weights.
+    """Write the folders of the fixture to ``out``, with full-size weights in its ``folder``.
 
-    write: of one file of tensors.
+    Args:
+        family: The family.
+        out: The folder to write.
+        write: Writes one file of tensors.
+
+    Returns:
+        The size of the weights in bytes.
     """
     home = golden_cases() / family.case
     out.mkdir(parents=True)
@@ -105,7 +120,7 @@ def _safetensors(family: Family, source: Path, target: Path, write: Callable[...
 
 
 def inflated(family: Family, small: dict[str, Shape]) -> Iterator[tuple[str, Shape]]:
-    """Yield name and shape of every tensor at full size. Layers repeat the fixture's, in turn."""
+    """Yield the name and shape of every tensor at full size. The layers repeat the layers of the fixture in turn."""
     for name, shape in small.items():
         sizes = next((table for pattern, table in family.sizes if re.search(pattern, name)), {})
         full = sizes if isinstance(sizes, tuple) else tuple(sizes.get(size, size) for size in shape)

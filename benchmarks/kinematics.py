@@ -1,10 +1,12 @@
-"""Forward and inverse kinematics of two arms against MuJoCo's own, over random poses.
+"""Compare forward and inverse kinematics of two arms with MuJoCo, over random poses.
 
 ``python -m benchmarks.kinematics --poses 100000``
 
-Poses are those of joints drawn over their ranges (within a turn). MuJoCo reads the same URDF by itself and says where
-the tip is, of the joints that were drawn and of the answers. The inverse begins at most ``--near`` rad from the joints,
-as one command after another does, and from the middle of the ranges, as nothing that drives a robot does.
+The poses result from random joint positions within the range of each joint, and within one turn. MuJoCo reads the
+same
+URDF. It computes the pose of the tip for the random joint positions and for the result of the inverse kinematics. The
+inverse kinematics starts at most ``--near`` rad from the right joint positions, as in a control loop. It also starts
+from the middle of the ranges, which no control loop does.
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ from sinew_client.arm.kinematics import Chain, read_chain
 
 ROBOTS = Path(__file__).parents[1] / "examples" / "robots"
 ARMS = ("ur5e", "panda")
-EXACT = 1e-6  # metres and radians
+EXACT = 1e-6  # largest error of an exact result, in metres and radians
 
 
 def compiled(path: Path) -> Any:
-    """Return MuJoCo's model of a URDF without masses."""
+    """Return the MuJoCo model of a URDF without masses."""
     options = '<mujoco><compiler fusestatic="false" boundmass="1" boundinertia="1"/></mujoco>'
     return mujoco.MjModel.from_xml_string(path.read_text().replace("</robot>", f"{options}</robot>"))
 
 
 def places(model: Any, tip: str, joints: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where MuJoCo has the tip: float64 [N, 3] and [N, 3, 3], of joints [N, J]."""
+    """Return the positions float64 [N, 3] and rotations float64 [N, 3, 3] of the tip in MuJoCo, for joints [N, J]."""
     data, body = mujoco.MjData(model), model.body(tip).id
     found, turns = np.empty((len(joints), 3)), np.empty((len(joints), 3, 3))
     for i, each in enumerate(joints):
@@ -43,14 +45,14 @@ def places(model: Any, tip: str, joints: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def drawn(chain: Chain, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Return joints over their ranges, float64 [count, J]."""
+    """Return random joint positions within their ranges, float64 [count, J]."""
     return rng.uniform(
         np.maximum(chain.low, -np.pi), np.minimum(chain.high, np.pi), (count, len(chain.joints))
     )
 
 
 def measured(arm: str, count: int, near: float, seed: int = 0) -> dict[str, Any]:
-    """Return how far an arm's kinematics are from MuJoCo's, and how many inverses are there."""
+    """Return the differences between an arm's kinematics and MuJoCo, and how often the inverse kinematics succeeded."""
     path, rng = ROBOTS / f"{arm}.urdf", np.random.default_rng(seed)
     chain = read_chain(path)
     model = compiled(path)

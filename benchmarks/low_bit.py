@@ -1,17 +1,23 @@
-"""Engines side by side over one policy in float32 and in few bits: rounds of one process, CPU time and the clock.
+"""Compare the engines on one policy in float32 and in low-bit formats, by CPU time and elapsed time.
 
 python -m benchmarks.low_bit --make FOLDER [--depth 4] [--rounds 3] [--threads 2]
 python -m benchmarks.low_bit BUNDLE LOWBIT... [--rounds 3] [--threads 2] [--onnx QUANTISED] [--nbits FOLDER]
 
---make writes a random SmolVLA of full width and 1 / DEPTH of its layers to FOLDER (2,048 tokens unless DEPTH is 1), its
-bundles in int8 and in 4 bits with an int8 head, and takes the six sides: eager, plan, onnx, onnx int8, cpu int8, cpu
-4 bits. What is there already is used again.
-Every round runs each engine once, in an order that turns; a ratio is to eager of the same round. CPU seconds of the
-process, all threads together: they do not see who else has the cores, but they do see a neighbour on the other thread
-of a core. LOWBIT are bundles that `sinew quantize --engine cpu` made of BUNDLE. Peak memory comes from a process of its
-own per engine: after one inference and after three (weights of the language model are not yet mapped while the vision
-tower runs for the first time). --nbits exports the graphs of BUNDLE to FOLDER and makes their products ONNX
-Runtime's MatMulNBits: 4 bits in symmetric blocks of 32, activations in int8. The last line is JSON.
+--make writes a random SmolVLA of full width and 1 / DEPTH of its layers to FOLDER (2,048 tokens unless DEPTH is 1).
+It
+also writes bundles in int8 and in 4 bits with an int8 head. It compares six engines: eager, plan, onnx, onnx int8,
+cpu
+int8 and cpu 4 bits. It reuses existing files.
+
+Each round runs each engine once, and each round begins with another engine. A ratio compares an engine with eager in
+the same round. CPU seconds are those of the process with all its threads. Other programs on the same cores do not
+change CPU seconds, but a program on the second thread of a core does. LOWBIT are bundles that `sinew quantize
+--engine cpu` made from BUNDLE.
+
+The peak memory of each engine is measured in its own process, after one and after three inferences. At the first run
+of the vision tower, the weights of the language model are not in memory yet. --nbits exports the graphs of BUNDLE to
+FOLDER and replaces their products by MatMulNBits of ONNX Runtime: 4 bits in symmetric blocks of 32, and int8
+activations. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sinew.core import machine  # before torch, whose idle threads then sleep
+from sinew.core import machine  # import this module before torch, so that idle threads of torch sleep
 
 # isort: split
 
@@ -39,21 +45,22 @@ from sinew.policy import Policy, load
 
 
 def once(policy: Policy, observation: dict[str, Any]) -> tuple[tuple[float, float], np.ndarray]:
-    """Return the seconds of one inference, of the processors and by the clock, and its chunk."""
+    """Run one inference. Returns (CPU seconds, elapsed seconds), and the chunk."""
     begin = time.process_time(), time.perf_counter()
     actions = policy.infer({**observation, "seed": 0}).actions
     return (time.process_time() - begin[0], time.perf_counter() - begin[1]), actions
 
 
 def peak(path: Path, engine: str, threads: int) -> list[int]:
-    """Return the peaks of resident memory in MiB of a process that loads the bundle and infers: once, three times."""
+    """Load the bundle in a new process. Returns its peaks of resident memory in MiB after one and after three
+    inferences."""
     command = [sys.executable, __file__, str(path), "--peak-of", engine, "--threads", str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [int(line) for line in done.stdout.splitlines()[-2:]]
 
 
 def without_gemm(graph: Any) -> None:
-    """Replace every Gemm over a stored weight by MatMul and Add: the quantizer knows MatMul alone."""
+    """Replace every Gemm with a stored weight by MatMul and Add, because the quantizer supports only MatMul."""
     from onnx import helper, numpy_helper
 
     stored = {tensor.name: tensor for tensor in graph.initializer}
@@ -82,7 +89,7 @@ def without_gemm(graph: Any) -> None:
 
 
 def four_bits(bundle: Path, folder: Path) -> Path:
-    """Write the bundle's graphs with products of 4 bits to ``folder``; return it."""
+    """Write the graphs of a bundle with products of 4 bits to ``folder``. Returns ``folder``."""
     import onnx
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
@@ -90,7 +97,7 @@ def four_bits(bundle: Path, folder: Path) -> Path:
 
     if sinew(["export", str(bundle), "--onnx", str(folder)]):
         raise SystemExit("the export failed")
-    logging.disable(logging.INFO)  # a line per node
+    logging.disable(logging.INFO)  # the quantizer logs a line for each node
     for path in folder.glob("*.onnx"):
         model = onnx.load(str(path))
         without_gemm(model.graph)
@@ -104,7 +111,7 @@ def four_bits(bundle: Path, folder: Path) -> Path:
 
 
 def make(folder: Path, depth: int) -> tuple[Path, Path, Path]:
-    """Write the float bundle and its two low-bit ones to ``folder``, unless they are there; return their paths."""
+    """Write the float bundle and its two low-bit bundles to ``folder``, unless they exist. Returns their paths."""
     from benchmarks.checkpoints.smolvla import write_checkpoint
     from benchmarks.checkpoints.smolvla_layout import Widths
     from sinew.cli import main as sinew
@@ -127,7 +134,13 @@ def make(folder: Path, depth: int) -> tuple[Path, Path, Path]:
 
 
 def beside(what: str, taken: list[float], eager: list[float]) -> dict[str, Any]:
-    """Return the ratios to eager of the same rounds: their median, least and largest."""
+    """Return the median, the smallest and the largest ratio to eager, over the rounds.
+
+    Args:
+        what: Name of the engine.
+        taken: Seconds of the engine in each round.
+        eager: Seconds of eager in each round.
+    """
     ratios = [mine / theirs for mine, theirs in zip(taken, eager, strict=True)]
     return {
         f"to_eager{what}": round(statistics.median(ratios), 3),
@@ -138,14 +151,20 @@ def beside(what: str, taken: list[float], eager: list[float]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bundle", type=Path, nargs="?")
-    parser.add_argument("--make", type=Path, help="folder for random bundles, which are then compared")
     parser.add_argument(
-        "--depth", type=int, default=1, choices=(1, 2, 4), help="a divisor of --make's layers"
+        "--make", type=Path, help="folder for random bundles; the benchmark writes and compares them"
+    )
+    parser.add_argument(
+        "--depth", type=int, default=1, choices=(1, 2, 4), help="--make writes 1 / DEPTH of the layers"
     )
     parser.add_argument("lowbit", type=Path, nargs="*")
-    parser.add_argument("--engines", nargs="+", default=["eager", "plan"], help="of BUNDLE, eager first")
-    parser.add_argument("--onnx", type=Path, action="append", default=[], help="also with engine onnx")
-    parser.add_argument("--nbits", type=Path, help="folder for graphs of 4 bits, also with engine onnx")
+    parser.add_argument(
+        "--engines", nargs="+", default=["eager", "plan"], help="engines that run BUNDLE, eager first"
+    )
+    parser.add_argument(
+        "--onnx", type=Path, action="append", default=[], help="quantised graphs that engine onnx also runs"
+    )
+    parser.add_argument("--nbits", type=Path, help="folder for graphs of 4 bits that engine onnx also runs")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peak-of", default="", help=argparse.SUPPRESS)
@@ -184,7 +203,7 @@ def main() -> None:
     for index in range(arguments.rounds + 1):
         for name in order[index % len(order) :] + order[: index % len(order)]:
             took, chunks[name] = once(policies[name], observation)
-            if index:  # the first warms up
+            if index:  # the first round only warms up
                 seconds[name].append(took)
                 print(f"round {index}  {name:44} {took[0]:7.2f} CPU s {took[1]:7.2f} s", flush=True)
     rows = {}

@@ -1,11 +1,15 @@
-"""Closed-loop success of low-bit recipes on the embedded tasks, paired with float32 over the same seeds and noise.
+"""Measure the closed-loop success of quantisation recipes on the built-in tasks, in pairs with float32.
 
     python -m benchmarks.lowbit_success pen OUT [--episodes 200] [--recipe vision=q4_0,head=int8] [--until 09:30]
 
-Recipes are written into OUT, those of 4 bits also with each weight rounded alone, and played by engine cpu, float32 by
-engine plan; one compute thread, no simulated delay. Episodes are played in slices over all recipes, so whatever was
-reached is paired; a run that was ended goes on from OUT/episodes.jsonl. ``--until`` ends it at a time of day (UTC).
-OUT/TASK.json has the outcomes.
+A pair has the same seed and the same noise. The bundles of the recipes are written to OUT. Each recipe with 4 bits is
+also played with separately rounded weights. Engine cpu plays the low-bit bundles, and engine plan plays float32. All
+use
+one compute thread and no simulated delay.
+
+Each slice of episodes is played with all recipes, so the results are always paired. The same command continues an
+interrupted run from OUT/episodes.jsonl. ``--until`` ends the run at a time of day (UTC). The outcomes are in
+OUT/TASK.json.
 """
 
 from __future__ import annotations
@@ -42,11 +46,14 @@ RECIPES = (
     "vision=q4_0,language=q4_0,head=fp32",
     "head=int8",
 )
-FIRST_SEED, SLICE = 5000, 20  # the gates' first seed
+FIRST_SEED, SLICE = (
+    5000,
+    20,
+)  # the success gates begin with the same seed; SLICE is the number of episodes in a slice
 
 
 def store(bundle: Bundle, recipe: str, out: Path, calibration: int) -> Path:
-    """Write the bundle's weights in ``recipe``, as ``sinew quantize`` does; return the file."""
+    """Write the weights of a bundle in a quantisation recipe, as ``sinew quantize`` does. Returns the file."""
     alone = "" if calibration or "q4_0" not in recipe else "-alone"
     path = out / f"{bundle.path.stem}-{recipe.replace('=', '-').replace(',', '-')}{alone}.gguf"
     if not path.exists():
@@ -63,7 +70,8 @@ def store(bundle: Bundle, recipe: str, out: Path, calibration: int) -> Path:
 
 
 def summary(task: str, episodes: dict[str, list[Episode]], files: dict[str, Path]) -> dict[str, Any]:
-    """Return success, interval and what changed against float32, by recipe, over the seeds that all have."""
+    """Return the success, its interval and the changes against float32 of each recipe, over the seeds that all
+    recipes have."""
     outcomes = {name: {e.seed: e.success for e in played} for name, played in episodes.items()}
     recorded = GATES / f"{task}.json"
     gate = read_gate(recorded) if recorded.exists() else None
@@ -110,7 +118,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--recipe", action="append", default=[])
     parser.add_argument("--episodes", type=int, default=200)
-    parser.add_argument("--until", default="", help="HH:MM, UTC: no slice begins after it")
+    parser.add_argument("--until", default="", help="HH:MM in UTC; no slice begins after this time")
     arguments = parser.parse_args()
     settings, out = TASKS[arguments.task], arguments.out
     out.mkdir(parents=True, exist_ok=True)

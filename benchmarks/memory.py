@@ -1,9 +1,9 @@
-"""Peak resident memory of a server without torch, while a client asks it for chunks.
+"""Measure the peak of the resident memory of a server without torch, while a client requests chunks.
 
 python benchmarks/memory.py POLICY [--requests 3]
 
-POLICY is a bundle whose graphs lie beside it, or an exported folder. The server is a process that cannot
-import torch; the client is another process's worth of code here, over a real socket. Prints one JSON line.
+POLICY is a bundle with its exported graphs next to it, or an exported folder. The server is a process that cannot
+import torch. The client runs in this process and uses a real socket. The output is one JSON line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SERVER = "import sys; sys.modules['torch'] = None; from sinew.cli import main; s
 
 
 def resident(pid: int) -> dict[str, int]:
-    """MiB of a process: peak and now, anonymous and mapped."""
+    """Return the resident memory of a process in MiB: the peak, the current value, and its anonymous and mapped
+    parts."""
     names = {"VmHWM": "peak", "VmRSS": "now", "RssAnon": "anonymous", "RssFile": "file"}
     found = {}
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():

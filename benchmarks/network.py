@@ -1,8 +1,11 @@
-"""A network between two network namespaces: delay, loss and rate of each direction, below the kernel's own TCP and UDP.
+"""A simulated network between two network namespaces: delay, loss and rate of each direction, below the TCP of the
+kernel.
 
-Each namespace has a TUN device; this process carries their packets, as ``tc netem`` would where the kernel has it: a
-packet is lost with some probability, waits for those before it (``rate``), and arrives ``delay`` later. What is above
-is the kernel's: retransmissions, congestion control, sockets. Needs root, ``ip`` and /dev/net/tun; Linux alone.
+Each namespace has a TUN device. This process carries the packets between these devices, as ``tc netem`` would. It
+drops
+a packet with some probability, lets the packet wait for earlier packets (``rate``), and delivers it ``delay`` later.
+The layers above are those of the kernel: retransmissions, congestion control and sockets. This module needs Linux,
+root, ``ip`` and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -24,12 +27,19 @@ from pathlib import Path
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 1, 0x1000
 MTU = 1500
-QUEUE = 1000  # packets that wait for the rate or the delay, netem's own default
+QUEUE = 1000  # largest number of packets that wait for the rate or the delay, as in netem
 
 
 @dataclass(frozen=True)
 class Way:
-    """One direction. delay, jitter: seconds; loss: share of packets; rate: bits a second, 0 for any."""
+    """The properties of one direction.
+
+    Attributes:
+        delay: Seconds.
+        jitter: Seconds.
+        loss: Fraction of packets that are lost.
+        rate: Bits per second. 0 means no limit.
+    """
 
     delay: float = 0.0
     jitter: float = 0.0
@@ -42,28 +52,38 @@ class _Queue:
     way: Way
     to: int
     waiting: list[tuple[float, int, bytes]] = field(default_factory=list)
-    free: float = 0.0  # when the line has sent what it was given
+    free: float = 0.0  # time at which the line has sent all earlier packets
     lost: int = 0
     carried: int = 0
 
 
 def why_not() -> str:
-    """Return why there can be no such network here; nothing where there can."""
+    """Return the reason why this machine cannot have such a network, or ""."""
     if os.name != "posix" or not Path("/dev/net/tun").exists():
-        return "there is no /dev/net/tun"
+        return "/dev/net/tun is missing"
     if os.geteuid() != 0:
-        return "only root makes network namespaces"
-    return "" if shutil.which("ip") else "there is no `ip` (iproute2)"
+        return "only root can create network namespaces"
+    return "" if shutil.which("ip") else "the program `ip` is missing; install iproute2"
 
 
 def ip(*arguments: str) -> None:
-    """Call ``ip``; raises CalledProcessError with what it said."""
+    """Run ``ip``.
+
+    Raises:
+        CalledProcessError: The command failed. The exception contains its output.
+    """
     subprocess.run(("ip", *arguments), check=True, capture_output=True)
 
 
 class Network:
-    """robot, server: names of the two namespaces, whose addresses are ``ROBOT`` and ``SERVER``; ``inside`` makes a
-    command that runs in one. up: from the robot to the server. Both directions may be changed while packets travel."""
+    """The two namespaces and the process that carries packets between them.
+
+    Attributes:
+        robot: Name of the namespace of the robot, with the address ``ROBOT``.
+        server: Name of the namespace of the server, with the address ``SERVER``.
+        up: Direction from the robot to the server. You may change it while packets travel.
+        down: Direction from the server to the robot.
+    """
 
     ROBOT, SERVER = "10.77.0.2", "10.77.0.1"
 
@@ -100,28 +120,28 @@ class Network:
         return file
 
     def inside(self, name: str, *command: object) -> list[str]:
-        """Return a command line that runs in a namespace."""
+        """Return a command line that runs ``command`` in a namespace."""
         return ["ip", "netns", "exec", name, *map(str, command)]
 
     def shape(self, up: Way, down: Way) -> None:
-        """Have packets that are sent from now on travel in another way."""
+        """Change the properties of both directions for all later packets."""
         robot, server = self._files
         self._queues[robot].way, self._queues[server].way = up, down
 
     def roam(self, address: str) -> None:
-        """Give the robot another address in the place of its own, as a change from one access point to another does."""
+        """Replace the address of the robot by another one, as when a robot changes from one access point to another."""
         device = self.robot[:15]
         ip("-n", self.robot, "addr", "flush", "dev", device)
         ip("-n", self.robot, "addr", "add", f"{address}/24", "dev", device)
 
     @property
     def carried(self) -> tuple[int, int, int]:
-        """Packets that were sent up, down, and lost."""
+        """Return the number of packets that were sent up, sent down, and lost."""
         up, down = (self._queues[file] for file in self._files)
         return up.carried, down.carried, up.lost + down.lost
 
     def close(self) -> None:
-        """Remove the namespaces, with all that is in them."""
+        """Remove the namespaces and everything in them."""
         self._end.set()
         if hasattr(self, "_thread"):
             self._thread.join()
@@ -144,7 +164,7 @@ class Network:
             now = time.monotonic()
             for queue in self._queues.values():
                 while queue.waiting and queue.waiting[0][0] <= now:
-                    with contextlib.suppress(OSError):  # the other end is down
+                    with contextlib.suppress(OSError):  # the device at the other end is down
                         os.write(queue.to, heapq.heappop(queue.waiting)[2])
 
     def _take(self, queue: _Queue, packet: bytes) -> None:
@@ -163,7 +183,12 @@ class Network:
 
 @contextlib.contextmanager
 def network(up: Way | None = None, down: Way | None = None, seed: int = 0) -> Iterator[Network]:
-    """Make a network and take it away. Raises OSError or CalledProcessError where there can be none (``why_not``)."""
+    """Create a network, and remove it at the end of the block.
+
+    Raises:
+        OSError: This machine cannot have such a network (``why_not``).
+        CalledProcessError: ``ip`` failed.
+    """
     made = Network(up, down, seed)
     try:
         yield made

@@ -1,11 +1,12 @@
-"""``sinew run`` over bad networks: what the robot's loop keeps of its promises, and what requests do.
+"""Run ``sinew run`` over bad networks, and measure the control rate, the gaps, the holds and the requests.
 
     python -m benchmarks.networks [--only WAN] [--episodes 20] [--task blocks] [--run='--set frames_as=auto'] [--json]
 
-A server of an embedded policy and a robot, each in its own network namespace, and between them ``benchmarks.network``.
-A row for each network: episodes that succeeded, the control rate that was kept, the longest gap between two commands or
-holds in periods (beside it, what this machine kept a thread waiting that only sleeps), the age of the rows that were
-executed, holds, requests, and how frames travelled.
+A server with a built-in policy and a robot each run in a network namespace. ``benchmarks.network`` connects both. The
+table has a row for each network with these columns: successful episodes, the control rate, the longest gap between
+two
+commands or holds in periods, the age of the executed actions, holds, requests, and how the frames were sent. Next to
+the gap, the table has the largest delay of a thread that only sleeps, as a measure of the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ FREE = Way()
 
 @dataclass(frozen=True)
 class Condition:
-    """roams: seconds between two changes of the robot's address, 0 for none."""
+    """A network condition.
+
+    Attributes:
+        roams: Seconds between two changes of the robot's address. 0 means no changes.
+    """
 
     name: str
     up: Way = FREE
@@ -69,12 +74,14 @@ def until_served(address: str, inside: list[str], server: subprocess.Popen[bytes
     ask = f"from sinew_client import Client; Client({address!r}, timeout=1.0).health()"
     while subprocess.run([*inside, sys.executable, "-c", ask], check=False, capture_output=True).returncode:
         if time.monotonic() > end or server.poll() is not None:
-            raise SystemExit("the server does not answer")
+            raise SystemExit("the server does not answer; its log is printed above")
 
 
 class Sleeper:
-    """A thread that does nothing but sleep, while inside: how late this machine woke it at most, in seconds. So long a
-    robot's loop waits as well, whatever the network does."""
+    """A thread that only sleeps. It measures the largest delay with which this machine woke it, in seconds.
+
+    A robot's loop has the same delays, independent of the network.
+    """
 
     def __enter__(self) -> Sleeper:
         self.latest, self._over = 0.0, threading.Event()
@@ -96,7 +103,7 @@ class Sleeper:
 def drive(
     between: Network, condition: Condition, task: str, episodes: int, more: list[str]
 ) -> dict[str, Any]:
-    """Return the report of one run."""
+    """Run one condition. Returns the report of ``sinew run``."""
     between.shape(condition.up, condition.down)
     address = f"tcp://{between.SERVER}:5555"
     command = sinew("run", address, "--robot", task, "--episodes", episodes, "--json", *more)
@@ -162,20 +169,20 @@ HEAD = (
 
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", default="", help="conditions whose name holds this")
+    parser.add_argument("--only", default="", help="only the conditions whose name contains this text")
     parser.add_argument("--task", default="blocks")
     parser.add_argument("--episodes", type=int, default=20)
-    parser.add_argument("--run", default="", help="more options of sinew run")
-    parser.add_argument("--json", action="store_true", help="each report in a line")
+    parser.add_argument("--run", default="", help="additional options of sinew run")
+    parser.add_argument("--json", action="store_true", help="print each report in one line")
     options = parser.parse_args(given)
     if reason := why_not():
-        print(f"no network of one's own can be made here: {reason}", file=sys.stderr)
+        print(f"this machine cannot create the simulated network: {reason}", file=sys.stderr)
         return 1
     wanted = [each for each in CONDITIONS if options.only.lower() in each.name.lower()]
     if not wanted:
         parser.error(f"--only: expected a part of {', '.join(each.name for each in CONDITIONS)}")
     bundle = ROOT / "sinew" / "assets" / f"{options.task}.gguf"
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the namespaces are taken away
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed
     environment = os.environ | {"HOME": tempfile.gettempdir()}
     with network() as between:
         serve = sinew("serve", bundle, "--wire", "native", "--host", between.SERVER, "--engine", "plan")

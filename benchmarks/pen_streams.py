@@ -1,15 +1,21 @@
-"""Success over added latency on the falling pen with the seed's camera: a stream against chunks, paired episodes.
+"""Compare streams with chunks on the falling pen at several added latencies: success over paired episodes.
 
     python -m benchmarks.pen_streams simulated --out OUT [--episodes 100] [--figure FILE.png]
     python -m benchmarks.pen_streams clock --out OUT [--episodes 30]
 
-The camera has 30 frames a second and each is two frames late (Ma et al. 2025, section 7). A chunk takes 27.3 ms, as the
-paper measured on an RTX 4090; a stream's prefix and solution take the same in two parts, 16.5 and 10.8 ms. Chunks are
-asked for again as soon as one is there. The added latency is the way there and back, beside what is computed. In
-simulated time the outcome does not depend on the machine; what was played is kept in OUT, so a run that was ended goes
-on. benchmarks.figures draws what lies in benchmarks/results. ``clock`` plays the same through a real server's socket,
-behind a forwarder that delays each byte by half of it (benchmarks.split), with what this machine needs to compute. The
-last line is JSON.
+The camera has 30 frames per second, and each frame is two frames late (Ma et al. 2025, section 7). A chunk takes
+27.3 ms, as the paper measured on an RTX 4090. A stream takes the same time in two parts: 16.5 ms for the prefix and
+10.8 ms for the solution. A new chunk is requested when the last one arrives. The added latency is the time of both
+directions of the network.
+
+``simulated`` uses simulated time, so the outcome does not depend on the machine. The episodes are stored in OUT, and
+the
+same command continues an interrupted run. benchmarks.figures draws the files in benchmarks/results.
+
+``clock`` plays the same episodes in real time through the socket of a server. A forwarder delays each byte in each
+direction by half of the added latency (benchmarks.split). The computation takes the time of this machine. The last
+line
+of the output is JSON.
 """
 
 from __future__ import annotations
@@ -56,7 +62,7 @@ Points = dict[tuple[str, int], list[bool]]
 
 
 def simulated(added: Sequence[int], episodes: int, out: Path) -> Points:
-    """Play every point in simulated time, and return the outcomes of its seeds."""
+    """Play every point in simulated time. Returns the outcomes of its seeds."""
     out.mkdir(parents=True, exist_ok=True)
     log = out / "episodes.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
@@ -88,7 +94,7 @@ def simulated(added: Sequence[int], episodes: int, out: Path) -> Points:
 
 
 def chunks(policy: Policy, added_ms: int, seeds: Sequence[int]) -> list[bool]:
-    """Return the outcomes of chunks that take so much longer, many episodes beside each other."""
+    """Return the outcomes of chunks at an added latency. Plays many episodes in parallel."""
     conduct = EpisodeSettings(1, Latency(f"{CHUNK_MS + added_ms:g}ms"))
     together = SideBySide(policy)
 
@@ -102,8 +108,11 @@ def chunks(policy: Policy, added_ms: int, seeds: Sequence[int]) -> list[bool]:
 
 @contextlib.contextmanager
 def remembering() -> Iterator[Callable[[], None]]:
-    """Within the block, streams do not solve the same inputs from the same noise twice: up to the moment at which they
-    act, episodes of one seed see the same frames whatever is added. Yields what forgets them."""
+    """Within the block, streams reuse the result for equal inputs and equal noise.
+
+    Until their first action, episodes of one seed see the same frames for every added latency. Yields a function that
+    clears the stored results.
+    """
     known: dict[bytes, np.ndarray] = {}
 
     real_read, real_solve = EagerEngine.read, EagerEngine.solve
@@ -126,7 +135,7 @@ def remembering() -> Iterator[Callable[[], None]]:
 
 
 def clock(added: Sequence[int], episodes: int, out: Path) -> Points:
-    """Play every point through a server's socket by the clock. Points that are in OUT are not played again."""
+    """Play every point in real time through the socket of a server. Points that are in OUT are not played again."""
     out.mkdir(parents=True, exist_ok=True)
     found: Points = {}
     for ms in added:
@@ -140,13 +149,13 @@ def clock(added: Sequence[int], episodes: int, out: Path) -> Points:
             told = json.loads(kept.read_text())
             found[kind, ms] = [
                 i < told["successes"] for i in range(told["episodes"])
-            ]  # seeds are not told apart
+            ]  # the file has no outcomes of single seeds, only their number
             print(f"{kind} +{ms} ms: {told['successes']} of {told['episodes']}", file=sys.stderr, flush=True)
     return found
 
 
 def drive(kind: str, address: str, added_ms: int, episodes: int) -> dict[str, Any]:
-    """Run a robot in a process of its own; return what it says at its end."""
+    """Run a robot in its own process. Returns its report."""
     link = Link(
         int(address.rpartition(":")[2]), Network("added", "", math.inf, math.inf, base_ms=added_ms / 2)
     )
@@ -163,7 +172,7 @@ def drive(kind: str, address: str, added_ms: int, episodes: int) -> dict[str, An
 
 
 def summary(points: Points, paired: bool) -> list[dict[str, Any]]:
-    """Return a row per added latency."""
+    """Return a row for each added latency."""
     rows = []
     for ms in dict.fromkeys(ms for _, ms in points):
         row: dict[str, Any] = {"added_ms": ms}
@@ -192,21 +201,21 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the figure: success with Wilson intervals, a line each."""
+    """Draw success with Wilson intervals, one line for each kind."""
     figure, axis = figures.new()
     step = 0.006 * (rows[-1]["added_ms"] - rows[0]["added_ms"])
     handles = []
     for index, kind in enumerate(KINDS):
         x = [
             row["added_ms"] + step * (2 * index - 1) for row in rows
-        ]  # intervals should not cover each other
+        ]  # shift the lines, so that their intervals do not overlap
         share = [row[kind]["wins"] / row[kind]["episodes"] for row in rows]
         low, high = zip(*(row[kind]["interval"] for row in rows), strict=True)
         style = {"color": figures.COLORS[index], "marker": figures.MARKERS[index], "label": kind}
         handles.append(figures.wilson_bars(axis, x, share, low, high, **style))
     axis.set_ylim(-4, 104)
     axis.set_ylabel("success, %\n(95 % Wilson intervals)")
-    axis.set_xlabel("added latency, ms, lines set a little apart")
+    axis.set_xlabel("added latency, ms (lines are shifted a little)")
     axis.set_title(f"{ENV}, camera two frames late, {rows[0]['stream']['episodes']} episodes per point")
     figures.legend(figure, handles)
     figures.save(figure, path)
@@ -220,7 +229,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument(
-        "--added", default=",".join(map(str, ADDED)), help="milliseconds, separated by commas"
+        "--added",
+        default=",".join(map(str, ADDED)),
+        help="added latencies in milliseconds, separated by commas",
     )
     parser.add_argument("--figure", type=Path)
     given = parser.parse_args()

@@ -1,16 +1,19 @@
-"""Appendix E of the vla.cpp supplement on the demo policy: what a wrong row of the position table does.
+"""Measure the effect of wrong rows of the position table on the demo policy (appendix E of the vla.cpp supplement).
 
     python -m benchmarks.position_rows --observations 40 --episodes 50
 
-SmolVLM looks patch positions up by a computed index. The rule that computes it in float32, where the model was made
-with the exact one, is off by a row for most patches, and nothing reports an error. For each number of solver steps
-this prints how far the action chunk moves (same observation, same noise), beside two harmless perturbations:
-bfloat16 weights, and the solver's own discretisation error. Then it plays episodes with the wrong rows.
+SmolVLM computes the index of the position of each patch. A rule that computes the index in float32 is wrong by one
+row
+for most patches, if the model was trained with the exact rule. No error is reported. For several numbers of solver
+steps, this program prints the change of the action chunk for the same observation and noise. For comparison, it
+prints
+two harmless changes: bfloat16 weights, and the discretisation error of the solver. Then it plays episodes with the
+wrong rows.
 
     python -m benchmarks.position_rows --resized BUNDLE
 
-The other half of its table 7: a tower that resizes its table (GR00T N1.6) does so in half precision and is moved by
-what rounding is, at any number of solver steps. The last line is JSON.
+This mode measures the other half of table 7. The vision tower of GR00T N1.6 resizes its position table in half
+precision. The rounding changes the chunk for every number of solver steps. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -38,11 +41,11 @@ from sinew.policy import Policy, load
 
 BUNDLE = Path(__file__).resolve().parents[1] / "sinew" / "assets" / "blocks.gguf"
 STEPS = (1, 2, 4, 8, 16)
-REFINED = 64  # solver steps of the solution that discretisation error is measured against
+REFINED = 64  # solver steps of the reference for the discretisation error
 
 
 def naive_rows(rows: int, cols: int, side: int, device: torch.device | None = None) -> torch.Tensor:
-    """The rule as upstream evaluates it, in float32: coordinates and boundaries both rounded."""
+    """Compute the rows as the upstream code does, in float32, with rounded coordinates and boundaries."""
     boundaries = torch.arange(1 / side, 1.0, 1 / side)
     row, col = (
         torch.bucketize(torch.arange(n, dtype=torch.float32) / n * (1 - 1e-6), boundaries, right=True)
@@ -53,7 +56,7 @@ def naive_rows(rows: int, cols: int, side: int, device: torch.device | None = No
 
 @contextlib.contextmanager
 def wrong_rows() -> Iterator[None]:
-    """Inside, every vision tower looks its positions up by the naive rule."""
+    """Within the block, every vision tower uses the float32 rule for its positions."""
     exact = vit.position_rows
     vit.position_rows = naive_rows
     try:
@@ -64,7 +67,7 @@ def wrong_rows() -> Iterator[None]:
 
 @contextlib.contextmanager
 def resized_in_half() -> Iterator[None]:
-    """Inside, towers that resize their position table do so in float16."""
+    """Within the block, towers resize their position table in float16."""
     exact = vit.ResizedPositions.positions
 
     def positions(self: vit.ResizedPositions, rows: int, cols: int) -> torch.Tensor:
@@ -82,7 +85,7 @@ def resized_in_half() -> Iterator[None]:
 
 
 def relative_error(tower: vit.VisionTransformer, rows: int, cols: int, change: Any) -> float:
-    """How far the positions that a tower adds are from the exact ones inside ``change``, in the Frobenius norm."""
+    """Return the relative error of the positions of a tower inside the context ``change``, in the Frobenius norm."""
     with torch.inference_mode():
         exact = tower.positions(rows, cols).float()
         with change:
@@ -91,7 +94,7 @@ def relative_error(tower: vit.VisionTransformer, rows: int, cols: int, change: A
 
 
 def resized(bundle: Path, count: int) -> dict[str, Any]:
-    """Table 7's second row for a bundle: relative error of the table, displacement of the chunk by solver steps."""
+    """Return the second row of table 7 for a bundle: error of the table, and change of the chunk by solver steps."""
     policy = load(bundle, "cpu", engine="eager", allow_missing_cameras=True)
     towers = [each for each in policy.engine.model.modules() if isinstance(each, vit.ResizedPositions)]
     if not towers:
@@ -128,7 +131,7 @@ def resized(bundle: Path, count: int) -> dict[str, Any]:
 
 
 def observations(count: int) -> list[dict[str, Any]]:
-    """From the middle of expert episodes: states that a policy meets."""
+    """Return observations from the middle of expert episodes, with states that occur in the task."""
     from sinew_eval.sim import blocks_expert
 
     env, adapter = make_env("sinew/Blocks-v0", "", None)
@@ -145,18 +148,19 @@ def observations(count: int) -> list[dict[str, Any]]:
 
 
 def chunks(policy: Policy, seen: list[dict[str, Any]], steps: int) -> np.ndarray:
-    """[observations, H, D]"""
+    """Return the chunks of the observations, [observations, H, D]."""
     return np.stack([policy.infer({**each, "solver_steps": steps}).actions for each in seen])
 
 
 def displacement(a: np.ndarray, b: np.ndarray) -> float:
-    """Largest difference within a chunk, mean over the observations; in action units (1 = 2 cm per step)."""
+    """Return the largest difference within a chunk, as a mean over the observations. In action units (1 = 2 cm per
+    step)."""
     return float(np.abs(a - b).max(axis=(1, 2)).mean())
 
 
 def play(episodes: int) -> int:
     env, adapter = make_env("sinew/Blocks-v0", "", None)
-    # Eager: a plan holds the rows that it was made with.
+    # Engine eager is used, because a plan has fixed rows.
     policy = InProcess(str(BUNDLE), device="cpu", engine="eager")
     seeds = track(range(5000, 5000 + episodes), "episodes", console=Console(stderr=True))
     wins = sum(run_episode(env, adapter, policy, EpisodeSettings(), seed).success for seed in seeds)
@@ -207,7 +211,7 @@ def main() -> None:
         wins = play(arguments.episodes)
     low, high = statistics.wilson(wins, arguments.episodes)
     Console().print(table)
-    print(f"{moved} of {len(ids[0])} patches read another row")
+    print(f"{moved} of {len(ids[0])} patches use a wrong row")
     tower = policy.engine.model.vision
     error = relative_error(tower, tower.config.side, tower.config.side, wrong_rows())
     print(f"relative error of the positions: {error:.2g}; the appendix: 0.32")

@@ -1,9 +1,9 @@
-"""Play whole loops against a hostile server, clock, sensor, leader and hot-swap, and check what the robot was sent.
+"""Play complete control loops with a faulty server, clock, sensor, leader and hot-swap, and check each command.
 
     python -m benchmarks.promises --scenarios 200000 --processes 2 --out promises.json
 
-A scenario is a kind and a number (``tests/control/scenarios.py``). To play a violation again, pass both:
-``python -m benchmarks.promises --kind take-over --first 1234 --scenarios 1``. Time is simulated.
+A scenario has a kind and a number (``tests/control/scenarios.py``). To play a failed scenario again, pass both:
+``python -m benchmarks.promises --kind take-over --first 1234 --scenarios 1``. The time in a scenario is simulated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK = 100  # scenarios of one kind that a process plays before it reports
 
 
 def played(block: tuple[str, int, int]) -> tuple[str, int, Counter, list[str]]:
-    """Play some scenarios of a kind; return how many, what happened, and what was not as promised."""
+    """Play some scenarios of one kind. Returns the kind, their number, the counts of events, and the broken rules."""
     kind, first, count = block
     logging.disable(logging.CRITICAL)
     happened: Counter = Counter()
@@ -36,7 +36,7 @@ def played(block: tuple[str, int, int]) -> tuple[str, int, Counter, list[str]]:
 
 
 def blocks(kinds: list[str], first: int, scenarios: int) -> list[tuple[str, int, int]]:
-    """Return what is to be played, kinds in turn, so that a campaign that is stopped has played each."""
+    """Return the blocks of scenarios to play. The kinds alternate, so that an interrupted run has played each kind."""
     each = -(-scenarios // len(kinds))
     starts = range(first, first + each, BLOCK)
     return [(kind, start, min(BLOCK, first + each - start)) for start in starts for kind in kinds]
@@ -46,7 +46,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scenarios", type=int, default=9_000, help="How many to play, all kinds together.")
+    parser.add_argument(
+        "--scenarios", type=int, default=9_000, help="Number of scenarios to play, of all kinds together."
+    )
     parser.add_argument("--kind", choices=KINDS, action="append", help="Play this kind only; repeatable.")
     parser.add_argument("--first", type=int, default=0, help="Number of the first scenario of each kind.")
     parser.add_argument("--processes", type=int, default=1, help="Processes that play at the same time.")

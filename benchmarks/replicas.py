@@ -1,9 +1,11 @@
-"""Robots before replicas on Ray, one of which is killed now and then; half-way the policy is replaced.
+"""Run robots with replicas on Ray, kill replicas from time to time, and replace the policy after half of the time.
 
     python -m benchmarks.replicas --robots 20 --replicas 3 --seconds 300 --kill-s 20
 
-Starts ``sinew fleet up`` on this machine. A request counts as lost if nothing answers it within half a minute after the
-end. The longest hold is that of the answer that came latest after its robot's tick. The last line is JSON.
+The benchmark starts ``sinew fleet up`` on this machine. A request counts as lost if it has no answer half a minute
+after
+the end. The longest hold is the largest time between a control step and its answer. The last line of the output is
+JSON.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ START_S = 300.0
 
 
 def replicas(process: int) -> list[int]:
-    """Return the replicas of the cluster that this process began."""
+    """Return the process ids of the replicas in the cluster that this process started."""
     found = []
     for child in psutil.Process(process).children(recursive=True):
         try:
             if any("ServeReplica:sinew-default" in word for word in child.cmdline()):
                 found.append(child.pid)
-        except psutil.Error:  # it has just ended
+        except psutil.Error:  # the process has just ended
             continue
     return found
 
 
 class Trouble(threading.Thread):
-    """Kills a replica every so many seconds, and replaces the policy half-way."""
+    """A thread that kills replicas at a fixed interval, and replaces the policy after half of the time."""
 
     def __init__(self, process: int, http: str, source: Path, seconds: float, kill_s: float, update: bool):
         super().__init__(daemon=True)
@@ -100,7 +102,7 @@ def main() -> int:
             "replicas": given.replicas,
             "engine": given.engine,
             "threads": 1,
-            "cpus": 0.1,  # replicas share the cores of this machine
+            "cpus": 0.1,  # the replicas share the cores of this machine
             "ongoing": given.batch,
             "max_batch": given.batch,
         }

@@ -1,13 +1,22 @@
-"""Python calls, objects, files and changes of file of one request on the native wire: however busy the machine is.
+"""Count Python calls, created objects, files and changes of file for one request on the native protocol.
 
     python benchmarks/request_cost.py [--against CHECKOUT] [--requests 40] [--files] [--load]
 
-``sinew serve`` runs in a process of its own under a profile function, which counts calls into Sinew's files without
-models and layers, of those the ``__init__`` of a Sinew class, and those that come after a call into another file of the
-same thread. Two frames of 224 x 224 go to the smallest embedded policy, one solver step. --against: the root of another
-checkout, to be counted the same way. --load: what ``sinew.load`` goes through instead, on the same policy, as somebody
-reads it: each function once, where it is called first; the files, the stays (functions of one file in a row) and the
-returns to a file. The last line is JSON.
+These counts do not depend on other programs on the machine. ``sinew serve`` runs in its own process with a profile
+function. The function counts:
+
+* the calls into files of Sinew, without models and layers
+* the calls of ``__init__`` of a class in Sinew, which are created objects
+* the calls whose file differs from the file of the last call in the same thread, which are changes of file
+
+A request has two frames of 224 x 224 and one solver step. The server has the smallest built-in policy. --against is
+the
+root of another checkout, which the benchmark counts in the same way.
+
+--load counts the functions of ``sinew.load`` on the same policy instead. Each function counts once, at its first
+call.
+The output has the files, the stays (functions of one file in a row) and the returns to an earlier file. The last line
+of the output is JSON.
 """
 
 from __future__ import annotations
@@ -90,7 +99,12 @@ print(json.dumps([stays, counts]))
 
 
 def loaded(checkout: Path, files: bool = False) -> dict[str, int]:
-    """Return ``functions``, ``files``, ``stays`` and ``returns`` of loading a policy. files: print each stay."""
+    """Return ``functions``, ``files``, ``stays`` and ``returns`` of loading a policy.
+
+    Args:
+        checkout: Root of the checkout.
+        files: Print each stay.
+    """
     command = [sys.executable, "-c", LOADER, str(checkout / "sinew" / "assets" / "pen.gguf")]
     pipe, environment = subprocess.PIPE, _environment(checkout)
     done = subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=pipe, text=True)
@@ -107,8 +121,13 @@ def _environment(checkout: Path) -> dict[str, str]:
 
 
 def counted(checkout: Path, requests: int, files: bool = False) -> dict[str, dict[str, float]]:
-    """Return ``calls``, ``objects``, ``files`` and ``changes`` of file per request, by room of the server in
-    ``checkout``. files: print those of each file."""
+    """Return ``calls``, ``objects``, ``files`` and ``changes`` of file for one request, by subpackage of the server.
+
+    Args:
+        checkout: Root of the checkout.
+        requests: Number of requests.
+        files: Print the counts of each file.
+    """
     environment = _environment(checkout)
     with tempfile.TemporaryDirectory() as folder:
         snapshot = Path(folder) / "counts.json"
@@ -136,7 +155,7 @@ def counted(checkout: Path, requests: int, files: bool = False) -> dict[str, dic
                 assert client.stdin is not None
                 assert client.stdout is not None
                 found = []
-                for count in (5, requests):  # the first ones fill caches
+                for count in (5, requests):  # the first requests fill caches
                     client.stdin.write(f"{count}\n")
                     client.stdin.flush()
                     client.stdout.readline()

@@ -1,11 +1,14 @@
-"""Where the time of one request on the native wire goes: clocks at each boundary, in the client and in the server.
+"""Measure the time of each stage of a request on the native protocol, in the client and in the server.
 
     python -m benchmarks.request_stages [--requests 2000] [--pause MS]
 
-Both processes stamp one clock when functions begin or end, but never when a sender returns, whom the receiver may have
-overtaken. The table has the medians of the times between two stamps; two frames of 224 x 224 on the smallest embedded
-policy, one solver step. --pause: the client sleeps before each request, as a robot's does; then everything is cold, and
-`chrt -r 1` in front keeps others off the cores. The last line is JSON.
+Both processes record times of the same clock when functions begin or end. They do not record the return of a function
+that sends, because the receiver may already run by then. The table has the medians of the times between two records.
+A
+request has two frames of 224 x 224 and one solver step, for the smallest built-in policy. With --pause, the client
+sleeps before each request, as a robot does, so that processor caches are cold. Put `chrt -r 1` in front of the
+command
+to keep other programs off the cores. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -21,17 +24,17 @@ from pathlib import Path
 
 from benchmarks.request_cost import ROOT
 
-STAGES = (  # the stamp that ends a stage, and what the stage is
+STAGES = (  # the record that ends a stage, and a description of the stage
     ("client: infer begins", ""),
     ("client: ask begins", "client: encoding"),
     ("server: whole", "into the socket, the server wakes and receives"),
-    ("server: looked over", "looked over: fields, key, size"),
+    ("server: looked over", "checks of fields, key and size"),
     ("server: submitted", "queued"),
     ("server: begun", "the inference thread wakes"),
     ("server: decoded", "decoded: message, frames, safety"),
     ("server: prepared", "prepared (the policy's time)"),
-    ("server: computed", "computed (the policy's time)"),
-    ("server: encoding", "limits, notes of metrics"),
+    ("server: computed", "inference (the policy's time)"),
+    ("server: encoding", "limits, metrics"),
     ("server: encoded", "encoded"),
     ("server: replying", "framed"),
     ("client: answered", "into the socket, the client wakes and receives"),
@@ -96,7 +99,12 @@ with Client(sys.argv[1], timeout=120.0) as client:
 
 
 def stamped(requests: int, pause_ms: float = 0.0) -> list[dict[str, float]]:
-    """Return the times of each request by stamp, in order. pause_ms: that the client sleeps before each."""
+    """Return the times of each request by the name of the record, in their order.
+
+    Args:
+        requests: Number of requests.
+        pause_ms: Time that the client sleeps before each request.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "packages/sinew-client/src"))),
@@ -145,7 +153,7 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument(
-        "--pause", type=float, default=0.0, help="ms that the client sleeps before each request"
+        "--pause", type=float, default=0.0, help="milliseconds that the client sleeps before each request"
     )
     arguments = parser.parse_args()
     before = os.getloadavg()

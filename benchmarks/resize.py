@@ -1,14 +1,19 @@
-"""Frame to pixels against Pillow and torch on the same frame, in alternation; one thread.
+"""Compare the conversion of a camera frame to pixels with Pillow and torch, in one thread.
 
     python -m benchmarks.resize [rounds]
 
-Prints the median of each in milliseconds, and the median over the rounds of ours / theirs; then the median of each
-alone in a process of its own, as a server has it: buffers of other libraries teach the C library to keep freed memory,
-which spares whoever comes after them the page faults of new buffers. "torch": uint8 frame to
-normalised planes as training code does it (convert, scale, interpolate, pad, normalise); "torch, resize alone": the
-interpolation of planes that are float already; "Pillow": its bilinear resize, which the openpi recipe calls.
-"sinew, compiled": with the kernels of engine `cpu`, which must give the same bits. Where no letterbox has the method,
-these two alone.
+The implementations run alternately on the same frame. The program prints the median of each in milliseconds, and the
+median ratio of Sinew's time to the other time. Then it prints the median of each implementation in its own process,
+as
+on a server. In a shared process, buffers of other libraries let the C library keep freed memory, which saves page
+faults.
+
+* "torch": from a uint8 frame to normalised planes as in training code (convert, scale, interpolate, pad, normalise)
+* "torch, resize alone": the interpolation of planes that are already float
+* "Pillow": its bilinear resize, which the openpi processing calls
+* "sinew, compiled": with the kernels of engine `cpu`, which must give the same bits
+
+Where the resize has no letterbox, only the two implementations of Sinew run.
 """
 
 from __future__ import annotations
@@ -85,7 +90,7 @@ def ways(height: int, side: int, method: str) -> dict[str, Callable[[], object]]
 
 
 def alone(case: int, name: str, rounds: int) -> float:
-    """Median milliseconds of one of them in a process that runs no other."""
+    """Return the median milliseconds of one implementation, in a process that runs no other implementation."""
     command = [sys.executable, "-m", "benchmarks.resize", str(rounds), str(case), name]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout)

@@ -1,10 +1,12 @@
-"""What a robot that stands still saves where its policy keeps what observations repeat (``sinew.load(reuse=True)``).
+"""Measure the time that ``sinew.load(reuse=True)`` saves when observations repeat, for example for a robot at rest.
 
 python -m benchmarks.reuse BUNDLE [--engine plan] [--threads 1] [--rounds 3]
 
-One process, two policies over one file: one keeps, one computes all. In each round every kind of observation goes to
-both in turn, and their actions must be the same bits. Milliseconds of processor time of the process, and by the clock;
-ratios are medians of the rounds' own. The last line is JSON.
+One process has two policies from one file. One policy reuses results of repeated inputs, and the other computes
+everything. In each round, both policies get every kind of observation, and their actions must have the same bits. The
+times are milliseconds of processor time of the process, and elapsed milliseconds. A printed ratio is the median of
+the
+ratios of all rounds. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def main() -> None:
         load(arguments.bundle, engine=arguments.engine, dtype="fp32", threads=arguments.threads, reuse=reuse)
         for reuse in (False, True)
     )
-    keeps.infer(keeps.dummy_observation())  # with the trial
+    keeps.infer(keeps.dummy_observation())  # this inference also runs the trial of the policy
     print(f"reuse: {keeps.describe()['reuse']}", flush=True)
     computes.infer(computes.dummy_observation())
     rng, cameras = np.random.default_rng(0), computes.spec.cameras

@@ -1,8 +1,9 @@
-"""Many simulated episodes in one process: each is played by ``run_episode``, their inferences run as one batch.
+"""Play many simulated episodes in one process, and run their inferences as one batch.
 
-A small head costs almost as much for one observation as for thirty, so a hundred episodes take a quarter of the time.
-Simulated time does not notice that others are played beside it. Chunks equal those of single inferences up to the
-rounding of a batched product (eval/tests/test_side_by_side.py holds them against each other).
+Each episode is played by ``run_episode``. A small head costs almost as much for one observation as for thirty, so a
+hundred episodes take a quarter of the time. Simulated time does not depend on the number of episodes. The chunks
+equal
+those of single inferences up to the rounding of a batched product (eval/tests/test_side_by_side.py compares them).
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ Result = TypeVar("Result")
 
 
 class SideBySide:
-    """A policy of the evaluator that waits until every episode needs a chunk, and then computes them all.
+    """A policy for the evaluation that waits until every episode needs a chunk, and then computes all chunks.
 
-    policy: on an engine that computes several observations at once.
+    Args:
+        policy: A policy on an engine that supports batches.
     """
 
     def __init__(self, policy: Policy, solver_steps: int | None = None):
@@ -33,13 +35,13 @@ class SideBySide:
         self.chunk_size, self.committed_rows = policy.spec.chunk_size, policy.spec.committed_rows
         self.served = policy.spec.to_dict()
         self.motion = self.served["motion"]
-        self._waiting: dict[int, Prepared] = {}  # place of an episode -> what it asks
+        self._waiting: dict[int, Prepared] = {}  # place of an episode -> its prepared observation
         self._answers: dict[int, np.ndarray | Exception] = {}
         self._playing = 0
         self._changed = threading.Condition()
         self._place = threading.local()
 
-    # ------------------------------------------------------------------------- the evaluator's policy
+    # ------------------------------------------------------------------------- interface of a policy in sinew_eval
 
     def start(self, env: Any) -> None:
         """Do nothing: policies have no memory between chunks."""
@@ -62,10 +64,14 @@ class SideBySide:
             raise answer
         return answer, 0.0
 
-    # ------------------------------------------------------------------------- together
+    # ------------------------------------------------------------------------- batches
 
     def play(self, episode: Callable[[int], Result], seeds: Iterable[int], width: int = 25) -> list[Result]:
-        """Return ``episode(seed)`` of every seed, ``width`` at a time. Raises what the first that failed raised."""
+        """Play all seeds, ``width`` episodes at a time. Returns ``episode(seed)`` of every seed.
+
+        Raises:
+            Exception: The exception of the first episode that failed.
+        """
         wanted = list(seeds)
         results: dict[int, Result] = {}
         failures: list[BaseException] = []
@@ -73,7 +79,7 @@ class SideBySide:
         def worker(place: int) -> None:
             self._place.number = place
             try:
-                # Every place has its own share, so that who is beside whom does not depend on the clock.
+                # Each place plays a fixed share of the seeds, so that the batches do not depend on timing.
                 for seed in wanted[place::width]:
                     results[seed] = episode(seed)
             except Exception as error:  # noqa: BLE001 - raised again where all are waited for
@@ -107,7 +113,7 @@ class SideBySide:
         return [results[seed] for seed in wanted]
 
     def batch(self, asked: list[Prepared]) -> list[np.ndarray]:
-        """Return the chunk of each, float32 [H, D] in world units: what ``Policy.run`` gives for it alone."""
+        """Return the chunk of each observation, float32 [H, D] in robot units, as ``Policy.run`` computes it."""
         groups: dict[BatchKey, list[int]] = {}
         for place, prepared in enumerate(asked):
             groups.setdefault(batch_key(prepared), []).append(place)

@@ -1,23 +1,25 @@
-"""A server under attack for a long time: robots that ask and robots on streams beside everything that is not kind.
+"""Test a server under attack for a long time: robots that send requests, and hostile clients of many kinds.
 
     python -m benchmarks.soak --minutes 10        # or: make soak
 
-One ``sinew serve`` with a key, and beside its robots, each a process with ``sinew_client``, ten that ask at 10 Hz and
-two on streams of 60 nodes a second:
+The benchmark starts one ``sinew serve`` with an API key. Ten robots send requests at 10 Hz, and two robots use
+streams
+of 60 waypoints per second. Each robot is a process with ``sinew_client``. The other clients are:
 
-* a flooder with the key, which sends requests as fast as the connection takes them,
-* a slow reader with the key, which asks for metadata and never reads an answer,
-* four strangers without a key, which send messages of as many fields as a parser would look at,
-* hogs: eight streams of 100 solver steps that send frames and samples as fast as they are taken,
-* a liar: streams whose times are no numbers, lie ahead or go back, and whose settings change with each message,
-* three viewers of the dashboard, of events and of frames,
-* an exchange of the policy every twenty seconds, for one whose actions are 10 more, and back,
-* and every ten seconds a message without end, a bomb of a picture and thirty connections that say nothing.
+* a flooder with the key, which sends requests as fast as the connection accepts them
+* a slow reader with the key, which requests metadata and never reads an answer
+* four clients without a key, which send messages with as many fields as the parser accepts
+* hogs: eight streams with 100 solver steps, which send frames and samples as fast as the server accepts them
+* a liar: streams with times that are not numbers, in the future or in the past, and settings that always change
+* three viewers of the dashboard, two of events and one of frames
+* a client that replaces the policy every twenty seconds, by one whose actions are larger by 10, and back
+* every ten seconds: a message without end, a decompression bomb as a picture, and thirty silent connections
 
-Each answer is compared with that of the same observation in process, and with what stood when it was asked for: an
-answer or a window of a policy that was exchanged before is wrong. Three rounds: the robots that ask alone, the same
-beside the hogs (what a stream may cost others), and all of it. The last line is JSON. The exit code is 1 if a robot
-lost an answer or got a wrong one.
+Each answer is compared with the answer to the same observation in this process. An answer or an action window of a
+policy that had been replaced before the request is an error. There are three rounds: the robots with requests alone,
+the same robots with the hogs, and all clients. The last line of the output is JSON. The exit status is 1 if a robot
+lost
+an answer or got a wrong answer.
 """
 
 from __future__ import annotations
@@ -51,16 +53,21 @@ from sinew.core import machine
 from sinew.lowbit.sources import lowbit_sources
 
 KEY = "soak"
-PERIOD_S = 10.0  # between two rounds of the occasional attacks
-EXCHANGE_S = 20.0  # between two exchanges
-SHIFT = 10.0  # of the actions of the policy that is exchanged for
-SEEDS = 16  # observations of each robot, whose answers are known
-STREAM_HZ = 60.0  # of the bundle's rows
-CLOSE = 1e-3  # of an answer to the known one
+PERIOD_S = 10.0  # seconds between two rounds of the occasional attacks
+EXCHANGE_S = 20.0  # seconds between two replacements of the policy
+SHIFT = 10.0  # added to all actions by the second policy
+SEEDS = 16  # number of observations of each robot with known answers
+STREAM_HZ = 60.0  # actions per second in the bundle
+CLOSE = 1e-3  # largest difference between an answer and the known answer
 
 
 def observation(seed: int, steps: int = 1) -> dict[str, Any]:
-    """An observation of the bundle's shapes. steps: of the solver."""
+    """Return an observation with the shapes of the bundle.
+
+    Args:
+        seed: Seed of the random values.
+        steps: Solver steps of the request.
+    """
     spec = Bundle(BUNDLE).manifest.spec
     return {
         "images": {each.name: np.zeros((each.height, each.width, 3), np.uint8) for each in spec.cameras},
@@ -72,7 +79,7 @@ def observation(seed: int, steps: int = 1) -> dict[str, Any]:
 
 
 def shifted(out: Path) -> Path:
-    """Write the bundle with ``SHIFT`` more in every action."""
+    """Write a copy of the bundle whose actions are larger by ``SHIFT``."""
     bundle = Bundle(BUNDLE)
     processing = bundle.manifest.processing
     mean = tuple(each + SHIFT for each in processing.action.stats["mean"])
@@ -83,7 +90,7 @@ def shifted(out: Path) -> Path:
 
 
 def known_answers(robots: int, steps: int) -> np.ndarray:
-    """Return the actions of every robot's observations, float32 [robots, SEEDS, H, D]."""
+    """Return the actions for every observation of every robot, float32 [robots, SEEDS, H, D]."""
     import sinew
 
     policy = sinew.load(BUNDLE, engine="plan", threads=1)
@@ -96,8 +103,10 @@ def known_answers(robots: int, steps: int) -> np.ndarray:
 
 
 class Exchanges:
-    """Which policy stood when, as :func:`exchanger` writes it down: lines of when it began, when it was done, and 0 or
-    1 for the policy that stands since."""
+    """The history of the active policy, as :func:`exchanger` writes it.
+
+    Each line of the file has the start of a replacement, its end, and the number of the new policy (0 or 1).
+    """
 
     def __init__(self, log: Path):
         self.changes = [
@@ -106,7 +115,7 @@ class Exchanges:
         ]
 
     def allowed(self, asked: float, answered: float) -> set[int]:
-        """Return the policies that may have answered what was asked then."""
+        """Return the numbers of the policies that may have answered a request that was sent at ``asked``."""
         found, last = set[int](), 0
         for begun, done, which in self.changes:
             if done <= asked:
@@ -116,11 +125,11 @@ class Exchanges:
         return found | {last}
 
 
-# ----------------------------------------------------------------------------- the parts, each a process
+# ----------------------------------------------------------------------------- the clients, each in its own process
 
 
 def robot(given: argparse.Namespace) -> dict[str, Any]:
-    """Ask at a steady rate; what took longer than a period makes the robot skip moments, not hurry."""
+    """Send requests at a constant rate. If an answer takes longer than a period, the robot skips control steps."""
     known = np.load(given.known)[given.number]
     sent = observation(0, given.steps)
     latencies: list[float] = []
@@ -154,10 +163,11 @@ def robot(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def streamer(given: argparse.Namespace) -> dict[str, Any]:
-    """Stream samples at the bundle's rate and a frame with every fourth; look at what comes back.
+    """Send samples to a stream at the rate of the bundle, with a frame in every fourth sample, and check the windows.
 
-    latencies: from a sample to its window. lost: runs of the server whose window never came. silent: the longest time
-    without a window.
+    Returns:
+        ``latencies``: from a sample to its window. ``lost``: inferences of the server whose window never arrived.
+        ``silent``: the longest time without a window.
     """
     images = observation(0)["images"]
     link = StreamLink(given.address, STREAM_HZ, f"robot-{given.number}", KEY, {"solver_steps": 1})
@@ -180,7 +190,7 @@ def streamer(given: argparse.Namespace) -> dict[str, Any]:
             windows.append((asked, now, int(np.median(window.rows) > SHIFT / 2)))
         moment = now - begun
         if link.send([0.0], moment, 1, None if tick % 4 else images, moment, "swing it up"):
-            sent[tick + 1] = now  # messages that were dropped have numbers, too
+            sent[tick + 1] = now  # dropped messages also have numbers
         tick += 1
         time.sleep(max(0.0, begun + tick / STREAM_HZ - time.monotonic()))
     silent = max(silent, time.monotonic() - heard)
@@ -199,7 +209,7 @@ def hogs(address: str, seconds: float) -> None:
     begun = time.monotonic()
     while (now := time.monotonic() - begun) < seconds:
         for link in links:
-            for link.session in ("a", "b"):  # two streams of one connection
+            for link.session in ("a", "b"):  # two streams on one connection
                 link.send([0.0], now, 1, images, now, "swing it up")
             link.windows()
         time.sleep(1 / STREAM_HZ)
@@ -216,11 +226,11 @@ def liar(address: str, seconds: float) -> None:
             frame = float(dice.choice([moment, now, -1e6, np.nan, 1e308]))
             link.rate = float(dice.choice([STREAM_HZ, 1000.0, 0.5, np.nan]))
             link.send([0.0], moment, int(dice.integers(5000)), images, frame, "swing it up")
-        time.sleep(1 / STREAM_HZ)  # and reads nothing
+        time.sleep(1 / STREAM_HZ)  # this client reads no answers
 
 
 def viewers(web: str, seconds: float) -> None:
-    """Look at the dashboard: two at events, one at frames."""
+    """View the dashboard: two viewers of events, and one of frames."""
 
     def look(path: str) -> None:
         while True:
@@ -236,7 +246,7 @@ def viewers(web: str, seconds: float) -> None:
 
 
 def exchanger(web: str, seconds: float, sources: Sequence[Path], log: Path) -> None:
-    """Exchange the policy in turns, and write down when; ends with the first policy in place."""
+    """Replace the policy alternately, and write the times to a file. The first policy is active at the end."""
     which, end = 0, time.monotonic() + seconds - EXCHANGE_S
     while time.monotonic() < end or which:
         time.sleep(EXCHANGE_S / 2)
@@ -316,7 +326,7 @@ PARTS: dict[str, Callable[[str, float], None]] = {
     "flooder": flooder, "slow_reader": slow_reader, "stranger": stranger, "occasional": occasional,
     "hogs": hogs, "liar": liar, "viewers": viewers,
 }  # fmt: skip
-WEB = ("viewers", "exchanger")  # parts that go to the http port
+WEB = ("viewers", "exchanger")  # the clients that use the HTTP port
 ATTACK = ("flooder", "slow_reader", *["stranger"] * 4, "occasional", "hogs", "liar", "viewers", "exchanger")
 ROUNDS = {"alone": (), "beside streams": ("hogs",), "attacked": ATTACK}
 
@@ -329,12 +339,13 @@ def dealer(address: str) -> Iterator[zmq.Socket]:
         yield made
 
 
-# ----------------------------------------------------------------------------- the round
+# ----------------------------------------------------------------------------- the rounds
 
 
 @contextlib.contextmanager
 def serving(log: Path, *arguments: object, verb: Sequence[str] = ("serve",)) -> Iterator[tuple[str, int]]:
-    """``sinew serve`` until the end of the block, its log in a file: its addresses and its process id."""
+    """Run ``sinew serve`` until the end of the block, with its log in a file. Yields its addresses and its process
+    id."""
     command = [sys.executable, "-m", "sinew", *verb, *map(str, arguments)]
     with log.open("w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -356,7 +367,12 @@ def memory_mib(process: int) -> float:
 
 
 class Soak:
-    """The programs of one server. addresses: its native and its http one. folder: for what they tell one another."""
+    """The client programs of one server.
+
+    Args:
+        addresses: The native address and the HTTP address.
+        folder: Folder for the files that the programs exchange.
+    """
 
     def __init__(self, given: argparse.Namespace, addresses: Sequence[str], server: int, folder: Path):
         self._given, self._server, self._folder = given, server, folder
@@ -365,7 +381,7 @@ class Soak:
         np.save(self._known, known_answers(given.robots, given.steps))
 
     def run(self, name: str, seconds: float) -> dict[str, Any]:
-        """Play one round; the server's memory is looked at meanwhile."""
+        """Play one round, and measure the memory of the server during the round."""
         given, log = self._given, self._folder / f"exchanges-{name}"
         log.touch()
         parts = ROUNDS[name]
@@ -411,8 +427,10 @@ class Soak:
 
 
 def summed(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the counts of several robots as one. old: answers of a policy that was exchanged before they were asked
-    for."""
+    """Return the sum of the counts of several robots. ``old`` counts answers of a policy that had been replaced
+    before the
+    request.
+    """
     latencies = np.concatenate([each["latencies"] for each in found]) if found else np.zeros(0)
     lost: dict[str, int] = {}
     for each in found:
@@ -428,13 +446,13 @@ def summed(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def by_minute(memory: list[tuple[float, float]]) -> list[float]:
-    """Return the memory at the start and the last of each minute, MiB. memory: (seconds, MiB)."""
+    """Return the memory at the start, and the last value of each minute, in MiB. memory: (seconds, MiB)."""
     last = {max(0, int((at - 1) // 60)): round(mib, 1) for at, mib in memory}
     return [round(memory[0][1], 1), *(last[minute] for minute in sorted(last))]
 
 
 def slope(memory: list[tuple[float, float]]) -> float:
-    """Return MiB per minute over the second half, when what is allocated once has been."""
+    """Return the growth of the memory in MiB per minute over the second half, after all one-time allocations."""
     half = memory[len(memory) // 2 :]
     if len(half) < 3:
         return 0.0
@@ -442,7 +460,7 @@ def slope(memory: list[tuple[float, float]]) -> float:
 
 
 def table(rounds: dict[str, dict[str, Any]]) -> str:
-    """Return the rounds side by side."""
+    """Return a table with one column for each round."""
     lines = [
         "| robots | answers | lost | wrong | old | skipped | p50 | p99 | max | memory by minute, MiB | slope |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -461,7 +479,7 @@ def table(rounds: dict[str, dict[str, Any]]) -> str:
 
 
 def part(given: argparse.Namespace) -> None:
-    """Be one of the programs."""
+    """Run one of the client programs."""
     if given.part in ("robot", "streamer"):
         print(json.dumps({"robot": robot, "streamer": streamer}[given.part](given)))
     elif given.part == "exchanger":
@@ -475,11 +493,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--alone", type=float, default=1.0, help="minutes of the two rounds before")
+    parser.add_argument("--alone", type=float, default=1.0, help="minutes of each of the first two rounds")
     parser.add_argument("--robots", type=int, default=10)
-    parser.add_argument("--streams", type=int, default=2, help="robots on streams")
+    parser.add_argument("--streams", type=int, default=2, help="number of robots on streams")
     parser.add_argument("--hertz", type=float, default=10.0)
-    parser.add_argument("--steps", type=int, default=1, help="of the solver, in the robots' requests")
+    parser.add_argument("--steps", type=int, default=1, help="solver steps in the requests of the robots")
     parser.add_argument("--part", choices=("robot", "streamer", "exchanger", *PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)

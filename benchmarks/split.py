@@ -1,10 +1,12 @@
-"""A policy in two places over a link of known rate and delay, against the prediction of ``sinew perf scenario``.
+"""Measure split inference over a link with known rate and delay, and compare with the prediction of ``sinew perf
+scenario``.
 
     python -m benchmarks.split --requests 20 --links 4g,5g,wifi6,slow-cloud
 
-A proxy on loopback delays each byte by the link's base latency and by its place behind the bytes before it. The
-prediction is :func:`sinew_perf.scenarios.split_s` of what was measured without it: the server's time, the head's, the
-bytes both ways. The last line is JSON.
+The vision and the prefix run on a server, and the head runs on the robot. A proxy on this machine delays each byte by
+the base latency of the link and by the time to send the earlier bytes. The prediction is
+:func:`sinew_perf.scenarios.split_s`. Its inputs are measured without the proxy: the times of the server and of the
+head, and the bytes in both directions. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from sinew.policy import load
 from sinew.stream.split import SplitPolicy, SplitTiming
 
 FORMS = ("fp32", "bf16", "int8")
-PIECE = 16 << 10  # bytes that are sent on at once
+PIECE = 16 << 10  # largest number of bytes in one piece
 
 
 class Link:
-    """Forwards TCP connections to ``port`` as ``network`` would."""
+    """A proxy that forwards TCP connections to ``port`` with the delays of ``network``."""
 
     def __init__(self, port: int, network: Network):
         self._to, self._network = port, network
@@ -46,7 +48,7 @@ class Link:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Take no more connections; those that stand end with their ends."""
+        """Stop accepting connections. Open connections end when one of their ends closes."""
         self._listener.close()
 
     def _accept(self) -> None:
@@ -66,7 +68,7 @@ class Link:
                 threading.Thread(target=self._write, args=(target, line, there), daemon=True).start()
 
     def _read(self, source: socket.socket, line: deque, there: threading.Semaphore, seconds: Any) -> None:
-        free = 0.0  # when the bytes before these have left
+        free = 0.0  # time at which the link has sent all earlier bytes
         while True:
             try:
                 data = source.recv(PIECE)
@@ -94,7 +96,7 @@ class Link:
 def measure(
     robot: SplitPolicy, observation: dict[str, Any], count: int
 ) -> tuple[list[float], list[SplitTiming]]:
-    """Return milliseconds of each request, and what it took; the first is left out."""
+    """Return the milliseconds of each request, and the times of its parts. The first request is left out."""
     took, trips = [], []
     for _ in range(1 + count):
         begun = time.perf_counter()

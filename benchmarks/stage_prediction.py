@@ -1,9 +1,11 @@
-"""Fit the calibrated roofline on some requests and compare its predictions with the measured times of others.
+"""Fit the calibrated roofline to some requests, and compare its predictions with measured times of other requests.
 
     python benchmarks/stage_prediction.py OUT.json [--models smolvla pi0] [--threads 1] [--runs 3]
 
-Full-size random weights in fp32, the eager engine's stages. The last line of standard output is one JSON
-document. OUT.json keeps the measurements: with --reuse nothing is measured again.
+The models have random weights at full size in fp32. The measured times are those of the stages of engine eager. The
+last
+line of standard output is one JSON document. OUT.json stores the measurements. With --reuse, the program reads them
+from OUT.json and measures nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from sinew.core import machine  # before torch, whose idle threads then sleep
+from sinew.core import machine  # import this module before torch, so that idle threads of torch sleep
 
 # isort: split
 
@@ -29,7 +31,8 @@ from sinew_perf.machine.fit import Sample
 from sinew_perf.machine.measure import MeasuredSizes, Speeds, StageTime, measure_speeds
 from sinew_perf.program import preset
 
-# Fitted on these, checked on those; no stage of a checked request is shared with a fitted one.
+# The model is fitted to the first requests and checked on the others. A checked request has no stage in common with a
+# fitted request.
 FITTED = [MeasuredSizes(1, 8, 12), MeasuredSizes(3, 48, 200)]
 CHECKED = [MeasuredSizes(2, 24, 50)]
 

@@ -1,12 +1,20 @@
-"""How often the head runs beside prefixes: the table of sequential against concurrent of Ma et al. 2025, section 6.1.
+"""Measure how often the head can run while prefixes are computed (table in section 6.1 of Ma et al. 2025).
 
     python -m benchmarks.streams BUNDLE --seconds 5 [--threads 1,1] [--runs 10,16]
 
-The paper's rows first: one prefix and ten head runs one after the other; one prefix beside ten, and beside sixteen,
-until both are done. Then what streams do: prefixes and head runs back to back on two threads, each with its own pool;
-head runs alone; and, where the bundle keeps its language head, prefixes that say a token behind a text of 16. A run of
-the head is one evaluation, with the state renewed where the head reads it. Nothing is paced, so the rates are the most
-that this machine gives; cpu_ms is the time of the calling thread alone, which a busy machine changes less.
+The first rows are those of the paper: one prefix and then ten runs of the head, and one prefix at the same time as
+ten
+or sixteen runs of the head, until both are done. The next rows are those of streams:
+
+* prefixes and runs of the head without a pause, on two threads with their own thread pools
+* runs of the head alone
+* if the bundle contains its language head: prefixes that also compute one token after a text of 16 tokens
+
+A run of the head is one evaluation. If the head reads the state, each run has a new state. There are no pauses, so
+the
+rates are the largest that this machine reaches. cpu_ms is the processor time of the calling thread, which depends
+less
+on other programs.
 """
 
 from __future__ import annotations
@@ -29,7 +37,7 @@ from sinew.engine.capability import Capability
 
 
 class Rounds:
-    """One policy, its engine's verbs as calls without arguments."""
+    """The steps of one policy as functions without arguments."""
 
     def __init__(self, bundle: Path, engine: str):
         self.policy = sinew.load(bundle, engine=engine, threads=1)
@@ -51,11 +59,11 @@ class Rounds:
         self.engine.evaluate(context, self.prepared.noise[None], self.times[None])
 
 
-Found = list[tuple[float, float]]  # seconds by the clock and of the thread, of each call
+Found = list[tuple[float, float]]  # elapsed seconds and CPU seconds of the thread, for each call
 
 
 def timed(call: Callable[[], None], seconds: float, threads: int, found: Found) -> None:
-    """Call back to back for so many seconds, and note how long each call took."""
+    """Repeat a call without a pause for ``seconds``. Appends the times of each call to ``found``."""
     torch.set_num_threads(threads)
     end = time.perf_counter() + seconds
     while (begun := time.perf_counter()) < end:
@@ -65,7 +73,7 @@ def timed(call: Callable[[], None], seconds: float, threads: int, found: Found) 
 
 
 def beside(rounds: Rounds, seconds: float, threads: tuple[int, int], runs: int) -> Found:
-    """Return how long one prefix and so many head runs take that begin together, on two threads."""
+    """Run one prefix and ``runs`` runs of the head at the same time, on two threads. Returns their times."""
     found: Found = []
     begin, done, over = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
 
@@ -113,7 +121,7 @@ def measure(rounds: Rounds, seconds: float, threads: tuple[int, int], runs: Sequ
     timed(rounds.head, seconds, threads[1], alone)
     pairs: dict[str, Found] = {"prefix_alone": [], "prefix_and_token": []}
     if Capability.SPEAK not in rounds.policy.facts.refusals:
-        for _ in range(10):  # in turns, so that whatever else runs is beside both
+        for _ in range(10):  # alternate, so that other programs disturb both measurements
             timed(rounds.prefix, seconds / 10, threads[0], pairs["prefix_alone"])
             timed(rounds.text, seconds / 10, threads[0], pairs["prefix_and_token"])
 
@@ -143,7 +151,9 @@ def main() -> None:
     parser.add_argument("--engine", default="eager")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--threads", default="1,1")
-    parser.add_argument("--runs", default="10,16", help="head runs beside a prefix, separated by commas")
+    parser.add_argument(
+        "--runs", default="10,16", help="numbers of head runs for each prefix, separated by commas"
+    )
     args = parser.parse_args()
     slow, _, fast = args.threads.partition(",")
     rounds = Rounds(args.bundle, args.engine)

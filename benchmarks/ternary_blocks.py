@@ -1,10 +1,12 @@
-"""BitVLA's blocks at full width: ternary with the compiled kernels against the same weights dense in float32.
+"""Compare BitVLA's blocks at full width: ternary weights with compiled kernels, and the same weights dense in
+float32.
 
     python -m benchmarks.ternary_blocks [--layers 2] [--rounds 5]
 
-The whole network in float32 takes 10 GB, so both sides have a few layers of each tower and BitVLA's widths, views
-and tokens; a layer costs the same at any depth. Dense is engine plan, ternary engine cpu. Rounds alternate, one thread,
-CPU seconds of the process. The last line is JSON.
+The whole network in float32 needs 10 GB. So both sides have only a few layers of each tower, with BitVLA's widths,
+views and tokens. A layer costs the same at any depth. The dense side is engine plan, and the ternary side is engine
+cpu.
+The sides alternate. The times are CPU seconds of the process with one thread. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from sinew.models.base import Model
 
 
 def models(layers: int) -> tuple[Model, Model, Shapes]:
-    """Return BitVLA with ``layers`` layers per tower, ternary and dense with the same weights, and its shapes."""
+    """Return BitVLA with ``layers`` layers for each tower, ternary and dense with the same weights, and its shapes."""
     found = published("bitvla")
     config = found.config
     tower = replace(config.vision[0], num_layers=layers)
@@ -67,7 +69,7 @@ def models(layers: int) -> tuple[Model, Model, Shapes]:
 
 
 def stages(model: Any, inputs: Inputs) -> tuple[float, float]:
-    """Return the CPU seconds of vision, and of the prefix behind it."""
+    """Return the CPU seconds of the vision stage and of the prefix stage."""
     start = time.process_time()
     tokens = model.embed_images(inputs.pixels)
     middle = time.process_time()
@@ -94,7 +96,7 @@ def main() -> None:
         for index in range(arguments.rounds + 1):
             for name in list(sides)[:: -1 if index % 2 else 1]:
                 found = stages(sides[name], inputs)
-                if index:  # the first warms up
+                if index:  # the first round only warms up
                     taken[name].append(found)
                     print(f"round {index}  {name:8} vision {found[0]:.2f}, prefix {found[1]:.2f}", flush=True)
     rows = {}

@@ -1,14 +1,18 @@
-"""How steady the robot's loop ticks, alone and beside a busy neighbour, and what it costs.
+"""Measure how regular the control steps of the robot's loop are, alone and next to a busy process, and their cost.
 
 ``python -m benchmarks.ticks --hz 100,500 --seconds 10``
 
-The loop of ``sinew_client.control`` drives a robot without hardware with chunks from a function that answers at once,
-so that nothing but the loop, the requester's thread and the machine is measured. The neighbour is a process that never
-sleeps, on the core that the loop runs on. Rounds alternate between alone and beside it. Lateness is that of a tick's
-beginning; skipped periods are those that passed without a tick.
+The loop of ``sinew_client.control`` drives a robot without hardware. A function returns each chunk immediately. So
+the
+benchmark measures only the loop, the thread that requests chunks, and the machine. The busy process never sleeps and
+runs on the core of the loop. Rounds without and with the busy process alternate. Lateness is the delay of the start
+of
+a control step. Skipped periods are periods without a control step.
 
---server ADDRESS: chunks come from a ``sinew serve``, and every other round tells it how it goes, as `sinew run` does.
-Told are medians of rounds without and with that, and of the changes of pairs, with 95 % intervals.
+With --server ADDRESS, the chunks come from a ``sinew serve``. In every second round, the robot sends reports about
+the
+run to the server, as `sinew run` does. The benchmark prints the medians of the rounds without and with these reports,
+and the medians of the differences of pairs, with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ HOG = "import os; os.sched_setaffinity(0, {%d})\nprint('spinning', flush=True)\n
 
 
 def beside_reports(arguments: argparse.Namespace) -> None:
-    """Run pairs of rounds against a server, without and with reports in turns, and print what reports change."""
+    """Run pairs of rounds against a server, without and with reports, and print the effect of the reports."""
     hz, servers, trips = float(arguments.hz.split(",")[0]), Servers(arguments.server), list[float]()
     with servers.client() as client:
         policy = client.metadata()["policy"]
@@ -76,9 +80,9 @@ def beside_reports(arguments: argparse.Namespace) -> None:
 
 
 def one(hz: float, seconds: float, handover: str) -> dict[str, Any]:
-    """Run the loop for some seconds and return its report, with the share of a core that the process used."""
+    """Run the loop for some seconds. Returns its report, with the fraction of a core that the process used."""
     rng = np.random.default_rng(0)
-    chunk = rng.normal(size=(max(8, int(hz)), 7)).astype(np.float32)  # a second of rows
+    chunk = rng.normal(size=(max(8, int(hz)), 7)).astype(np.float32)  # enough actions for one second
     settings = Settings(
         hz=hz, handover=handover, replan="queue:0.5", limits={"velocity": 1e6}, motion={"kind": "absolute"}
     )

@@ -1,7 +1,8 @@
-"""One client per wire with the same face, for benchmarks and tests: what a robot's own client does, and no more.
+"""One client class for each protocol with the same methods, for benchmarks and tests.
 
-``connect("openpi", address).ask(frames, state, prompt, seed)`` gives the actions and the server's own timing. GR00T's
-and LeRobot's messages are those of the clients in ``tests/``.
+``connect("openpi", address).ask(frames, state, prompt, seed)`` returns the actions and the times that the server
+measured. Each class does only what the original client of the protocol does. The messages of GR00T and LeRobot are
+those of the clients in ``tests/``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ Frames = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Answer:
-    """total_ms: the policy's; queue_ms: waiting for others. None where the wire has no place for them."""
+    """An answer of a server.
+
+    Attributes:
+        actions: The chunk.
+        total_ms: Time of the policy. None if the protocol does not transmit it.
+        queue_ms: Time in the queue of the server. None if the protocol does not transmit it.
+    """
 
     actions: np.ndarray
     total_ms: float | None
@@ -34,13 +41,27 @@ class WireClient(Protocol):
     def ask(
         self, frames: Frames, state: np.ndarray, prompt: str, seed: int, steps: int | None = None
     ) -> Answer:
-        """frames: uint8 [height, width, 3] by camera. state: float32 [D]. steps: of the solver, where the wire can."""
+        """Send one observation and return the answer.
+
+        Args:
+            frames: Camera name -> uint8 [height, width, 3].
+            state: float32 [D].
+            prompt: The instruction.
+            seed: Seed of the noise, if the protocol can transmit it.
+            steps: Number of solver steps, if the protocol can transmit it.
+        """
 
     def close(self) -> None: ...
 
 
 def connect(wire: str, address: str, api_key: str = "") -> WireClient:
-    """address: as ``sinew serve`` prints it."""
+    """Open a client.
+
+    Args:
+        wire: Name of the protocol.
+        address: The address that ``sinew serve`` prints.
+        api_key: The API key, if the server requires one.
+    """
     return CLIENTS[wire](address, api_key)
 
 
@@ -61,7 +82,7 @@ class Native:
 
 
 class OpenPI:
-    """As ``openpi_client.WebsocketClientPolicy``: the same package below, the same options, the same encoding."""
+    """A client like ``openpi_client.WebsocketClientPolicy``, with the same websocket package, options and encoding."""
 
     def __init__(self, address: str, api_key: str = ""):
         from websockets.sync.client import connect as websocket
@@ -70,7 +91,7 @@ class OpenPI:
         self.stack = contextlib.ExitStack()
         opened = websocket(address, compression=None, max_size=None, additional_headers=headers)
         self.socket = self.stack.enter_context(opened)
-        self.socket.recv(TIMEOUT_S)  # the server's metadata
+        self.socket.recv(TIMEOUT_S)  # the first message of the server is its metadata
 
     def ask(
         self, frames: Frames, state: np.ndarray, prompt: str, seed: int, steps: int | None = None
@@ -89,7 +110,7 @@ class OpenPI:
 
 
 class Http:
-    """``POST /v1/actions`` with msgpack on a connection that stays open."""
+    """A client that sends ``POST /v1/actions`` with msgpack, and keeps its connection open."""
 
     def __init__(self, address: str, api_key: str = ""):
         self.connection = http.client.HTTPConnection(address.partition("//")[2], timeout=TIMEOUT_S)
@@ -128,7 +149,7 @@ class Groot:
         try:
             self.prompt_key = self.client.get_modality_config()["language"].modality_keys[0]
         except BaseException:
-            self.client.close()  # else the end of its context waits for it
+            self.client.close()  # otherwise, closing the ZeroMQ context would wait for this client
             raise
 
     def ask(
@@ -148,7 +169,8 @@ class Groot:
 
 
 class LeRobot:
-    """The protocol has no place for a seed or for timing; every observation must be answered."""
+    """A client of LeRobot's protocol, which cannot transmit a seed or times. The server must answer every
+    observation."""
 
     def __init__(self, address: str, api_key: str = "", policy: str = "blocks", kind: str = "smolvla"):
         from tests.serve.test_lerobot_wire import Robot
@@ -192,7 +214,7 @@ class LeRobot:
 
 
 class LeRobotRemote:
-    """A robot of LeRobot's remote inference in chunk mode; no place for a seed."""
+    """A robot of LeRobot's remote inference in chunk mode. The protocol cannot transmit a seed."""
 
     def __init__(self, address: str, api_key: str = "", policy: str = "blocks"):
         from tests.serve.lerobot_remote_client import RemoteRobot, rgb, tensor
@@ -226,8 +248,12 @@ class LeRobotRemote:
 
 
 class Evo1:
-    """Text frames of JSON with pictures in BGR, as the scripts of Evo-1's repository; no place for a seed or timing.
-    width: of the robot's actions, of the 24 that the model has."""
+    """A client like the scripts in Evo-1's repository: text frames of JSON with pictures in BGR, without seed or
+    times.
+
+    Args:
+        width: Number of action columns of the robot. The model has 24 columns.
+    """
 
     def __init__(self, address: str, api_key: str = "", width: int = 7):
         from websockets.sync.client import connect as websocket
@@ -256,8 +282,11 @@ class Evo1:
 
 
 class VlaEval:
-    """As ``vla_eval.connection.Connection``: an answer is one row of a chunk, so an ask is an episode of as many steps
-    as the server executes of one. Frames travel as PNG; no place for a seed or timing."""
+    """A client like ``vla_eval.connection.Connection``. Frames are sent as PNG, without seed or times.
+
+    An answer is one action of a chunk. So one call plays an episode with as many steps as the server executes of a
+    chunk.
+    """
 
     def __init__(self, address: str, api_key: str = ""):
         from websockets.sync.client import connect as websocket
@@ -318,7 +347,7 @@ def _observation(
 
 
 def _pack(value: Any) -> Any:
-    """An array as openpi's msgpack_numpy writes it."""
+    """Encode an array as openpi's msgpack_numpy does."""
     if isinstance(value, np.ndarray):
         return {
             b"__ndarray__": True,
@@ -346,7 +375,7 @@ def _png(frame: np.ndarray) -> dict[str, Any]:
 
 
 def _pack_text(value: Any) -> Any:
-    """An array as vla-eval writes it: a map with text as keys."""
+    """Encode an array as vla-eval does: a map with text keys."""
     return {key.decode() if isinstance(key, bytes) else key: each for key, each in _pack(value).items()}
 
 

@@ -1,16 +1,24 @@
-"""Overhead of each wire: the client's call minus the server's inference and waiting, per wire.
+"""Measure the overhead of each protocol: the time of the client's call minus the times of inference and queue.
 
     python -m benchmarks.wires [--wires native openpi] [--pin] [--pause MS]
 
-A server process per wire and one client process, one request after the other, two frames of 224 x 224, on a policy
-so small that the wire counts: one solver step, which LeRobot's protocol cannot ask for. The call is timed where a robot
-program would time it, around the client's own function: encoding, both ways through the sockets, decoding, the server's
-threads and checks are all in it. Below them stands what no server could make shorter. "zeromq" and "tcp" are sockets
-alone, of the library and of the kernel: as many bytes there, a kilobyte back, and between the two a sleep as long as
-the first wire's inference. "openpi client" is openpi's client with a WebSocket that takes the bytes, looks at none and
-answers after such a sleep. They take turns in rounds, so that a machine whose speed changes does it to all of them.
---pin: the client has one core and the servers another, as a robot and its server do not share one. --pause: the client
-sleeps before each request, as a robot's does. The last line is JSON.
+Each protocol has its own server process. One client process sends one request after the other, with two frames of
+224 x 224. The policy is small and runs one solver step, so that the protocol dominates. LeRobot's protocol cannot set
+the solver steps. The benchmark times the client's own function, as a robot program would. The time includes encoding,
+both directions through the sockets, decoding, and the threads and checks of the server.
+
+The last rows are limits that no server can improve:
+
+* "zeromq" and "tcp" are sockets alone, of the library and of the kernel. They send as many bytes, sleep as long as
+  the
+  inference of the first protocol, and receive a kilobyte.
+* "openpi client" is openpi's client with a WebSocket that receives the bytes, ignores them, and answers after such a
+  sleep.
+
+All rows run in each round, so that a change in the speed of the machine affects all of them. With --pin, the client
+has one core and the servers have another core, as on two machines. With --pause, the client sleeps before each
+request,
+as a robot does. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -41,32 +49,41 @@ from benchmarks.wire_clients import connect
 from sinew.bundle import Bundle
 from sinew.core import machine
 
-BUNDLE = Path(__file__).resolve().parents[1] / "sinew" / "assets" / "pen.gguf"  # the smallest: two cameras
-WIRES = ("native", "ipc", "openpi", "http", "groot", "lerobot")  # ipc: native over a Unix socket
-GOALS_MS = {"native": 0.35, "openpi": 1.0}  # p50
-SIDE = 224  # of the square frames that are sent, in pixels
-STEPS = 1  # of the solver: as little inference as there can be
+BUNDLE = (
+    Path(__file__).resolve().parents[1] / "sinew" / "assets" / "pen.gguf"
+)  # the smallest policy with two cameras
+WIRES = (
+    "native",
+    "ipc",
+    "openpi",
+    "http",
+    "groot",
+    "lerobot",
+)  # "ipc" is the native protocol over a Unix socket
+GOALS_MS = {"native": 0.35, "openpi": 1.0}  # goals for the p50 of the overhead
+SIDE = 224  # height and width of the frames, in pixels
+STEPS = 1  # solver steps, as few as possible
 
 
-SERVERS: list[int] = []  # the core of the servers, with --pin
-SLEEPS: list[float] = []  # seconds before each request, with --pause
+SERVERS: list[int] = []  # the core of the servers, if --pin is set
+SLEEPS: list[float] = []  # seconds before each request, if --pause is set
 
 
 def elsewhere(process: int) -> None:
-    """Keep a process that has just begun on the servers' core, where they have one."""
+    """Move a new process to the core of the servers, if --pin is set."""
     if SERVERS:
         os.sched_setaffinity(process, SERVERS)
 
 
 def sleep() -> None:
-    """Let everything grow cold before a request, with --pause."""
+    """Sleep before a request if --pause is set, so that processor caches become cold."""
     for seconds in SLEEPS:
         time.sleep(seconds)
 
 
 @contextlib.contextmanager
 def serving(*arguments: object) -> Iterator[tuple[str, int]]:
-    """``sinew serve`` until the end of the block; its last address and its process id."""
+    """Run ``sinew serve`` until the end of the block. Yields its last address and its process id."""
     command = [sys.executable, "-m", "sinew", "serve", "--no-prepare", *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     elsewhere(process.pid)
@@ -88,7 +105,7 @@ def serving(*arguments: object) -> Iterator[tuple[str, int]]:
 def observations(
     bundle: Path, side: int, seed: int = 0
 ) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
-    """Noise in the shapes of the bundle's cameras and state, without end."""
+    """Yield random frames and states in the shapes of the bundle, without end."""
     spec, rng = Bundle(bundle).manifest.spec, np.random.default_rng(seed)
     while True:
         frames = {each.name: rng.integers(0, 256, (side, side, 3), dtype=np.uint8) for each in spec.cameras}
@@ -96,7 +113,7 @@ def observations(
 
 
 class Asked:
-    """A client of one wire, with observations."""
+    """A client of one protocol with random observations."""
 
     def __init__(self, stack: contextlib.ExitStack, wire: str, address: str, side: int):
         self._client = connect(wire, address)
@@ -105,7 +122,7 @@ class Asked:
         self._asked = 0
 
     def __call__(self, requests: int) -> list[tuple[float, float]]:
-        """Return (call, policy and waiting) of so many requests, in milliseconds."""
+        """Send requests. Returns (time of the call, time of policy and queue) for each request, in milliseconds."""
         rows = []
         for frames, state in itertools.islice(self._observations, requests):
             sleep()
@@ -118,12 +135,15 @@ class Asked:
 
 
 class Served(Asked):
-    """A server of one wire and its client. LeRobot's replies have no place for the server's timing; there it is read
-    from the access log."""
+    """A server of one protocol and its client.
+
+    LeRobot's answers do not contain the times of the server. So this class reads the times from the access log.
+    """
 
     def __init__(self, stack: contextlib.ExitStack, wire: str, side: int, access: Path):
         self._access = access if wire == "lerobot" else None
-        # A thread for torch and the wire's: a second one for torch would take the wire's core on small machines.
+        # The server gets one thread for torch. On small machines, a second one would take the core of the protocol's
+        # thread.
         log = ["--access-log", access] if self._access else []
         where = f"native:ipc://{access.with_suffix('.sock')}" if wire == "ipc" else f"{wire}:0"
         address, _ = stack.enter_context(serving(BUNDLE, "--wire", where, "--threads", 1, *log))
@@ -132,7 +152,7 @@ class Served(Asked):
             self._client.policy = "pen"
 
     def __call__(self, requests: int) -> list[tuple[float, float]]:
-        """Return (call, policy and waiting) of so many requests, in milliseconds."""
+        """Send requests. Returns (time of the call, time of policy and queue) for each request, in milliseconds."""
         rows = super().__call__(requests)
         if self._access is None:
             return rows
@@ -202,7 +222,7 @@ while True:
 
 @contextlib.contextmanager
 def echo(kind: str, pause_ms: float, size: int) -> Iterator[int]:
-    """Run a program of ``ECHOES`` until the end of the block, and give its port."""
+    """Run a program of ``ECHOES`` until the end of the block. Yields its port."""
     command = [sys.executable, "-c", PAUSE + ECHOES[kind], str(pause_ms), str(size)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         elsewhere(process.pid)
@@ -214,7 +234,8 @@ def echo(kind: str, pause_ms: float, size: int) -> Iterator[int]:
 
 
 class Sockets:
-    """Sockets alone: what no server of this kind can be faster than, with a processor that has slept meanwhile."""
+    """Sockets alone, which are a lower bound for every server. The other side sleeps before its answer, so its core
+    is idle."""
 
     def __init__(self, stack: contextlib.ExitStack, kind: str, side: int, pause_ms: float):
         self._payload = os.urandom(2 * 3 * side * side)
@@ -231,7 +252,7 @@ class Sockets:
             self._send, self._receive = made.sendall, partial(made.recv, 1024, socket.MSG_WAITALL)
 
     def __call__(self, requests: int) -> list[tuple[float, float]]:
-        """Return (call, pause) of so many requests, in milliseconds."""
+        """Send requests. Returns (time of the call, time of the sleep) for each request, in milliseconds."""
         rows = []
         for _ in range(requests):
             sleep()
@@ -245,8 +266,11 @@ class Sockets:
 def rounds(
     wires: Sequence[str], count: int, requests: int, warmup: int, side: int
 ) -> dict[str, list[np.ndarray]]:
-    """Return the (call, rest) rows of each wire and kind of socket by round, [requests, 2] each. All have a turn in
-    a round, in random order."""
+    """Measure each protocol and each kind of socket. All of them run in each round, in random order.
+
+    Returns:
+        Name -> one array [requests, 2] for each round: the time of the call, and the time of policy and queue.
+    """
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         asked: dict[str, Asked | Sockets] = {
@@ -263,14 +287,22 @@ def rounds(
         found: dict[str, list[np.ndarray]] = {name: [] for name in asked}
         for _ in track(range(count), "rounds", console=Console(stderr=True), transient=True):
             for name in rng.permutation(list(asked)):
-                asked[name](2)  # it has not had its turn for long
+                asked[name](2)  # this client has been idle, so two requests warm it up
                 found[name].append(np.array(asked[name](requests)))
     return found
 
 
 def row(own: Sequence[np.ndarray], bare: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Return what is told of one wire. above_tcp_ms: the median of the rounds' differences of medians, with a 95 %
-    interval of ranks."""
+    """Return the statistics of one protocol.
+
+    Args:
+        own: The rounds of the protocol.
+        bare: The rounds of the TCP socket.
+
+    Returns:
+        The times of the call, the policy and the overhead. ``above_tcp_ms`` is the median over the rounds of the
+        difference between both medians, with a 95 % interval of ranks.
+    """
     call, rest = np.concatenate(own).T
     above = [medians(mine) - medians(theirs) for mine, theirs in zip(own, bare, strict=True)]
     return {
@@ -282,12 +314,12 @@ def row(own: Sequence[np.ndarray], bare: Sequence[np.ndarray]) -> dict[str, Any]
 
 
 def medians(rows: np.ndarray) -> float:
-    """Return the median of what a call [n, 2] takes outside the policy."""
+    """Return the median time outside the policy for calls [n, 2]."""
     return float(np.median(rows[:, 0] - rows[:, 1]))
 
 
 def statistics(values: np.ndarray) -> dict[str, float]:
-    """Percentiles are observed values, rounded up in rank, as in ``sinew bench``."""
+    """Return the percentiles. Each is a measured value whose rank is rounded up, as in ``sinew bench``."""
     found = np.percentile(values, [50, 90, 99], method="higher")
     return {
         name: round(float(value), 3)
@@ -301,19 +333,25 @@ def main() -> None:
     )
     parser.add_argument("--wires", nargs="+", default=WIRES, choices=WIRES)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--requests", type=int, default=25, help="of each wire in a round")
+    parser.add_argument(
+        "--requests", type=int, default=25, help="number of requests for each protocol in a round"
+    )
     parser.add_argument("--warmup", type=int, default=30)
-    parser.add_argument("--side", type=int, default=SIDE, help="of the square frames, in pixels")
-    parser.add_argument("--pin", action="store_true", help="client and servers on a core each")
-    parser.add_argument("--pause", type=float, default=0.0, help="ms that clients sleep before each request")
+    parser.add_argument("--side", type=int, default=SIDE, help="height and width of the frames, in pixels")
+    parser.add_argument(
+        "--pin", action="store_true", help="run the client on one core, and the servers on another"
+    )
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="milliseconds that clients sleep before each request"
+    )
     arguments = parser.parse_args()
     if arguments.pause:
         SLEEPS.append(arguments.pause / 1e3)
     if arguments.pin:
         if not hasattr(os, "sched_setaffinity"):
-            parser.error("--pin: expected a system that keeps processes on cores, as Linux does")
+            parser.error("--pin: this system cannot fix a process to a core; use Linux")
         if len(cores := sorted(os.sched_getaffinity(0))) < 2:
-            parser.error("--pin: expected two cores")
+            parser.error("--pin: needs two cores, and this machine has fewer")
         os.sched_setaffinity(0, cores[:1])
         SERVERS.append(cores[1])
     before = os.getloadavg()

@@ -1,14 +1,17 @@
-"""``make gpu``: correctness, the ladder from eager to the full engine, on one NVIDIA GPU.
+"""``make gpu``: test and measure engine cuda on one NVIDIA GPU, in comparison with eager PyTorch.
 
-``python -m benchmarks.gpu [--budget S] [--only NAME,...] [--out DIR]`` in a checkout; needs torch, triton and numpy,
-no network, no bundle (``docs/gpu.md``). Writes ``benchmarks/results/<gpu>-<date>.json`` and a markdown table beside
-it, after every section. Each section runs in a process of its own with its own time, so that a crash or a
-section that is too slow costs nothing but itself; its rows up to then are kept.
+Run ``python -m benchmarks.gpu [--budget S] [--only NAME,...] [--out DIR]`` in a checkout. It needs torch, triton and
+numpy. It needs no network and no bundle (``docs/gpu.md``). After each section, it writes
+``benchmarks/results/<gpu>-<date>.json`` and a table in Markdown next to this file. Each section runs in its own
+process
+and with its own time limit. If a section crashes or takes too long, the other sections still run, and the rows that
+it
+has already written are kept.
 
-``python -m benchmarks.gpu ahead`` compiles the kernels at home and packs them (``ahead.py``).
+``python -m benchmarks.gpu ahead`` compiles the kernels on a machine without a GPU and packs them (``ahead.py``).
 
-The last line is one JSON object. Status 0 when every section that could run did, 1 when something failed or there is
-no GPU.
+The last line of the output is one JSON object. The exit status is 0 if each section that this machine supports
+succeeded. The status is 1 if a section failed or if there is no GPU.
 """
 
 from __future__ import annotations
@@ -30,22 +33,32 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "packages" / "sinew-client" / "src")]  # a checkout is enough
+# the modules in the checkout are enough, without an installation
+sys.path[:0] = [str(ROOT), str(ROOT / "packages" / "sinew-client" / "src")]
 
 Record = dict[str, Any]
-BUDGET = 550  # seconds of all sections; with GRACE, STUCK, and 15 s for start and tables it is ten minutes
-LEAST = 8  # seconds under which a section is not begun
-GRACE = 20  # seconds that a section may take beyond its own, to finish a call that it is in
-STUCK = 15  # seconds that a killed process is waited for: one inside the driver may not end
+# seconds for all sections, so that a run takes ten minutes with GRACE, STUCK and 15 s for the start and the tables
+BUDGET = 550
+LEAST = 8  # a section is skipped if fewer seconds are left
+GRACE = 20  # seconds that a section may take beyond its limit, to finish its current call
+STUCK = 15  # seconds to wait for a killed process, because a process inside the GPU driver may not end
 
 
 # ----------------------------------------------------------------------------- one section, in its process
 
 
 def child(name: str, deadline: float, rows: Path, device: str, tiny: bool, traces: Path | None = None) -> int:
-    """Run a section; its rows go to a file, line by line, and what became of it is the last line.
+    """Run one section. Writes each row as one line of a file, and the result of the section as the last line.
 
-    deadline: of ``time.monotonic()``, which all processes share: what has been imported by now has used its time.
+    Args:
+        name: Name of the section.
+        deadline: End of the section, in seconds of ``time.monotonic()``. All processes share this clock, so the time
+            for
+            imports counts too.
+        rows: The file to write.
+        device: Torch name of the device.
+        tiny: Use small models.
+        traces: Folder for traces.
     """
     import torch
 
@@ -67,7 +80,7 @@ def child(name: str, deadline: float, rows: Path, device: str, tiny: bool, trace
         except NotHere as error:
             status, reason = "skipped", str(error)
         except TimeoutError as error:
-            status, reason = "partial", f"time was used up: {error}"
+            status, reason = "partial", f"the time limit of the section ended: {error}"
         except Exception as error:  # noqa: BLE001 - it is recorded, and the other sections still count
             status, reason = "failed", f"{type(error).__name__}: {error}"[:2000]
             traceback.print_exc()
@@ -75,11 +88,11 @@ def child(name: str, deadline: float, rows: Path, device: str, tiny: bool, trace
     return 0
 
 
-# ----------------------------------------------------------------------------- all of them
+# ----------------------------------------------------------------------------- all sections
 
 
 def run_section(name: str, seconds: float, device: str, tiny: bool, traces: Path | None = None) -> Record:
-    """{"status", "reason", "seconds", "rows"} of one section in a process of its own."""
+    """Run one section in its own process. Returns {"status", "reason", "seconds", "rows"}."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows"
         rows.touch()
@@ -96,7 +109,8 @@ def run_section(name: str, seconds: float, device: str, tiny: bool, traces: Path
             code = process.wait(timeout=seconds + GRACE)
         except subprocess.TimeoutExpired:
             killed = True
-            os.killpg(process.pid, signal.SIGKILL)  # its own group: what it started goes too
+            # the section runs in its own process group, so this also ends the processes that it has started
+            os.killpg(process.pid, signal.SIGKILL)
             try:
                 code = process.wait(timeout=STUCK)
             except subprocess.TimeoutExpired:
@@ -105,8 +119,7 @@ def run_section(name: str, seconds: float, device: str, tiny: bool, traces: Path
 
 
 def read_rows(path: Path, killed: bool, code: int) -> Record:
-    """Read the rows that a section left, however it ended; a line that was being written when it was killed is
-    dropped."""
+    """Read the rows of a section, also if the section did not end normally. Drops a line that is incomplete."""
     rows, end = [], {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -118,7 +131,7 @@ def read_rows(path: Path, killed: bool, code: int) -> Record:
         else:
             end = record
     if not end:
-        reason = "cut off: its time was used up" if killed else f"its process ended with status {code}"
+        reason = "stopped at its time limit" if killed else f"its process ended with status {code}"
         end = {"status": "partial" if killed else "failed", "reason": reason}
     return {"rows": rows, **end}
 
@@ -132,13 +145,27 @@ def run_all(
     document: Record,
     clock: Callable[[], float] = time.monotonic,
 ) -> Record:
-    """Run sections in turn; each gets its own seconds or what is left. ``save`` is called after every one."""
+    """Run the sections one after the other.
+
+    Args:
+        names: The sections.
+        budget: Seconds for all sections together.
+        seconds: Time limit of each section. A section gets less if less of the budget is left.
+        run: Runs one section.
+        save: Called with the document after each section.
+        document: The document to extend.
+        clock: Returns the time in seconds.
+    """
     start = clock()
     document["sections"] = {}
     for name in names:
         left = budget - (clock() - start)
         if left < LEAST:
-            record = {"status": "skipped", "reason": f"{left:.0f} s were left of {budget:.0f}", "rows": []}
+            record = {
+                "status": "skipped",
+                "reason": f"{left:.0f} of {budget:.0f} s were left, which is too short for this section",
+                "rows": [],
+            }
         else:
             print(f"== {name}, up to {min(seconds[name], left):.0f} s", flush=True)
             try:
@@ -153,7 +180,7 @@ def run_all(
 
 
 def facts(device: str) -> Record:
-    """Return the facts of the machine and of this run."""
+    """Return the facts about the machine and about this run."""
     import torch
 
     from sinew.engine.cuda.kernels.lang import triton
@@ -163,7 +190,7 @@ def facts(device: str) -> Record:
         "gpu": platform.processor() or "cpu",
         "torch": torch.__version__,
         "triton": None if triton is None else triton.__version__,
-        "cudnn": torch.backends.cudnn.version(),  # which may compute scaled_dot_product_attention
+        "cudnn": torch.backends.cudnn.version(),  # torch may use cuDNN for scaled_dot_product_attention
         "python": platform.python_version(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit(),
@@ -189,7 +216,7 @@ def commit() -> str:
 
 
 def lacking(device: str) -> list[str]:
-    """Return what this machine lacks, one text each."""
+    """Return one text for each requirement that this machine does not satisfy."""
     try:
         import torch
     except ImportError:
@@ -203,13 +230,13 @@ def lacking(device: str) -> list[str]:
 
 
 def stem(document: Record) -> str:
-    """Return what the names of a run's files begin with: the GPU and the day."""
+    """Return the start of the file names of a run: the GPU and the date."""
     name = re.sub(r"[^a-z0-9]+", "-", document["gpu"].lower()).strip("-")
     return f"{name}-{document['date'][:10]}"
 
 
 def save_to(folder: Path) -> Callable[[Record], None]:
-    """Write the JSON document and the table, in one step each."""
+    """Return a function that writes the JSON document and the table. It writes each file in one atomic step."""
     from benchmarks.gpu.table import markdown
 
     def save(document: Record) -> None:
@@ -231,21 +258,25 @@ def main(arguments: list[str] | None = None) -> int:
 
         return ahead.main(arguments[1:])
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for everything")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for all sections together")
     parser.add_argument("--only", help="sections, comma-separated; all that need a GPU by default")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument(
         "--device", default="cuda", help="cuda:N; cpu with --tiny is for the suite's own tests"
     )
     parser.add_argument(
-        "--tiny", action="store_true", help="small widths: shows that it runs, measures nothing"
+        "--tiny",
+        action="store_true",
+        help="use small models; shows that the sections run, but measures nothing",
     )
     for name, kind in (("--section", str), ("--deadline", float), ("--rows", Path), ("--traces", Path)):
-        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # what run_section passes to itself
+        # internal options, which run_section passes to the process of a section
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    at_home = (options.section or options.only) == "bounds"  # it counts and runs nothing
+    # section "bounds" only counts operations, so it needs no GPU
+    at_home = (options.section or options.only) == "bounds"
     if options.device.startswith("cpu") and not options.tiny and not at_home:
-        parser.error("--device cpu: expected --tiny with it; full-size models are for a GPU")
+        parser.error("--device cpu: add --tiny, because full-size models need a GPU")
     if missing := lacking(options.device):
         print(
             f"nothing was measured: {'; '.join(missing)}. docs/gpu.md says what is needed.", file=sys.stderr

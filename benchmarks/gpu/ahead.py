@@ -1,11 +1,16 @@
-"""Compile at home, without a GPU, what the sections of ``make gpu`` would compile on borrowed time.
+"""Compile the kernels of ``make gpu`` on a machine without a GPU, to save time on the machine with the GPU.
 
-``python -m benchmarks.gpu ahead --out build/gpu/tc.tgz [--capability 90] [--only PART,...]`` packs Triton's machine
-code into an archive; ``python -m benchmarks.gpu ahead --check build/gpu/tc.tgz`` says on the other machine if Triton
-will find it there. Triton's key is made of its own files and of the compiler's, so both machines need the same wheel,
-of the same Python version, and the same TRITON_CACHE_DIR, whose path is in the files.
+``python -m benchmarks.gpu ahead --out build/gpu/tc.tgz [--capability 90] [--only PART,...]`` packs the machine code
+of
+Triton into an archive. ``python -m benchmarks.gpu ahead --check build/gpu/tc.tgz`` tests on the other machine whether
+Triton will use this machine code. Triton computes its cache key from its own files and from the files of its
+compiler.
+So both machines need the same wheel of Triton for the same Python version. Both also need the same TRITON_CACHE_DIR,
+because its path is in the files.
 
-Everything is launched on the meta device, and what is launched is taken down and compiled instead.
+The program runs the sections on the meta device. It records each kernel launch instead of running it, and compiles
+the
+recorded kernels.
 """
 
 from __future__ import annotations
@@ -26,23 +31,23 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-Kinds = dict[str, Any]  # sinew.engine.cuda.kernels.launch.Specialised by its key
+Kinds = dict[str, Any]  # cache key -> sinew.engine.cuda.kernels.launch.Specialised
 CACHE = "/tmp/tc"
 MANIFEST = "ahead.json"
-KEPT = (".cubin", ".json")  # what a launch reads; the rest of a compilation is for people
+KEPT = (".cubin", ".json")  # a launch reads only these files of a compilation
 NARROW = ("language",)
 MOST_THREADS = 16
 
 
 def parts() -> tuple[str, ...]:
-    """Return the names of what can be compiled: a section, and the ladders of the models."""
+    """Return the names of the parts that can be compiled: section "checks", and the ladder of each model."""
     from benchmarks.gpu.models import MODELS
 
     return ("checks", *MODELS)
 
 
 def of_checks() -> Kinds:
-    """Return what the checks of the kernels launch."""
+    """Return the kernel launches of section "checks"."""
     from tests.engine.cuda import kernel_checks
 
     with collecting() as found:
@@ -57,7 +62,7 @@ def of_checks() -> Kinds:
 
 
 def of_model(name: str, tiny: bool = False) -> Kinds:
-    """Return what the rungs of a model's ladder launch."""
+    """Return the kernel launches of all rungs in the ladder of a model."""
     import torch
 
     from benchmarks.gpu.models import TARGETS, processing, weightless
@@ -74,7 +79,7 @@ def of_model(name: str, tiny: bool = False) -> Kinds:
         calibrated = dict.fromkeys(linears(plan.model, NARROW), 1.0)
         for fp8, scales in (((), {}), (NARROW, calibrated)):
             made = program(case, plan, recipe, Kernels(meta), fp8, scales)
-            # An FP8 layer that is not fused has the reference on this device, where a GPU has the kernel.
+            # For an FP8 layer that is not fused, the meta device would run the reference. A GPU runs the kernel.
             with mock.patch.object(fp8_quantize, "reference", fp8_quantize.fp8_quantize):
                 made.chunk()
     return found
@@ -83,7 +88,7 @@ def of_model(name: str, tiny: bool = False) -> Kinds:
 def program(
     case: Any, plan: Any, recipe: Any, ops: Any, fp8: tuple[str, ...], scales: dict[str, float]
 ) -> Any:
-    """Return the program that an engine would record for a case's observation."""
+    """Return the program that the engine would record for an observation of this case."""
     import torch
 
     from benchmarks.gpu.models import CAMERA, length
@@ -102,8 +107,8 @@ def program(
 
 @contextmanager
 def collecting() -> Iterator[Kinds]:
-    """Within the context, launches are taken down, each kind once, and not run: what they would have written holds
-    anything."""
+    """Within the context, record one launch of each kind and run none of them. The outputs of the launches are
+    undefined."""
     from sinew.engine.cuda.kernels.launch import Launch
 
     found, real = Kinds(), Launch.__call__
@@ -121,7 +126,7 @@ def collecting() -> Iterator[Kinds]:
 
 @contextmanager
 def pretending(capability: int) -> Iterator[None]:
-    """Tiles are those of a device of this compute capability."""
+    """Within the context, choose tiles as on a GPU of this compute capability."""
     from sinew.engine.cuda.kernels import tiles
 
     real = tiles.capability
@@ -133,20 +138,24 @@ def pretending(capability: int) -> Iterator[None]:
 
 
 def compile_all(found: Mapping[str, Any], capability: int) -> int:
-    """Compile for ``capability`` on all cores and keep on disk; returns how many did. The compiler leaves Python's lock
-    alone most of the time: threads are enough."""
+    """Compile all kernels for ``capability`` on all cores, into the cache folder. Returns the number of compiled
+    kernels.
+
+    The compiler rarely holds the lock of the Python interpreter, so threads are enough.
+    """
     good = 0
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "compile") as pool:
         for future in as_completed([pool.submit(made.compile, capability) for made in found.values()]):
             error = future.exception()
             good += error is None
-            if error is not None:  # it is left to the launch, which says it too
+            if error is not None:  # continue, because the launch on the GPU reports the same error
                 print(f"not compiled: {error}", file=sys.stderr)
     return good
 
 
 def facts() -> dict[str, Any]:
-    """Return what Triton's key depends on besides the kernels: where these differ, it finds nothing."""
+    """Return the facts that are part of Triton's cache key, besides the kernels. Both machines must have the same
+    facts."""
     import triton
     from triton.runtime.cache import triton_key
 
@@ -163,7 +172,8 @@ def cache_folder() -> Path:
 
 
 def pack(out: Path, about: dict[str, Any]) -> int:
-    """Write the machine code of the cache and ``about`` it; returns how many kernels there are."""
+    """Write an archive with the machine code in the cache folder and the facts ``about`` it. Returns the number of
+    kernels."""
     folder = cache_folder()
     files = sorted(path for path in folder.rglob("*") if path.suffix in KEPT)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -178,32 +188,39 @@ def pack(out: Path, about: dict[str, Any]) -> int:
 
 
 def differences(archive: Path, here: dict[str, Any]) -> list[str]:
-    """Return why Triton would not find here what an archive holds: field, expected, got. OSError and ValueError for a
-    file that is no such archive."""
+    """Return the reasons why Triton on this machine cannot use an archive: field, expected, got.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is not an archive of this program.
+    """
     with tarfile.open(archive) as tar:
         member = next((each for each in tar if Path(each.name).name == MANIFEST), None)
         held = tar.extractfile(member) if member is not None else None
         if held is None:
-            raise ValueError(f"expected {MANIFEST} in it, got none")
+            raise ValueError(f"expected a file {MANIFEST} in the archive, found none")
         about = json.loads(held.read())
     differ = (name for name in here if about.get(name) != here[name])
     return [f"{name}: expected {about.get(name)}, got {here[name]}" for name in differ]
 
 
 def main(arguments: Sequence[str]) -> int:
-    os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported
+    os.environ["TRITON_INTERPRET"] = "0"  # set this variable before the import of triton
     os.environ.setdefault("TRITON_CACHE_DIR", CACHE)
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu ahead", description=(__doc__ or "").split("\n\n")[0]
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path, help="compile, and pack into this file")
+    what.add_argument("--out", type=Path, help="compile the kernels, and pack them into this file")
     what.add_argument(
-        "--check", type=Path, metavar="FILE", help="does this machine's Triton find what FILE holds?"
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="test whether Triton on this machine can use the kernels in FILE",
     )
     parser.add_argument("--capability", type=int, choices=(80, 89, 90), default=90)
-    parser.add_argument("--triton", help="refuse to compile with another version")
-    parser.add_argument("--only", help=f"some of {', '.join(parts())}; all by default")
+    parser.add_argument("--triton", help="stop if this machine has another version of Triton")
+    parser.add_argument("--only", help=f"some of {', '.join(parts())}(default: all)")
     options = parser.parse_args(arguments)
     here = facts()
     if options.check is not None:
@@ -222,7 +239,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def compiled(names: list[str], capability: int, out: Path, here: dict[str, Any]) -> int:
-    """Compile and pack; 1 where nothing did."""
+    """Compile the kernels and pack them. Returns the exit status, which is 1 if no kernel was compiled."""
     done: set[str] = set()
     rows = {}
     with pretending(capability):
@@ -239,7 +256,9 @@ def compiled(names: list[str], capability: int, out: Path, here: dict[str, Any])
             print(f"{name}: {good} of {len(found)} new kinds, {time.monotonic() - start:.0f} s", flush=True)
     count = pack(out, here | {"capability": capability, "parts": rows})
     print(f"{out}: {count} kernels, {out.stat().st_size / 2**20:.1f} MiB")
-    print(f"there: tar xzf {out.name} -C {cache_folder().parent}; export TRITON_CACHE_DIR={cache_folder()}")
+    print(
+        f"on the other machine: tar xzf {out.name} -C {cache_folder().parent}; export TRITON_CACHE_DIR={cache_folder()}"
+    )
     return int(count == 0)
 
 

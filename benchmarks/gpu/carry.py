@@ -1,6 +1,8 @@
-"""Pack what a borrowed machine needs into one archive, and say how large it is: ``python -m benchmarks.gpu.carry``.
+"""Pack the files that ``make gpu`` needs on another machine, and print their size: ``python -m benchmarks.gpu.carry``.
 
-It is the checkout without what no section reads, with what lies in ``build/gpu`` (:mod:`.ahead`'s archive, wheels).
+The archive contains the checkout, without the files that no section reads. It also contains the files in
+``build/gpu``:
+the archive of :mod:`.ahead`, and wheels.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "build" / "gpu" / "carry.tgz"
-MOST = 60 << 20  # bytes: where little may be carried it is 64 MiB
+MOST = 60 << 20  # bytes; some machines accept at most 64 MiB
 NOT_READ = ("docs/", "packages/sinew_ros/", "tests/serve/", "tests/journeys/", "eval/sinew_eval/training/")
 NOT_READ_FILES = tuple(f"sinew/assets/{name}.gguf" for name in ("act", "blocks-rtc", "egg"))
 
 
 def files() -> list[str]:
-    """Return what goes, relative to the checkout's root."""
+    """Return the files to pack, relative to the root of the checkout."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -45,7 +47,10 @@ def main() -> int:
     total = OUT.stat().st_size
     print(f"{OUT.relative_to(ROOT)}: {len(names)} files, {total / 2**20:.1f} MiB packed")
     if total > MOST:
-        print(f"expected at most {MOST >> 20} MiB", file=sys.stderr)
+        print(
+            f"{OUT.name} is too large: expected at most {MOST >> 20} MiB; add folders to NOT_READ",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

@@ -1,8 +1,11 @@
-"""What lies between kernels: the cost of the next one in a graph, of a barrier inside one, and of reading.
+"""Measure the cost between two kernels: the next launch in a CUDA graph, a barrier in a kernel, and reads of memory.
 
-A head's step is 90 kernels of 40 to 132 programs that each read what all programs of the kernel before have written.
-So a link of the chain here does that too, and what it costs beyond its own store and load is what one persistent kernel
-could save. The rates are those that so few programs reach, from memory and from the L2 cache.
+A step of an action head has 90 kernels of 40 to 132 programs. Each kernel reads data that all programs of the
+previous
+kernel have written. The kernels of the chain here do the same. One persistent kernel for the whole head could save
+the
+cost of a link beyond its own store and load. The read rates are those of so few programs, from memory and from the L2
+cache.
 """
 
 from __future__ import annotations
@@ -20,16 +23,20 @@ from sinew.engine.cuda.kernels.launch import Launch, Tile
 
 Row = dict[str, Any]
 CHAIN = 1000  # kernels in a graph, and barriers in a kernel
-WIDE = 128  # programs: as many as multiprocessors, nearly
-BLOCK = 1024  # numbers that a program hands on
-READ = 8192  # numbers of a load
-SMALL, LARGE = 16 << 20, 1 << 30  # bytes: well inside of L2, and far beyond it
-FEW = 40  # programs of the narrowest products of a head
+WIDE = 128  # programs of a kernel, nearly as many as the multiprocessors of the GPU
+BLOCK = 1024  # numbers that one program passes to the next kernel
+READ = 8192  # numbers that one load reads
+SMALL, LARGE = (
+    16 << 20,
+    1 << 30,
+)  # sizes in bytes: one far below the size of the L2 cache, and one far above it
+FEW = 40  # programs of the narrowest products in a head
 
 
 @kernel
 def link_kernel(source, target, BLOCK: tl.constexpr):
-    """target = source + 1, each program from its neighbour's block: all must have written before."""
+    """target = source + 1. Each program reads the block of its neighbour, so all programs of the last link must have
+    ended."""
     at = tl.arange(0, BLOCK)
     neighbour = (tl.program_id(0) + 1) % tl.num_programs(0)
     tl.store(target + tl.program_id(0) * BLOCK + at, tl.load(source + neighbour * BLOCK + at) + 1.0)
@@ -39,7 +46,7 @@ def link_kernel(source, target, BLOCK: tl.constexpr):
 def barrier_kernel(pair, counter, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
     """The same chain in one kernel, with a barrier of all programs between two links. pair: [2, programs, BLOCK].
 
-    All programs must run at once, which a cooperative launch makes sure of.
+    All programs must run at the same time, which a cooperative launch guarantees.
     """
     count, me = tl.num_programs(0), tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -47,7 +54,7 @@ def barrier_kernel(pair, counter, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
         source = pair + (turn % 2) * count * BLOCK + ((me + 1) % count) * BLOCK
         target = pair + ((turn + 1) % 2) * count * BLOCK + me * BLOCK
         tl.store(target + at, tl.load(source + at, cache_modifier=".cg") + 1.0)
-        tl.debug_barrier()  # this program's stores stand before its sign
+        tl.debug_barrier()  # the stores of this program must be visible before its signal
         arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
         while arrived < (turn + 1) * count:
             arrived = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
@@ -56,7 +63,7 @@ def barrier_kernel(pair, counter, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
 
 @kernel
 def read_kernel(source, sums, BLOCKS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Read so many blocks per program, so many times over, and keep their sum."""
+    """Each program reads BLOCKS blocks ROUNDS times, and stores the sum."""
     at = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     first = tl.program_id(0).to(tl.int64) * BLOCKS * BLOCK
@@ -66,7 +73,8 @@ def read_kernel(source, sums, BLOCKS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK:
 
 
 def launches(programs: int, device: str) -> dict[str, Launch]:
-    """Return one launch of each kind on tensors of ``device``, which may be meta: to be compiled ahead."""
+    """Return one launch of each kernel. The device of the tensors may be meta, which is used to compile ahead of
+    time."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -88,7 +96,13 @@ def barrier(pair: Tensor, counter: Tensor) -> Launch:
 
 
 def read(source: Tensor, sums: Tensor, rounds: int) -> Launch:
-    """source: float32 [programs, blocks, READ]."""
+    """Return a launch that reads a tensor repeatedly.
+
+    Args:
+        source: float32 [programs, blocks, READ].
+        sums: Gets the sum of each program.
+        rounds: How often each program reads its blocks.
+    """
     sizes = {"BLOCKS": source.shape[1], "ROUNDS": rounds, "BLOCK": READ}
     return Launch(
         read_kernel, (len(source),), {"source": source, "sums": sums, **sizes}, Tile(warps=8, stages=4)
@@ -96,7 +110,7 @@ def read(source: Tensor, sums: Tensor, rounds: int) -> Launch:
 
 
 def gaps(replays: int) -> Iterator[Row]:
-    """Yield a row of each measurement, checked against what it must have computed. Needs a CUDA device."""
+    """Yield a row for each measurement. Each row also has a check of the computed result. Needs a CUDA device."""
     many = torch.cuda.get_device_properties(0).multi_processor_count
     for programs in (1, WIDE):
         yield chain(programs, replays)
@@ -107,14 +121,15 @@ def gaps(replays: int) -> Iterator[Row]:
 
 
 def chain(programs: int, replays: int) -> Row:
-    """Return the time of a link: CHAIN kernels in a graph."""
+    """Measure the time of one link in a graph of CHAIN kernels."""
     one, other = (torch.zeros(programs, BLOCK, device="cuda") for _ in "ab")
     there, back = link(one, other), link(other, one)
     ms = graph_ms([there, back] * (CHAIN // 2), replays)
     name = f"chain of {CHAIN}, {programs} programs"
     row = {"what": name, "us": 1e3 * ms["p50"], "us_min": 1e3 * ms["min"], "us_max": 1e3 * ms["max"]}
     torch.cuda.synchronize()
-    # Whole rounds have run, so all blocks hold the same number; who overlapped has handed on an older one.
+    # Only whole rounds have run, so all blocks must have the same number. If kernels overlap, a program reads an
+    # older number.
     row["in_order"] = bool((one == one[0, 0]).all()) and one[0, 0].item() % CHAIN == 0
     if not row["in_order"]:
         row |= {"wrong": True, "error": f"kernels overlapped: {one.min().item()} to {one.max().item()}"}
@@ -122,7 +137,7 @@ def chain(programs: int, replays: int) -> Row:
 
 
 def barriers(programs: int) -> Row:
-    """Return the time of a barrier, with the store and the load around it."""
+    """Measure the time of a barrier, together with the store and the load around it."""
     pair = torch.zeros(2, programs, BLOCK, device="cuda")
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
     made = barrier(pair, counter)
@@ -141,7 +156,7 @@ def barriers(programs: int) -> Row:
 
 
 def rate(label: str, programs: int, nbytes: int, rounds: int, replays: int) -> Row:
-    """Return the bytes per second that so many programs read."""
+    """Measure the bytes per second that this number of programs reads."""
     blocks = nbytes // 4 // READ // programs
     source = torch.ones(programs, blocks, READ, device="cuda")
     sums = torch.zeros(programs, device="cuda")
@@ -156,7 +171,7 @@ def rate(label: str, programs: int, nbytes: int, rounds: int, replays: int) -> R
 
 
 def elapsed_ms(call: Callable[[], None], runs: int = 20) -> float:
-    """Return the median of a long kernel's time."""
+    """Return the median time of a long kernel in milliseconds."""
     call()
     torch.cuda.synchronize()
     times = []

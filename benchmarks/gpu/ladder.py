@@ -1,4 +1,7 @@
-"""The ladder: one model, from eager PyTorch to the full engine, against float32 eager with the same noise."""
+"""The ladder of a model: its execution from eager PyTorch (first rung) to engine cuda with all kernels (last rungs).
+
+Each rung is compared with eager float32 for the same noise.
+"""
 
 from __future__ import annotations
 
@@ -38,27 +41,30 @@ from benchmarks.gpu.rungs import (
 from benchmarks.gpu.session import Row, Session, shrunk, still_there
 from sinew.models.base import Model
 
-INPUTS = 4  # that rotate
-SHORT = 100  # calls
-CALLS = {"engine": (500, 8.0), "fp8": (500, 8.0)}  # of a target, and the seconds that they may take
-NARROW_NEEDS = (8, 9)  # compute capability of e4m3 products
-NARROW = ("language",)  # in FP8: the vision tower loses by it (research/log/2026-11-27.md)
-ROOM = 1.3  # times the weights that a reference in float32 needs beside the model
+INPUTS = 4  # number of observations, which are used in rotation
+SHORT = 100  # number of calls
+CALLS = {
+    "engine": (500, 8.0),
+    "fp8": (500, 8.0),
+}  # rung -> number of calls, and the seconds that they may take
+NARROW_NEEDS = (8, 9)  # compute capability that FP8 (e4m3) products need
+NARROW = ("language",)  # components in FP8; in the vision tower, FP8 is slower (research/log/2026-11-27.md)
+ROOM = 1.3  # a float32 reference needs this much memory, as a multiple of its weights
 
 
 def ladder(model: str, session: Session) -> None:
-    """Every rung at the model's target."""
+    """Measure every rung on the target case of the model."""
     base, recipe, reference = _models(model, session)
     case = shrunk(TARGETS[model], session.tiny)
     inputs = samples(case, base.config, INPUTS, _camera(session))
     wanted = _answers(reference, case, recipe, session, inputs)
-    del reference  # it would be in every rung's memory
+    del reference  # the reference would count in the memory of each rung
     _tidy(session)
     _rungs(case, base, recipe, inputs, wanted, session)
 
 
 def grid(model: str, session: Session) -> None:
-    """The engine with and without kernels on the model's other cases."""
+    """Measure engine cuda with and without its kernels on the other cases of the model."""
     base, recipe, reference = _models(model, session)
     others = [shrunk(case, session.tiny) for case in cases(model)[1 : 3 if session.tiny else None]]
     plans: dict[int, Any] = {}
@@ -80,7 +86,7 @@ def grid(model: str, session: Session) -> None:
 
 
 def _models(name: str, session: Session) -> tuple[Model, Any, Model | None]:
-    """The model, its processing, and its copy in float32 if there is room."""
+    """Return the model, its processing, and its float32 copy, which is None if the memory is too small."""
     base = random_model(name, session.device, tiny=session.tiny)
     reference, why = _reference(base, session)
     if reference is None:
@@ -92,7 +98,7 @@ def _rungs(case: Case, base: Model, recipe: Any, inputs: list[Sample], wanted: A
     shaped, device = with_chunk(base, case.chunk), session.device
     plan: Any = None
 
-    def planned() -> Any:  # once, when the first engine is made: eager needs none
+    def planned() -> Any:  # the plan is made once for all engines, because eager PyTorch does not need it
         nonlocal plan
         plan = plan_of(shaped) if plan is None else plan
         return plan
@@ -121,9 +127,9 @@ def _rungs(case: Case, base: Model, recipe: Any, inputs: list[Sample], wanted: A
             made = make()
             most = CALLS.get(rung, (SHORT, 3.0))
             row, _ = _measure(case, rung, made, inputs, wanted, recipe, most, session)
-            session.emit(row)  # before anything else can fail
+            session.emit(row)  # emit the row now, because the later steps may fail
             if row["drift"]:
-                raise ArithmeticError(f"another answer to the same input, by {row['drift']:.3g}")
+                raise ArithmeticError(f"two answers to the same input differ by {row['drift']:.3g}")
             about = memory.row(made) | ({"left": left_to_torch(made.engine)} if rung in CALLS else {})
             session.emit(about | _stages(case, rung, made, inputs, session))
         except Exception as error:  # noqa: BLE001 - the other rungs still count
@@ -131,21 +137,21 @@ def _rungs(case: Case, base: Model, recipe: Any, inputs: list[Sample], wanted: A
             session.emit({"case": case.name, "rung": rung, "error": failures[-1]})
             still_there(session, f"rung {rung}")
         finally:
-            made = None  # a rung that failed gives its memory back too
+            made = None  # also free the memory of a rung that failed
         _tidy(session)
     if failures:
         raise RuntimeError("; ".join(failures))
 
 
 def _stages(case: Case, name: str, rung: Any, inputs: list[Sample], session: Session) -> Row:
-    """Return the stage times that the table adds to the rung's row."""
+    """Return the times of the stages, which the table adds to the row of the rung."""
     if isinstance(rung, Engine):
         rung.apart = True
     return {"case": case.name, "rung": name, **stages(rung, inputs, 3 if session.tiny else 20)}
 
 
 def calibrated(plan: Any, recipe: Any, inputs: Sequence[Sample], session: Session) -> dict[str, float]:
-    """Scales of the inputs of vision and language, from the same random frames that are timed."""
+    """Return the FP8 scales for the inputs of the layers, calibrated with the random frames that are also timed."""
     from sinew.engine.cuda.fp8 import scales as fp8_calibration
 
     layers = fp8_calibration.linears(plan.model, NARROW)
@@ -155,9 +161,12 @@ def calibrated(plan: Any, recipe: Any, inputs: Sequence[Sample], session: Sessio
 
 
 def fused_by_inductor(model: str, session: Session) -> None:
-    """The baseline that needs no kernel of ours: the planned model's calls through ``torch.compile``, in our one graph.
+    """Measure a baseline without kernels of Sinew: ``torch.compile`` on the planned model, inside the CUDA graph of the
+    engine.
 
-    Beside it the same graph without, which is a rung of the ladder too. Compiling takes minutes and may be cut off.
+    The rung "graph" of the ladder is the same CUDA graph without ``torch.compile``, and is measured again for
+    comparison.
+    The compilation takes minutes, so it may reach the time limit.
     """
     base, recipe, reference = _models(model, session)
     case = shrunk(TARGETS[model], session.tiny)
@@ -168,7 +177,8 @@ def fused_by_inductor(model: str, session: Session) -> None:
     made = Engine(cuda_engine(plan, recipe, session.device, kernels=False))
     row, plain = _measure(case, "graph", made, inputs, wanted, recipe, (SHORT, 3.0), session)
     session.emit(row)
-    made = Engine(cuda_engine(plan, recipe, session.device, kernels=False))  # with no recording yet
+    # this engine has not recorded a program yet
+    made = Engine(cuda_engine(plan, recipe, session.device, kernels=False))
     compiled = made.engine.plan.model
     options: dict[str, Any] = {"dynamic": False, "backend": "inductor" if session.is_gpu else "aot_eager"}
     eyes, call = (
@@ -185,7 +195,7 @@ def fused_by_inductor(model: str, session: Session) -> None:
     session.emit(_stages(case, name, made, inputs, session))
 
 
-# ----------------------------------------------------------------------------- their parts
+# ----------------------------------------------------------------------------- parts of a rung
 
 
 def _measure(
@@ -198,7 +208,14 @@ def _measure(
     most: tuple[int, float],
     session: Session,
 ) -> tuple[Row, list[np.ndarray]]:
-    """A row of the ladder, and the chunk of each input. most: calls, and seconds of them."""
+    """Measure one rung.
+
+    Args:
+        most: Largest number of calls, and their seconds.
+
+    Returns:
+        The row of the ladder, and the chunk of each input.
+    """
     calls, seconds = (8, 1.0) if session.tiny else most
     latency, chunks = end_to_end(rung, inputs, recipe, calls, min(seconds, max(session.left, 1.0)))
     row: Row = {"case": case.name, "rung": name, "target_ms": case.target_ms, **latency}
@@ -211,11 +228,11 @@ def _largest(chunks: list[np.ndarray], plain: list[np.ndarray]) -> float:
 
 
 def _reference(base: Model, session: Session) -> tuple[Model | None, str]:
-    """A float32 copy, computed without TF32; None where it does not fit beside what is measured."""
+    """Return a float32 copy that is computed without TF32, or None and the reason if the memory is too small."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     needed = ROOM * 4 * sum(p.numel() for p in base.parameters())
     if session.is_gpu and (free := torch.cuda.mem_get_info(session.device)[0]) < 2 * needed:
-        return None, f"{2 * needed / 2**30:.0f} GiB of memory are wanted, {free / 2**30:.0f} are free"
+        return None, f"{2 * needed / 2**30:.0f} GiB of memory are needed, {free / 2**30:.0f} are free"
     return in_float32(base), ""
 
 

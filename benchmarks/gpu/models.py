@@ -1,7 +1,8 @@
-"""Models at their published size with random weights made on the device, and what is asked of them.
+"""Models at their published size with random weights that are made on the GPU, and the cases that are measured.
 
-Needs torch and numpy alone: no bundle is written and no tokenizer is read. Weights are as large as a trained
-layer's are on average (a product keeps the size of its input), so that activations neither die out nor overflow.
+This module needs only torch and numpy. It writes no bundle and reads no tokenizer. The random weights have the
+average
+size of trained weights: a product keeps the size of its input. So activations neither vanish nor overflow.
 """
 
 from __future__ import annotations
@@ -26,13 +27,20 @@ from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.image.short_side import ShortSide
 from sinew.steps.image.square import Square
 
-CAMERA = (480, 640)  # height, width of the frames that robots send
-ACTIONS = 7  # of the padded action's columns
-STD = 0.02  # of biases and of what lies around a norm's one
+CAMERA = (480, 640)  # height and width of the camera frames of the robots, in pixels
+ACTIONS = 7  # columns of the padded action that the robot uses
+STD = 0.02  # standard deviation of biases, and of the scales of norms around one
 
 
 class Measured(NamedTuple):
-    """One architecture: at its published size, with small widths for tests without a GPU, and its solver's steps."""
+    """One model architecture.
+
+    Attributes:
+        architecture: Name of the architecture.
+        full: Configuration at the published size.
+        tiny: Configuration with small widths, for tests without a GPU.
+        steps: Number of solver steps.
+    """
 
     architecture: str
     full: Any
@@ -41,15 +49,22 @@ class Measured(NamedTuple):
 
 
 def _sizes(preset: str, **small: Any) -> Measured:
-    """Return a family's published sizes. small: what is other for tests; parts are records of changes themselves."""
+    """Return the published sizes of a preset.
+
+    Args:
+        preset: Name of the preset.
+        small: Values that the tiny configuration changes. A dict changes the fields of a part of the configuration.
+    """
     record = presets()[preset].published()[preset]
     full = _record(model_class(record["architecture"]).config_type, record["config"])
     return Measured(record["architecture"], full, _changed(full, small), record["steps"])
 
 
 def _record(kind: type, plain: dict[str, Any]) -> Any:
-    """Return the configuration of plain containers. The strict reader of these files needs msgspec, which a borrowed
-    machine may lack; a test holds one against the other."""
+    """Build a configuration from plain dicts and lists.
+
+    The strict reader of these files needs msgspec, which the machine with the GPU may lack. A test compares both.
+    """
     kinds = get_type_hints(kind)
 
     def value(name: str, raw: Any) -> Any:
@@ -114,10 +129,15 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One question: frames of ``views`` cameras, a prompt of ``prompt`` tokens, chunks of ``chunk`` actions.
+    """One measured case: the shape of the observation and of the chunk.
 
-    prompt: of its words; where views have placeholders among them, those come on top (:func:`length`). target_ms: what
-    is asked for at p50 on an H200, end to end.
+    Attributes:
+        model: Key of ``MODELS``.
+        views: Number of cameras.
+        chunk: Number of actions in a chunk.
+        prompt: Number of tokens of the prompt's words. For models that put placeholders of views into the prompt, the
+            placeholders are added (:func:`length`).
+        target_ms: Target for the p50 of the whole inference on an H200.
     """
 
     model: str
@@ -144,7 +164,10 @@ TARGETS = {
 
 
 def cases(model: str) -> list[Case]:
-    """The target first, then 1, 2 and 3 views, chunks of 10 and of the target's length, prompts of 48 and 200."""
+    """Return the cases of a model. The first case is the target. The others have 1, 2 and 3 views, chunks of 10 actions
+    and of
+    the target's length, and prompts of 48 and 200 tokens.
+    """
     target = TARGETS[model]
     grid = [
         Case(model, views, chunk, prompt)
@@ -157,20 +180,21 @@ def cases(model: str) -> list[Case]:
 
 
 def side(config: Any) -> int:
-    """Return height and width of the picture that a model reads, in pixels."""
+    """Return the height and width of the square image that a model reads, in pixels."""
     if (blocks := getattr(config.vision, "blocks", None)) is None:
         return int(config.vision.image_size)
     return int(config.rows * config.vision.merge * blocks.patch_size)
 
 
 def length(case: Case, config: Any) -> int:
-    """Return how many tokens the prompt of a case has, placeholders of views included."""
+    """Return the number of tokens in the prompt of a case, including the placeholders of views."""
     placeholders = config.rows * config.cols if hasattr(config, "image_token") else 0
     return case.prompt + case.views * int(placeholders)
 
 
 def processing(model: str, config: Any) -> Processing:
-    """As the converters write it for the published policies, with statistics of a robot of seven joints."""
+    """Return the processing that the converters write for the published policy, with statistics of a robot with seven
+    joints."""
     size, steps = side(config), IMAGE_STEPS[model]
     stats = {"mean": tuple(np.linspace(-1, 1, ACTIONS)), "std": tuple(np.linspace(1, 2, ACTIONS))}
     return Processing(
@@ -204,7 +228,7 @@ IMAGE_STEPS: dict[str, Callable[[int], tuple[ImageStep, ...]]] = {
 def random_model(
     name: str, device: torch.device, *, tiny: bool = False, chunk: int | None = None, seed: int = 0
 ) -> Model:
-    """Return :func:`weightless` with random weights on ``device``."""
+    """Return a model with random weights on ``device``. The other arguments are those of :func:`weightless`."""
     model = weightless(name, chunk, tiny)
     generator = torch.Generator(device).manual_seed(seed)
     state = {}
@@ -217,8 +241,10 @@ def random_model(
 
 
 def weightless(name: str, chunk: int | None = None, tiny: bool = False) -> Model:
-    """Return a model on the meta device, in bfloat16, with the modules in float32 that stay so when a bundle is
-    loaded."""
+    """Return a model without memory for weights, on the meta device. It is bfloat16, except for the modules that are
+    also
+    float32 in a loaded bundle.
+    """
     known = MODELS[name]
     config = known.tiny if tiny else known.full
     model = build_on_meta(known.architecture, replace(config, chunk_size=chunk or config.chunk_size))
@@ -229,10 +255,10 @@ def weightless(name: str, chunk: int | None = None, tiny: bool = False) -> Model
 
 
 def _spread(model: nn.Module, key: str, parameter: Tensor) -> tuple[float, float]:
-    """(standard deviation, mean) of a parameter."""
+    """Return the standard deviation and the mean for the random values of a parameter."""
     parent = model.get_submodule(key.rpartition(".")[0])
     if isinstance(parent, nn.Embedding):
-        # Gemma multiplies its rows by the root of the width.
+        # Gemma multiplies the rows of this table by the root of the width.
         return parameter.shape[1] ** -0.5 if "embed_tokens" in key else STD, 0.0
     if parameter.ndim > 1:
         return float(parameter[0].numel()) ** -0.5, 0.0
@@ -242,14 +268,14 @@ def _spread(model: nn.Module, key: str, parameter: Tensor) -> tuple[float, float
 
 
 def in_float32(model: Model) -> Model:
-    """The reference: a copy with the same weights, widened."""
+    """Return the reference: a copy in float32 with the same values of the weights."""
     wide = build_on_meta(_architecture(model), model.config)
     wide.load_state_dict({k: v.float() for k, v in model.state_dict().items()}, strict=True, assign=True)
     return wide.eval().requires_grad_(False)
 
 
 def with_chunk(model: Model, chunk: int) -> Model:
-    """The same weights, asked for chunks of another length."""
+    """Return a model with the same weights that computes chunks of another length."""
     other = build_on_meta(_architecture(model), replace(model.config, chunk_size=chunk))
     other.load_state_dict(model.state_dict(), strict=True, assign=True)
     return other.eval().requires_grad_(False)
@@ -261,7 +287,7 @@ def _architecture(model: Model) -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    """A robot's observation, with the noise that makes the answer reproducible, and the solver's steps."""
+    """An observation of a robot, the noise that makes the answer reproducible, and the number of solver steps."""
 
     inputs: ModelInputs
     noise: np.ndarray
@@ -269,13 +295,13 @@ class Sample:
 
 
 def samples(case: Case, config: Any, count: int, camera: tuple[int, int] = CAMERA) -> list[Sample]:
-    """Random frames, prompts, states and noise; different in all of them."""
+    """Return ``count`` samples with random frames, prompts, states and noise. Each sample is different."""
     return list(_samples(case, config, count, camera))
 
 
 def _samples(case: Case, config: Any, count: int, camera: tuple[int, int]) -> Iterator[Sample]:
     size, placeholders = side(config), length(case, config) - case.prompt
-    words = config.vocab_size - 1  # behind them a placeholder
+    words = config.vocab_size - 1  # the last token of the vocabulary is a placeholder
     for seed in range(count):
         rng = np.random.default_rng(seed)
         frames = tuple(rng.integers(0, 256, (*camera, 3), dtype=np.uint8) for _ in range(case.views))

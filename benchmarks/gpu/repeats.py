@@ -1,7 +1,8 @@
-"""Every launch of a chunk at full size, again and again: it has to give the same bits each time.
+"""Run each kernel launch of a full-size chunk many times, and test that the result has the same bits each time.
 
-The checks of the kernels have small shapes, and a chunk's relative L2 hides what one layer does. A kernel that gave
-other sums at every launch passed both, and was found here.
+The checks of the kernels use small shapes, and the relative L2 error of a chunk hides an error in one layer. One
+kernel
+computed different sums at every launch and passed both tests. This section found it.
 """
 
 from __future__ import annotations
@@ -22,19 +23,23 @@ TIMES = 100
 
 
 def repeats(model: str, session: Session) -> None:
-    """Emit a row for each kind of launch. Raise if one of them does not give the same bits again."""
+    """Emit a row for each kind of launch.
+
+    Raises:
+        RuntimeError: The results of a launch differ.
+    """
     case = shrunk(TARGETS[model], session.tiny)
     base = with_chunk(random_model(model, session.device, tiny=session.tiny), case.chunk)
     recipe, plan = processing(model, base.config), plan_of(base)
     sample = samples(case, base.config, 1, (24, 32) if session.tiny else CAMERA)[0]
     made = Engine(cuda_engine(plan, recipe, session.device, graph=False))
-    made.run(sample)  # compiles
+    made.run(sample)  # the first run compiles the kernels
     failures = []
     with torch.inference_mode(), taken_down() as found:
         made.run(sample)
     for launch, count in found.values():
         if session.left <= 0:
-            raise TimeoutError("not all launches were repeated")
+            raise TimeoutError("the time limit ended before all launches were repeated")
         row = {
             "kernel": name_of(launch),
             "grid": str(launch.grid),
@@ -47,13 +52,15 @@ def repeats(model: str, session: Session) -> None:
         if row["differ"]:
             failures.append(f"{row['kernel']} {row['grid']}: {row['differ']} of {row['times']}")
     if failures:
-        raise RuntimeError(f"other bits at another launch: {'; '.join(failures)}")
+        raise RuntimeError(f"the results of these launches differ between two runs: {'; '.join(failures)}")
 
 
 @contextmanager
 def taken_down() -> Iterator[dict[tuple[Any, ...], list[Any]]]:
-    """Within the context, keep the first launch of each kind that runs, and how many there are. It keeps its tensors:
-    what a launch reads is there as long as the launch is, if not as it was."""
+    """Within the context, keep the first launch of each kind, and count the launches of each kind.
+
+    A kept launch also keeps its tensors in memory. Later launches may change their values.
+    """
     found: dict[tuple[Any, ...], list[Any]] = {}
     real = Launch.__call__
 
@@ -70,7 +77,8 @@ def taken_down() -> Iterator[dict[tuple[Any, ...], list[Any]]]:
 
 
 def repeated(launch: Launch, times: int) -> Row:
-    """Run a launch ``times`` times from the same memory: how often it left other bits, and by how much."""
+    """Run a launch ``times`` times on the same input. Returns how often the result differed, and the largest
+    difference."""
     held = [value for value in launch.arguments.values() if isinstance(value, Tensor)]
     before = [tensor.clone() for tensor in held]
     launch()
@@ -89,7 +97,8 @@ def repeated(launch: Launch, times: int) -> Row:
 
 
 def sizes_of(launch: Launch) -> str:
-    """Return the arguments of a launch, of its tensors the shape and type: equal for launches of one kind."""
+    """Return the arguments of a launch as text, with the shape and type of each tensor. Launches of one kind have equal
+    texts."""
     told = {
         name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
         for name, value in launch.arguments.items()
@@ -98,7 +107,8 @@ def sizes_of(launch: Launch) -> str:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Return True for equal bits; NaN is what the unused part of a workspace may hold."""
+    """Return True if two tensors have the same bits. This comparison also works for NaN in unused parts of a
+    workspace."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 

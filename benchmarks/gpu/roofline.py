@@ -1,7 +1,8 @@
-"""Lower bounds of any execution: per stage, from the traced program and the ceilings measured on the device.
+"""Lower bounds for the time of each stage, computed from the traced program and the ceilings that the device reached.
 
-Each product takes the longer of its arithmetic and of reading its weight, one after another; activations, keys and
-values are assumed to stay in the cache, and everything between products is free.
+A product takes the time of its arithmetic or of reading its weight, whichever is longer. Products run one after
+another. The bound assumes that activations, keys and values stay in the cache, and that all other operations take no
+time.
 """
 
 from __future__ import annotations
@@ -28,14 +29,22 @@ COMPONENT = {"vision": "vision", "prefix": "language", "head": "head"}
 
 @dataclass(frozen=True)
 class Ceilings:
-    """FLOP/s of bfloat16 products, bytes/s of copies, FLOP/s of e4m3 products (None: not there)."""
+    """Measured limits of a device.
+
+    Attributes:
+        flops: FLOP/s of bfloat16 products.
+        bandwidth: Bytes/s of copies.
+        fp8_flops: FLOP/s of e4m3 products. None means that the device has none.
+    """
 
     flops: float
     bandwidth: float
     fp8_flops: float | None = None
 
 
-H200 = Ceilings(785e12, 4.30e12, 2 * 785e12)  # measured on another day; for tests and tables without a device
+H200 = Ceilings(
+    785e12, 4.30e12, 2 * 785e12
+)  # from an earlier measurement, for tests and tables without a device
 
 
 Work = dict[
@@ -44,7 +53,10 @@ Work = dict[
 
 
 def work(case: Case, tiny: bool = False) -> Work:
-    """The products of one observation, equal ones together; of one solver step times their number."""
+    """Return the products of one observation, with equal products grouped. The products of the head are counted for all
+    solver
+    steps.
+    """
     found = trace(*_program(case, tiny))
     result: Work = {}
     for stage in STAGES:
@@ -55,7 +67,13 @@ def work(case: Case, tiny: bool = False) -> Work:
 
 
 def bound(products: Work, ceilings: Ceilings, fp8: tuple[str, ...] = ()) -> dict[str, float]:
-    """Milliseconds per stage, and of all. fp8: components whose linear layers are in e4m3."""
+    """Return the lower bound in milliseconds of each stage and of the whole chunk.
+
+    Args:
+        products: The products of each stage, from :func:`work`.
+        ceilings: Limits of the device.
+        fp8: Components whose linear layers are in e4m3.
+    """
     result = {}
     for stage, calls in products.items():
         narrow = COMPONENT[stage] in fp8
@@ -68,7 +86,8 @@ def bound(products: Work, ceilings: Ceilings, fp8: tuple[str, ...] = ()) -> dict
 
 
 def least(flops: int, nbytes: int, narrow: bool, ceilings: Ceilings) -> tuple[float, str]:
-    """Return the fewest seconds of a product, and whether "arithmetic" or "memory" takes them. narrow: in e4m3."""
+    """Return the fewest seconds of a product, and whether "arithmetic" or "memory" limits the product. narrow: in
+    e4m3."""
     peak = (ceilings.fp8_flops or ceilings.flops) if narrow else ceilings.flops
     arithmetic, memory = flops / peak, nbytes / ceilings.bandwidth
     return (arithmetic, "arithmetic") if arithmetic >= memory else (memory, "memory")
@@ -80,8 +99,10 @@ Counted = dict[
 
 
 def launch_work(engine: Any) -> Counted:
-    """Return the products among the launches of the program that an engine recorded last, which runs once more. Those
-    of libraries are not known."""
+    """Return the products in the kernel launches of the program that the engine has recorded last.
+
+    The function runs the program once more. Products of libraries such as cuBLAS are not included.
+    """
     found: Counted = {}
 
     def noting(name: str) -> Any:
@@ -90,7 +111,8 @@ def launch_work(engine: Any) -> Counted:
 
         def noted(*arguments: Any, **options: Any) -> Any:
             made = prepare(*arguments, **options)
-            launch = made[0] if isinstance(made, list) else made  # behind it parts are joined
+            # later launches in the list only join parts of the result
+            launch = made[0] if isinstance(made, list) else made
             given = signature.bind(*arguments, **options).arguments
             grid = str([*launch.grid, 1, 1][:3])
             kernel = str(getattr(launch.kernel, "fn", launch.kernel).__name__)
@@ -110,7 +132,7 @@ def launch_work(engine: Any) -> Counted:
 
 
 def _given(given: dict[str, Any]) -> tuple[int, int]:
-    """Return the work of what a kernel was prepared with."""
+    """Return the FLOP and the bytes of weights of a launch, from the arguments with which its kernel was prepared."""
     if "kv" in given:
         own = given.get("own")
         keys = len(given["kv"][0]) + (0 if own is None else len(own[0]))
@@ -128,6 +150,6 @@ def _product(call: TracedCall) -> tuple[int, int, int]:
 def _program(case: Case, tiny: bool) -> tuple[Any, Shapes, Plan]:
     model = weightless(case.model, case.chunk, tiny)
     size = side(model.config)
-    # A prompt of nothing is padded to the engine's smallest bucket there; here it costs nothing.
+    # The engine pads an empty prompt to its smallest bucket. The bound counts an empty prompt as no work.
     shapes = Shapes(case.views, size, size, length(case, model.config), case.steps)
     return model, shapes, Plan.of(model, rewrites=ON_CUDA)

@@ -1,9 +1,10 @@
-"""The rungs of the ladder: the same model, executed in different ways, each from host frames to host actions.
+"""The rungs of the ladder: different ways to execute the same model, from frames to actions in host memory.
 
-Every rung takes uint8 frames, tokens, a state and noise from host memory and returns world actions in host memory.
-``eager`` copies the frames to the device and prepares them there with PyTorch (the reference of the
-kernel), so that what differs is how the model is executed and not where frames are resized. Where no kernel has a
-policy's recipe, all rungs resize on the host, as a served policy does.
+Each rung reads uint8 frames, tokens, a state and noise from host memory, and writes actions in robot units to host
+memory. ``eager`` copies the frames to the device and resizes them there with PyTorch. So the rungs differ only in how
+they execute the model, and not in where they resize frames. If no kernel supports the image processing of a policy,
+all
+rungs resize on the host, as a served policy does.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from sinew.processing.normalize import Normalizer
 from sinew.steps.image.base import ImageRecipe
 
 Row = dict[str, Any]
-ENOUGH = 500  # calls for a p99, of which five are then slower
+ENOUGH = 500  # number of calls for a p99, so that five of the calls are slower
 
 
 class Eager:
-    """The model's own PyTorch code."""
+    """The rung "eager": the PyTorch code of the model."""
 
     def __init__(self, model: Model, processing: Processing, device: torch.device):
         self.model, self.device, self.image = model, device, processing.image
@@ -69,7 +70,7 @@ class Eager:
         spans = [1e3 * (b - a) for a, b in pairwise(laps)]
         return chunk, Timing(prepared, spans[0], spans[1], tuple(spans[2:]))
 
-    def pixels(self, inputs: ModelInputs) -> Tensor:  # float32 [1, V, 3, H, W]
+    def pixels(self, inputs: ModelInputs) -> Tensor:  # returns float32 [1, V, 3, H, W]
         if not inputs.frames:
             return torch.from_numpy(inputs.pixels)[None].to(self.device)
         frames, size = inputs.frames, inputs.frames[0].shape[:2]
@@ -80,10 +81,11 @@ class Eager:
 
 
 class Engine:
-    """A :class:`sinew.engine.cuda.engine.CudaEngine`."""
+    """A rung that runs :class:`sinew.engine.cuda.engine.CudaEngine`."""
 
     def __init__(self, engine: Any):
-        self.engine, self.apart = engine, False  # apart: stages one by one, with a time each
+        # if apart is True, the engine runs the stages separately and times each of them
+        self.engine, self.apart = engine, False
 
     def run(self, sample: Sample) -> tuple[np.ndarray, Timing]:
         inputs, prepared = sample.inputs, 0.0
@@ -97,14 +99,16 @@ class Engine:
 
 
 def resized(inputs: ModelInputs, image: ImageRecipe) -> ModelInputs:
-    """Return the inputs with pixels in the place of frames, made on the host, where a policy makes them."""
+    """Resize the frames on the host, as a policy does. Returns the inputs with pixels instead of frames."""
     pixels = np.stack([prepare_frame(frame, image) for frame in inputs.frames])
     return replace(inputs, pixels=pixels, frames=())
 
 
 def left_to_torch(engine: Any) -> list[str]:
-    """Return where linear layers run as torch's operators, one by one, by module; and why frames are resized on the
-    host, if they are."""
+    """Return the names of modules whose linear layers run as separate operators of torch. If frames are resized on the
+    host,
+    the last entry states the reason.
+    """
     from sinew.engine.cuda.fp8.linear import Fp8Linear
     from sinew.engine.cuda.fused import layers, vision
     from sinew.engine.plan.rewrite import loaded_class
@@ -112,7 +116,8 @@ def left_to_torch(engine: Any) -> list[str]:
     kinds = (layers.FusedLayer, layers.FusedAdaptiveLayer, layers.FusedKeyValueLayer, vision.RowwiseViTLayer)
     model = engine.model
     fused = [n for n, m in model.named_modules() if isinstance(m, kinds)]
-    ends = ("action_",) if type(model) is not loaded_class(model) else ()  # both are in kernels, or none
+    # the kernels compute both action layers, or none
+    ends = ("action_",) if type(model) is not loaded_class(model) else ()
     found = {}
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear) or isinstance(module, Fp8Linear):
@@ -126,7 +131,7 @@ def left_to_torch(engine: Any) -> list[str]:
 
 
 def plan_of(model: Model) -> Any:
-    """The plan that all engines of a model start from; they leave it as it is. It folds weights: as much memory."""
+    """Return the plan of a model, which all its engines share. The folded weights need as much memory as the model."""
     from sinew.engine.cuda.fused.fuse import ON_CUDA
     from sinew.engine.plan.plan import Plan
 
@@ -136,7 +141,15 @@ def plan_of(model: Model) -> Any:
 def cuda_engine(
     plan: Any, processing: Processing, device: torch.device, scales: Any = None, **options: Any
 ) -> Any:
-    """The engine over a plan. options: of ``CudaOptions``; scales: of FP8 inputs, by layer."""
+    """Return engine cuda for a plan.
+
+    Args:
+        plan: The plan of the model.
+        processing: Processing of the policy.
+        device: The GPU.
+        scales: Scales of FP8 inputs, by layer.
+        options: Fields of ``CudaOptions``.
+    """
     from sinew.engine.cuda.engine import CudaEngine
     from sinew.engine.cuda.options import CudaOptions
 
@@ -149,17 +162,21 @@ def cuda_engine(
 def end_to_end(
     rung: Any, samples: list[Sample], processing: Processing, calls: int, seconds: float
 ) -> tuple[Row, list[np.ndarray]]:
-    """Latency over up to ``calls`` calls in ``seconds``, inputs rotating; and the chunk of each input.
+    """Measure the latency of up to ``calls`` calls in ``seconds``. The inputs rotate.
 
-    The first two rounds over the inputs are not timed. ``drift`` is the largest difference of a later answer
-    from the first to the same input: zero where execution is reproducible to the bit.
+    The first two rounds over the inputs are not timed. ``drift`` is the largest difference between a later answer and
+    the
+    first answer to the same input. It is zero if the execution is reproducible to the bit.
+
+    Returns:
+        The row of the ladder, and the chunk of each input.
     """
     actions = Normalizer(processing.action, ACTIONS, "action")
     first = [rung.run(sample)[0] for sample in samples]
     for sample in samples:
         rung.run(sample)
     gc.collect()
-    gc.freeze()  # a collection that walks a model's modules takes milliseconds
+    gc.freeze()  # a garbage collection that visits all modules of a model takes milliseconds
     try:
         times, drift, until = [], 0.0, time.perf_counter() + seconds
         while len(times) < calls and (time.perf_counter() < until or len(times) < 3):
@@ -175,8 +192,10 @@ def end_to_end(
 
 
 def stages(rung: Any, samples: list[Sample], calls: int = 20) -> Row:
-    """Median milliseconds per stage, each waited for: the sum is more than the whole, which waits once; and of frames
-    on the host."""
+    """Return the median milliseconds of each stage, and of resizing frames on the host.
+
+    The host waits after each stage, so the sum is more than the time of a whole inference, which waits once.
+    """
     rung.run(samples[0])
     timings = [rung.run(samples[i % len(samples)])[1] for i in range(calls)]
     rows = ([t.vision_ms for t in timings], [t.prefix_ms for t in timings], [sum(t.step_ms) for t in timings])
@@ -185,10 +204,11 @@ def stages(rung: Any, samples: list[Sample], calls: int = 20) -> Row:
 
 
 class PeakMemory:
-    """The device's memory from now on, of what a rung makes and runs; nothing without a GPU.
+    """The peak of the device memory from now on, with the memory of a rung. Without a GPU, the row is empty.
 
-    What PyTorch's allocator has once taken from the driver stays with it until it is told otherwise, so what the driver
-    says at the end is the most that it said.
+    PyTorch's allocator keeps the memory that it has taken from the driver. So the memory in use at the end is also
+    the
+    peak.
     """
 
     def __init__(self, device: torch.device):
@@ -199,8 +219,14 @@ class PeakMemory:
             self.held = torch.cuda.memory_allocated(device)
 
     def row(self, rung: Any) -> Row:
-        """Return bytes: of the rung's ``weights``, some of which others hold too; that were ``held`` before; of
-        tensors, and what the allocator ``reserved``, at most; that the driver says are in use, by everybody."""
+        """Return the memory of a rung in bytes.
+
+        Returns:
+            ``weights_bytes``: the weights of the rung, which other rungs may share. ``held_bytes``: memory of tensors
+                before
+            the rung. ``peak_bytes`` and ``reserved_bytes``: the peaks of tensors and of PyTorch's allocator.
+            ``device_bytes``: memory that all processes use, from the driver.
+        """
         if self.device.type != "cuda":
             return {}
         model = rung.engine.model if isinstance(rung, Engine) else rung.model
@@ -232,7 +258,7 @@ def percentiles(times: list[float]) -> Row:
 
 
 def distance(chunks: list[np.ndarray], reference: list[np.ndarray]) -> Row:
-    """Relative L2 over the inputs, the largest and the median; the largest absolute difference."""
+    """Return the largest and the median relative L2 error over the inputs, and the largest absolute difference."""
     errors = [
         float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(chunks, reference, strict=True)
     ]

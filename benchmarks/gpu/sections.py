@@ -1,8 +1,8 @@
-"""Sections of ``make gpu``. Each runs in a process of its own (``gpu.py``), because an illegal
-access leaves a CUDA context that answers nothing any more.
+"""The sections of ``make gpu``.
 
-A section is a function of a :class:`Session`; it hands over rows as they come, so that what was measured before a
-failure is kept.
+Each section runs in its own process, because a CUDA context cannot be used after an illegal memory access. A section
+is
+a function of a :class:`Session`. It emits each row immediately, so that a later failure does not lose earlier rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ GPU_MARK = "pytest.mark." + "gpu"
 
 
 def machine(session: Session) -> None:
-    """The ceilings that everything is held against: a copy, a bfloat16 product, an e4m3 product."""
+    """Measure the limits of the device: a copy, a bfloat16 product, and an e4m3 product. The other sections use these
+    limits."""
     size, nbytes = (256, 1 << 20) if session.tiny else (8192, 1 << 30)
     a, b = (torch.randn(size, size, device=session.device).bfloat16() for _ in "ab")
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=session.device)
@@ -58,7 +59,7 @@ def machine(session: Session) -> None:
 
 
 def _seconds(session: Session, call: Callable[[], Any], calls: int = 20) -> float:
-    """Median of one call."""
+    """Return the median time of one call in seconds."""
     for _ in range(3):
         call()
     return 1e-3 * statistics.median(_each(session, call) for _ in range(calls))
@@ -81,22 +82,21 @@ def _each(session: Session, call: Callable[[], Any]) -> float:
 
 
 def checks(session: Session) -> None:
-    """Every kernel against its reference, with the bounds of a GPU (in the interpreter without one)."""
+    """Compare every kernel with its reference, within the bounds for a GPU. Without a GPU, run the kernels in the
+    interpreter."""
     from tests.engine.cuda import kernel_checks
 
     failed = 0
     for name, dtype, sizes in kernel_checks.all_checks():
         if session.left <= 0:
-            raise TimeoutError("not all checks ran")
+            raise TimeoutError("the time limit ended before all checks ran")
         row: Row = {"kernel": name, "dtype": str(dtype), "sizes": str(sizes), "error": ""}
         try:
             if kernel_checks.runs_here(name, sizes):
                 kernel_checks.run(name, dtype, sizes)
             else:
                 row["skipped"] = "FP8 needs compute capability 8.9"
-        except (
-            ModuleNotFoundError
-        ) as missing:  # Pillow, against which one kernel is compared beside its reference
+        except ModuleNotFoundError as missing:  # one check also compares its kernel with Pillow
             row["skipped"] = f"{missing.name} is not installed"
         except Exception as caught:  # noqa: BLE001 - one kernel's failure is a row, the others still count
             row["error"] = f"{type(caught).__name__}: {caught}"[:400]
@@ -105,14 +105,14 @@ def checks(session: Session) -> None:
         if row["error"]:
             still_there(session, f"the check of {name}, {dtype}, {sizes}")
     if failed:
-        raise RuntimeError(f"{failed} checks of kernels do not hold")
+        raise RuntimeError(f"{failed} kernel checks failed; the rows name them")
 
 
 def tests(session: Session) -> None:
-    """The files with tests marked ``gpu``: the engine on the package's own policies, read from their bundles."""
+    """Run the tests with the mark ``gpu``, which run engine cuda on the policies of the package."""
     absent = [name for name in TESTS_NEED if importlib.util.find_spec(name) is None]
     if absent:
-        raise NotHere(f"not installed: {', '.join(absent)}")
+        raise NotHere(f"these modules are not installed: {', '.join(absent)}")
     files = [
         str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if GPU_MARK in path.read_text()
     ]
@@ -127,11 +127,12 @@ def tests(session: Session) -> None:
 
 
 def run_tests(command: list[str], seconds: float) -> Row:
-    """Run pytest and return: returncode (None: it was cut off), its last line, its tail, how many passed and so on."""
+    """Run pytest. Returns the exit code (None if the time limit ended it), its last lines, and the number of passed
+    tests."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
         code, out, err = done.returncode, done.stdout, done.stderr
-    except subprocess.TimeoutExpired as late:  # what it holds is bytes even of text
+    except subprocess.TimeoutExpired as late:  # the exception contains bytes, although text=True
         code, (out, err) = None, (_text(late.stdout), _text(late.stderr))
     lines = out.strip().splitlines()
     row: Row = {"returncode": code, "summary": lines[-1] if lines else err[-400:]}
@@ -145,18 +146,23 @@ def _text(output: bytes | str | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-# ----------------------------------------------------------------------------- launches
+# ----------------------------------------------------------------------------- kernel launches
 
 
 def between(session: Session) -> None:
-    """What lies between kernels, of ``gaps.py``: links of a chain, a barrier, reads."""
+    """Measure the cost between two kernels (``gaps.py``): links of a chain, a barrier, and reads."""
     if not session.is_gpu:
         raise NotHere("launches and barriers need a GPU")
     measured(session, gaps(50))
 
 
 def measured(session: Session, rows: Iterator[Row]) -> None:
-    """Emit rows as they come, while there is time. ``wrong`` in a row: a kernel differs."""
+    """Emit each row immediately, until the time limit.
+
+    Raises:
+        RuntimeError: A row has the field ``wrong``, which means that a kernel computed a wrong result.
+        TimeoutError: The time limit ended before the last row.
+    """
     failures = []
     for row in rows:
         session.emit(row)
@@ -172,7 +178,7 @@ def measured(session: Session, rows: Iterator[Row]) -> None:
 
 
 def bounds(session: Session) -> None:
-    """The products of every case, from which the table makes its rooflines. Needs no GPU."""
+    """Emit the products of every case, from which the table computes its rooflines. Needs no GPU."""
     others = [case for model in MODELS for case in cases(model)[1:]]
     for case in [*TARGETS.values(), *([] if session.tiny else others)]:
         if session.left <= 0:
@@ -183,7 +189,7 @@ def bounds(session: Session) -> None:
 
 SECTIONS: dict[
     str, tuple[Callable[[Session], None], float]
-] = {  # function, seconds; the order is that of need
+] = {  # name -> function, seconds; the most important sections come first
     "machine": (machine, 20),
     "checks": (checks, 60),
     **{f"repeats {name}": (partial(repeats, name), 40) for name in MODELS},
@@ -194,6 +200,6 @@ SECTIONS: dict[
     **{f"grid {name}": (partial(grid, name), 60 if name == "pi0.5" else 40) for name in MODELS},
     "inductor smolvla": (partial(fused_by_inductor, "smolvla"), 150),
     **{f"tiles {name}": (partial(sweep, name), 150) for name in MODELS},
-    "bounds": (bounds, 300),  # at home, where nobody waits
+    "bounds": (bounds, 300),  # this section runs on a machine without a GPU, so its time does not matter
     **{f"inductor {name}": (partial(fused_by_inductor, name), 300) for name in MODELS if name != "smolvla"},
 }

@@ -1,4 +1,4 @@
-"""The session of a section of ``make gpu``: device, time and rows, and how it says that it cannot run."""
+"""The session of a section of ``make gpu``: its device, its time limit, its rows, and the error if it cannot run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ Row = dict[str, Any]
 
 @dataclass
 class Session:
-    """``seconds``: of this section. ``emit``: takes a row. ``tiny``: small widths, for a machine without a GPU.
-    ``traces``: folder and first part of the names of traces; None: none are written."""
+    """The resources of one section.
+
+    Attributes:
+        device: Torch name of the device.
+        seconds: Time limit of this section.
+        emit: Writes one row.
+        tiny: Use small models, for a machine without a GPU.
+        traces: Folder and start of the file names of traces. None: the section writes no traces.
+    """
 
     device: torch.device
     seconds: float
@@ -37,20 +44,29 @@ class Session:
 
 
 class NotHere(Exception):  # noqa: N818 - a reason to leave a section out, not an error
-    """This machine cannot run the section; the text says why."""
+    """This machine cannot run the section. The message states the reason."""
 
 
 def still_there(session: Session, after: str) -> None:
-    """Raise RuntimeError naming what came before if the device answers nothing any more: an illegal access stays
-    with its context, and every later result would be an error of the same cause."""
+    """Test that the device still works.
+
+    After an illegal memory access, every later call of the process fails with the same error.
+
+    Args:
+        session: The session.
+        after: Name of the last step.
+
+    Raises:
+        RuntimeError: The device does not work any more. The message names the last step.
+    """
     if not session.is_gpu:
         return
     try:
         torch.cuda.synchronize(session.device)
     except Exception as error:
-        raise RuntimeError(f"the device was lost in {after}: {error}"[:600]) from error
+        raise RuntimeError(f"the device stopped working in {after}: {error}"[:600]) from error
 
 
 def shrunk(case: Case, tiny: bool) -> Case:
-    """Return the case for tiny models: their chunk, and a prompt that their vocabulary can fill."""
+    """Return a case for the tiny models, with their chunk length and a prompt that fits their vocabulary."""
     return replace(case, chunk=min(case.chunk, 6), prompt=min(case.prompt, 8)) if tiny else case

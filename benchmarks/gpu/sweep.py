@@ -1,8 +1,9 @@
-"""Every tile of a list for every kind of launch of a chunk, over weights that are not in the GPU's cache.
+"""Time every tile of a list for each kind of kernel launch of a chunk, with weights that are not in the GPU's cache.
 
-The tables of ``sinew/engine/cuda/kernels/tiles.py`` come from such a sweep. Launches are taken down where they are
-prepared, with the tensors that the engine gave them, and prepared anew with other tiles. A tile that gives another
-result than the table's is a failure.
+The tables in ``sinew/engine/cuda/kernels/tiles.py`` come from such a sweep. A tile is the block size of a kernel. The
+sweep records each launch with the tensors from the engine, and prepares the launch again with other tiles. The
+section
+fails if the result of a tile differs from the result of the tile in the table.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.workspace import Workspace
 
 SWEPT = ("splitk_linear", "gated_mlp", "qkv_rope", "packed_attention", "norm_linear")
-COLD = 100 << 20  # bytes of weights to rotate through: twice any L2
-FEWEST, MOST = 16, 32  # copies of a weight
-SAME = 2e-2  # relative L2 of two tiles' results in bfloat16
+COLD = 100 << 20  # bytes of weights to use in rotation, which is twice the largest L2 cache
+FEWEST, MOST = 16, 32  # smallest and largest number of copies of a weight
+SAME = 2e-2  # largest relative L2 difference between the results of two tiles in bfloat16
 BEST = 4
 
 
 @dataclass
 class Problem:
-    """What a kernel was prepared with. runs: how often per chunk."""
+    """The arguments with which a kernel was prepared, and how often a chunk runs the kernel."""
 
     kernel: str
     given: inspect.BoundArguments
@@ -46,7 +47,7 @@ class Problem:
     def launches(
         self, tile: Tile, weight: Tensor | None = None, room: Workspace | None = None
     ) -> list[Launch]:
-        """Return the launches with another tile, weight and workspace."""
+        """Return the launches of this problem with another tile, weight and workspace."""
         bound = self.given.signature.bind(*self.given.args, **self.given.kwargs)
         chosen: dict[str, Any] = {"tile": tile, "weight": weight, "workspace": room}
         bound.arguments |= {
@@ -55,7 +56,7 @@ class Problem:
             if value is not None and name in bound.signature.parameters
         }
         if self.kernel == "splitk_linear" and bound.arguments.get("squares") is not None:
-            out = bound.arguments["out"]  # one column for each block of columns
+            out = bound.arguments["out"]  # the output has one column for each block of columns
             columns = splitk_linear.blocks(out.shape[1], tile)
             bound.arguments["squares"] = torch.empty(
                 len(out), columns, dtype=torch.float32, device=out.device
@@ -74,7 +75,7 @@ class Problem:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Return what tiles are chosen by, as ``tiles.default`` takes it."""
+        """Return the sizes by which ``tiles.default`` chooses a tile."""
         found = self.given.arguments
         if self.kernel == "packed_attention":
             (M, H, D), (P, KV, _) = found["q"].shape, found["kv"][0].shape
@@ -90,7 +91,7 @@ PREPARE = {name: importlib.import_module(f"sinew.engine.cuda.kernels.{name}").pr
 
 
 def sweep(model: str, session: Session) -> None:
-    """Emit a row for each problem of a chunk: the time of the table's tile, and the fastest others."""
+    """Emit a row for each problem of a chunk: the time of the tile in the table, and the fastest other tiles."""
     if not session.is_gpu:
         raise NotHere("tiles are timed on a GPU")
     case = shrunk(TARGETS[model], session.tiny)
@@ -98,7 +99,7 @@ def sweep(model: str, session: Session) -> None:
     recipe, plan = processing(model, base.config), plan_of(base)
     sample = samples(case, base.config, 1, CAMERA)[0]
     made = Engine(cuda_engine(plan, recipe, session.device, graph=False))
-    made.run(sample)  # compiles
+    made.run(sample)  # the first run compiles the kernels
     with torch.inference_mode():
         with taken_down() as found:
             made.run(sample)
@@ -106,13 +107,13 @@ def sweep(model: str, session: Session) -> None:
         with ThreadPoolExecutor(16, "compile") as pool:
             for problem in sorted(found.values(), key=lambda each: -each.runs):
                 if session.left <= 0:
-                    raise TimeoutError("not all problems were swept")
+                    raise TimeoutError("the time limit ended before all problems were measured")
                 session.emit(timed(problem, room, pool))
 
 
 @contextmanager
 def taken_down() -> Iterator[dict[Any, Problem]]:
-    """Within the context, keep what each kind of launch was prepared with."""
+    """Within the context, keep the arguments with which each kind of launch was prepared."""
     found: dict[Any, Problem] = {}
 
     def noting(name: str) -> Any:
@@ -134,7 +135,11 @@ def taken_down() -> Iterator[dict[Any, Problem]]:
 
 
 def timed(problem: Problem, room: Workspace, pool: ThreadPoolExecutor) -> Row:
-    """Return the row of a problem. Raise if a tile gives another result."""
+    """Return the row of a problem.
+
+        Raises:
+    ArithmeticError: A tile gives another result than the tile in the table.
+    """
     weight = problem.weight
     own = problem.launches(own_tile(problem))[0].tile
     copies: list[Tensor | None] = [weight]
@@ -176,7 +181,7 @@ def own_tile(problem: Problem) -> Tile:
 
 
 def fit(launches: list[Launch]) -> bool:
-    """Return True if launches can be compiled and have the shared memory that they ask for."""
+    """Return True if the launches compile and the GPU has enough shared memory for them."""
     try:
         made = [launch.specialised().compile(90) for launch in launches]
     except Exception:  # noqa: BLE001 - a tile that cannot be is none
@@ -186,7 +191,7 @@ def fit(launches: list[Launch]) -> bool:
 
 @dataclass(frozen=True)
 class Grid:
-    """Tiles of every combination of these."""
+    """All combinations of these sizes of a tile."""
 
     m: tuple[int, ...]
     n: tuple[int, ...]
@@ -228,7 +233,7 @@ GRIDS: dict[str, dict[str, Grid]] = {
 
 
 def candidates(problem: Problem) -> list[Tile]:
-    """Return the tiles to try: those of the problem's regime in which every program has work."""
+    """Return the tiles to try: those for the size class of the problem in which every program has work."""
     weight, of_kernel = problem.weight, GRIDS[problem.kernel]
     wide = weight is not None and weight.dtype == torch.float32
     regime = "float32" if wide else tiles.regime(problem.kernel, problem.dims, of_kernel)

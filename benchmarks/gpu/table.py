@@ -1,6 +1,8 @@
-"""The document of ``gpu.py`` as markdown: targets, ladder, stages against the roofline, checks.
+"""Write the document of ``make gpu`` as Markdown: targets, ladder, stages against the roofline, and checks.
 
-``python -m benchmarks.gpu.table FILE...`` prints one table of several documents: the machine is the first one's.
+``python -m benchmarks.gpu.table FILE...`` prints one table for several documents. The facts about the machine come
+from
+the first document.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ HOST = ("host", "copying", "launching", "waiting", "rest", "before", "after")
 FULL = (
     "engine",
     "fp8",
-)  # rungs that a target may be met by
+)  # the rungs that count for a target
 
 
 def markdown(document: Record) -> str:
@@ -41,7 +43,8 @@ def markdown(document: Record) -> str:
 
 
 def joined(documents: Sequence[Record]) -> Record:
-    """The first document with the sections of all; of a section that is in several, the last."""
+    """Return the first document with the sections of all documents. If several documents have a section, the last one
+    counts."""
     sections = {name: section for each in documents for name, section in each["sections"].items()}
     return {**documents[0], "sections": sections}
 
@@ -58,7 +61,7 @@ def _head(document: Record) -> str:
     versions = ", ".join(f"{name} {document.get(name)}" for name in ("python", "torch", "triton", "cuda"))
     command = " ".join(map(str, document.get("command", [])))
     run = f"`{command}` at {document.get('commit')}; {versions}; {document.get('seconds', 0)} s in all."
-    tiny = "**Small widths, to show that the suite runs: none of these numbers measures anything.**"
+    tiny = "**Small models, to show that the suite runs. These numbers measure nothing.**"
     title = f"# {document['gpu']}, {document['date'][:10]}"
     return "\n\n".join([title, *([tiny] if document.get("tiny") else []), run])
 
@@ -73,7 +76,7 @@ def _statuses(sections: Record) -> str:
 
 def _ceilings(ceilings: Ceilings | None) -> str:
     if ceilings is None:
-        return "Ceilings were not measured: no roofline below."
+        return "The limits of the device were not measured, so there is no roofline below."
     narrow = "-" if ceilings.fp8_flops is None else f"{ceilings.fp8_flops / 1e12:.0f}"
     return (
         f"Ceilings measured here: bfloat16 product {ceilings.flops / 1e12:.0f} TFLOP/s, e4m3 product {narrow} TFLOP/s, "
@@ -281,7 +284,7 @@ def _checks(rows: list[Record]) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Markdown; empty where there are no rows. Bars and line ends inside a cell would break it."""
+    """Return a Markdown table, or "" if there are no rows. Replaces bars and line ends in cells."""
     rows = list(rows)
     if not rows:
         return ""
@@ -320,7 +323,7 @@ def _rows(sections: Record, name: str) -> list[Record]:
 
 
 def _rungs(rows: list[Record]) -> list[Record]:
-    """One row per case and rung of a section: its latency, its stages, its error come one after the other."""
+    """Return one row for each case and rung. Joins the records with its latency, its stages and its error."""
     merged: dict[tuple[str, str], Record] = {}
     for row in rows:
         if "rung" in row:

@@ -1,8 +1,10 @@
-"""A timeline of one replay: every kernel with its start, its length and the gap before it; and the host beside it.
+"""Record a timeline of one replay of a CUDA graph: each kernel with its start, its duration and the gap before it.
 
-Three stage times do not say which of a thousand launches is slow. The profiler of PyTorch records what the device ran
-inside a replayed graph; the rows here are that record, summed per kernel and launch shape, longest first. From the same
-record: how often the host launched something for a chunk, what it copied, and where its own time went.
+The times of three stages do not show which of a thousand launches is slow. The profiler of PyTorch records the
+kernels
+inside a replayed graph. The rows contain this record, summed for each kernel and launch shape, longest first. The
+same
+record also shows the work of the host: its launches and copies for a chunk, and the time of its parts.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from benchmarks.gpu.session import Row, Session, shrunk
 from sinew.engine.cuda.graphs import StageRange
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-ON_CPU = ("cpu_op",)  # what a machine without a GPU has instead: it shows that the section runs
+ON_CPU = ("cpu_op",)  # without a GPU, the section uses these events, to show that it runs
 ON_HOST = ("cuda_runtime", "cuda_driver")
 GRAPH_LAUNCH, KERNEL_LAUNCH = "cudaGraphLaunch", ("cudaLaunchKernel", "cuLaunchKernel")
-CALL = "infer"  # the range around a chunk
+CALL = "infer"  # name of the profiler's range around a chunk
 REPLAYS = 3
-LONGEST = 40  # kinds of launches in the rows; what is left is one row
-MOST_TRACE = 2 << 20  # bytes of a trace as it is kept
+LONGEST = 40  # number of kinds of launches in the rows; the last row sums all others
+MOST_TRACE = 2 << 20  # largest size of a stored trace in bytes
 VARIANTS: dict[str, dict[str, Any]] = {
     "engine": {},
     "fp8": {"fp8": NARROW},
@@ -41,8 +43,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def timeline(model: str, session: Session) -> None:
-    """Emit, for each variant of the engine at the model's target, the host's row of a chunk, the whole replay and then
-    its kinds of launches. Raise where a chunk was not one launch of a graph."""
+    """Emit rows for each variant of the engine on the model's target case: the host, the whole replay, each kind of
+    launch.
+
+    Raises:
+        RuntimeError: A chunk was not exactly one launch of a graph.
+    """
     case = shrunk(TARGETS[model], session.tiny)
     base = with_chunk(random_model(model, session.device, tiny=session.tiny), case.chunk)
     recipe, plan = processing(model, base.config), plan_of(base)
@@ -58,7 +64,7 @@ def timeline(model: str, session: Session) -> None:
         about = {"case": case.name, "variant": variant}
         events = recorded(made, inputs, session)
         host = {**host_row(events), "range_us": range_us()}
-        session.emit(about | host)  # before anything else can fail
+        session.emit(about | host)  # emit the row now, because the later steps may fail
         launches[variant] = host["graph_launches"]
         if session.traces is not None:
             name = kept(events, Path(f"{session.traces}-{model}-{variant}.json.gz"))
@@ -79,7 +85,7 @@ def check_one_launch(launches: dict[str, int]) -> None:
 
 
 def recorded(made: Any, inputs: list[Any], session: Session) -> list[Row]:
-    """Return the events of REPLAYS chunks in the order of their start, what describes the trace first; times are
+    """Return the events of REPLAYS chunks, ordered by their start. The first row describes the trace. Times are
     microseconds."""
     activity = torch.profiler.ProfilerActivity
     activities = [activity.CPU, *([activity.CUDA] if session.is_gpu else [])]
@@ -95,7 +101,11 @@ def recorded(made: Any, inputs: list[Any], session: Session) -> list[Row]:
 
 
 def last_replay(events: list[Row], session: Session) -> list[Row]:
-    """Return what the device ran for the last chunk. Raise if the chunks did not launch the same number of kernels."""
+    """Return the events of the device for the last chunk.
+
+    Raises:
+        RuntimeError: The chunks launched different numbers of kernels.
+    """
     wanted = ON_DEVICE if session.is_gpu else ON_CPU
     events = [event for event in events if event.get("cat") in wanted]
     if session.is_gpu and len(events) % REPLAYS:
@@ -104,14 +114,23 @@ def last_replay(events: list[Row], session: Session) -> list[Row]:
 
 
 def within(events: list[Row], span: Row) -> list[Row]:
-    """Return the events that begin inside of a range."""
+    """Return the events that begin inside a range."""
     return [e for e in events if span["ts"] <= e.get("ts", -1) < span["ts"] + span["dur"]]
 
 
 def host_row(events: list[Row]) -> Row:
-    """Return what the host did for the last chunk: launches of graphs and of kernels, copies by direction with their
-    number and bytes, microseconds of its parts, those before the device's first work and after its last, and calls of
-    the CUDA runtime, longest first. Raise where chunks differ in their launches of graphs."""
+    """Return the work of the host for the last chunk.
+
+    Returns:
+        The launches of graphs and kernels, and the number and bytes of copies by direction. Times in microseconds:
+            the
+        parts of the chunk, the time before the first work of the device, the time after its last work, and the calls
+        of
+        the CUDA runtime, longest first.
+
+    Raises:
+        RuntimeError: The chunks differ in their number of graph launches.
+    """
     chunks = [within(events, e) for e in events if e.get("cat") == "user_annotation" and e["name"] == CALL]
     counts = {sum(map(_launches_graph, chunk)) for chunk in chunks}
     if len(counts) > 1:
@@ -163,7 +182,7 @@ def _is_range(event: Row, name: str) -> bool:
 
 
 def range_us(times: int = 1000) -> float:
-    """Return what a stage's range costs where nobody listens, in microseconds."""
+    """Return the cost of a profiler range when no profiler runs, in microseconds."""
     start = time.perf_counter()
     for _ in range(times):
         with StageRange("nobody listens"):
@@ -172,8 +191,11 @@ def range_us(times: int = 1000) -> float:
 
 
 def kept(events: list[Row], path: Path) -> str:
-    """Write the last chunk's events for a viewer of Chrome's traces, and return the file's name. Raise for a trace that
-    is too large to be kept."""
+    """Write the events of the last chunk as a trace for Chrome's viewer. Returns the file name.
+
+    Raises:
+        RuntimeError: The trace is too large to be stored.
+    """
     calls = [event for event in events if _is_range(event, CALL)]
     shown = [event for event in events if event.get("ph") == "M"] + within(events, calls[-1])
     packed = gzip.compress(json.dumps({"traceEvents": shown}).encode())
@@ -185,10 +207,15 @@ def kept(events: list[Row], path: Path) -> str:
 
 
 def rows_of(events: list[Row], work: Counted | None = None) -> list[Row]:
-    """Return one row for the whole, then one per kind of launch (kernel, grid, block, shared memory), longest first.
+    """Return one row for the whole replay, and one row for each kind of launch, longest first.
 
-    A gap is the time between the end of a launch and the start of the next. work: of this program's own launches
-    (:func:`launch_work`); a kind that has it says what it multiplies and reads.
+    A kind of launch has the same kernel, grid, block and shared memory. A gap is the time between the end of a launch
+    and
+    the start of the next one.
+
+    Args:
+        events: The events of the device for one chunk.
+        work: Products of the launches of Sinew's own kernels (:func:`launch_work`).
     """
     if not events:
         return []
@@ -242,7 +269,6 @@ def rows_of(events: list[Row], work: Counted | None = None) -> list[Row]:
 
 
 def _work_of(name: str, grid: str, count: int, work: Counted) -> Row:
-    """Return the work of a kind of launch where it is known of every one of them: where two kinds share name and grid,
-    of neither."""
+    """Return the products of a kind of launch. Returns nothing if two kinds have the same kernel name and grid."""
     known = work.get((name, grid), [])
     return {"work": known} if len(known) == count else {}

@@ -1,4 +1,4 @@
-"""How long calls take on a GPU: as one graph, so that neither Python nor the driver is in the number."""
+"""Time calls on a GPU as one CUDA graph, so that the time contains neither Python nor the driver."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ import torch
 from sinew.engine.cuda.graphs import no_collection
 
 Call = Callable[[], Any]
-LEAST = 20  # calls of a graph, so that the 5 to 8 us of a replay are spread over as many, whatever is timed
+LEAST = 20  # calls in a graph, so that the 5 to 8 us of a replay are divided among at least this many calls
 SHORT_MS, LEAST_SHORT = (
     0.02,
     200,
-)  # calls below 20 us: a replay over 20 of them would be a tenth of a 3 us kernel
+)  # for calls below 20 us, because a replay with 20 calls would add a tenth to a kernel of 3 us
 WARM_UPS = 3
 
 
 def repeated(calls: Sequence[Call], least: int = LEAST) -> list[Call]:
-    """Return whole rounds of ``calls``, at least ``least`` in all."""
+    """Return ``calls`` repeated in whole rounds, with at least ``least`` calls."""
     return list(calls) * -(-least // len(calls))
 
 
 def graph_ms(calls: Sequence[Call], replays: int) -> dict[str, float]:
-    """Return milliseconds per call when ``calls`` are one graph on the current device: median, smallest and largest of
-    the replays. Short calls are recorded more often and timed again."""
+    """Run ``calls`` as one graph on the current device. Returns the median, smallest and largest milliseconds of one
+    call.
+
+    If the calls are short, the function records more of them and times again.
+    """
     found = _graph_ms(calls, LEAST, replays)
     return found if found["p50"] >= SHORT_MS else _graph_ms(calls, LEAST_SHORT, replays)
 
 
 def _graph_ms(calls: Sequence[Call], least: int, replays: int) -> dict[str, float]:
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # which made the inputs
+    stream.wait_stream(torch.cuda.current_stream())  # the current stream has made the inputs
     with torch.cuda.stream(stream):
-        for call in calls:  # compiles, and lets libraries choose their kernels
+        for call in calls:  # compile the kernels, and let libraries choose their kernels
             call()
     stream.synchronize()
     calls = repeated(calls, least)

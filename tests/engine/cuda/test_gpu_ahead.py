@@ -69,7 +69,7 @@ def test_what_is_no_archive_of_kernels_is_an_error(
     tarfile.open(empty, "w:gz").close()
     broken.write_bytes(b"\x1f\x8bnone")
     for path, said in (
-        (empty, "expected ahead.json in it, got none"),
+        (empty, "expected a file ahead.json in the archive, found none"),
         (broken, ""),
         (tmp_path / "no", "No such"),
     ):

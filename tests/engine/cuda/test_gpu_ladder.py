@@ -310,7 +310,7 @@ def test_a_lost_device_ends_the_section(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     still_there(Session(CPU, 1.0, print), "rung graph")
-    with pytest.raises(RuntimeError, match="the device was lost in rung graph: an illegal memory access"):
+    with pytest.raises(RuntimeError, match="the device stopped working in rung graph: an illegal memory access"):
         still_there(Session(torch.device("cuda"), 1.0, print), "rung graph")
 
 

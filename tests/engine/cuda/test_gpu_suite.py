@@ -65,7 +65,7 @@ def test_each_section_has_its_own_time_and_all_have_one() -> None:
         "d": "skipped",
     }
     assert given == [50.0, 50.0, 10.0]
-    assert document["sections"]["d"]["reason"] == "0 s were left of 80"
+    assert document["sections"]["d"]["reason"] == "0 of 80 s were left, which is too short for this section"
     assert [list(each["sections"]) for each in saved] == [
         ["a"],
         ["a", "b"],
@@ -118,7 +118,7 @@ def test_sections_run_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch)
     assert gpu.run_section("gaps", 60, "cpu", True)["reason"] == "launches and barriers need a GPU"
     monkeypatch.setattr(gpu, "GRACE", 0.5)
     record = gpu.run_section("ladder pi0.5", 0.1, "cpu", True)
-    assert (record["status"], record["reason"]) == ("partial", "cut off: its time was used up")
+    assert (record["status"], record["reason"]) == ("partial", "stopped at its time limit")
 
 
 def test_a_section_counts_from_when_its_process_began(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_section_counts_from_when_its_process_began(tmp_path: Path) -> None:
     assert gpu.main([*asked, "--deadline", str(time.monotonic() - 1)]) == 0
     (end,) = map(json.loads, rows.read_text().splitlines())
     assert end["status"] == "partial"
-    assert end["reason"].startswith("time was used up: pi0.5")
+    assert end["reason"].startswith("the time limit of the section ended: pi0.5")
 
 
 def test_a_process_that_does_not_die_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def test_the_table_says_what_was_measured(document: dict) -> None:
 
 def test_the_table_of_what_there_is(document: dict) -> None:
     del document["sections"]["machine"]
-    assert "Ceilings were not measured" in markdown(document)
+    assert "The limits of the device were not measured" in markdown(document)
     assert "illegal access" in markdown(document)
     document["sections"] = {"machine": {"status": "failed", "reason": "no | device", "rows": []}}
     assert "| machine | failed | 0 | 0 | no / device |" in markdown(document).splitlines()
@@ -316,7 +316,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--device", "cpu"], "--device cpu: expected --tiny"),
+        (["--device", "cpu"], "--device cpu: add --tiny"),
         (["--device", "cpu", "--tiny", "--only", "machine,laddr"], "got laddr"),
     ],
 )
@@ -361,7 +361,7 @@ def test_the_whole_command_in_a_bare_environment(tmp_path: Path) -> None:
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["sections"] == {"machine": "done", "tests": "skipped", "ladder pi0": "done", "bounds": "done"}
     made = json.loads((tmp_path / "out" / last["file"]).read_text())
-    assert made["sections"]["tests"]["reason"].startswith("not installed: pytest, msgspec, gguf, tokenizers")
+    assert made["sections"]["tests"]["reason"].startswith("these modules are not installed: pytest, msgspec, gguf, tokenizers")
     assert made["tiny"] is True
     assert "Stages against the roofline" in (tmp_path / "out" / last["file"]).with_suffix(".md").read_text()
 
