@@ -3,12 +3,9 @@
 python benchmarks/cpu_kernels.py [--rounds 7]
 
 Each round runs each product once, and each round begins with another product. The benchmark measures the CPU time of
-the thread, because other programs disturb CPU time less than elapsed time. The rate of a product is 2 M K N
-operations
-divided by its best time. This time includes the rounding of the activations. Except for panels, the time also
-includes
-the expansion of the weights. A printed ratio is the median of the ratios of all rounds. The last line of the output
-is
+the thread, because other programs disturb CPU time less than elapsed time. The rate of a product is 2 M K N operations
+divided by its best time. This time includes the rounding of the activations. Except for panels, the time also includes
+the expansion of the weights. A printed ratio is the median of the ratios of all rounds. The last line of the output is
 JSON.
 """
 

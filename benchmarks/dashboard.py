@@ -2,22 +2,17 @@
 
     python -m benchmarks.dashboard [--viewers 3] [--pictures] [--bundle FILE] [--rounds 40] [--requests 40] [--hz 0]
 
-The benchmark starts one `sinew serve`, and one robot that uses the native protocol. In each round, the robot sends
-the
-same requests once without and once with viewers, in random order. A viewer is a client that is connected to the
-stream
+The benchmark starts one `sinew serve`, and one robot that uses the native protocol. In each round, the robot sends the
+same requests once without and once with viewers, in random order. A viewer is a client that is connected to the stream
 of events. With --pictures, a viewer also reads the stream of all cameras ten times a second, as a visible page does.
 Robot and viewers run in their own processes. If the machine has two cores or more, robot and viewers run on other
-cores
-than the server.
+cores than the server.
 
 The benchmark prints p50 and p95 of the latency without and with viewers. It also prints the median ratio of the two
-medians of a round, with a 95 % interval (of ranks). Slow changes in the speed of the machine do not change this
-ratio.
+medians of a round, with a 95 % interval (of ranks). Slow changes in the speed of the machine do not change this ratio.
 Then it prints the processor time of the server for each request. The last number is the processor time of all server
 threads except the busiest thread, which computes the inference. This number is the cost of the viewers, and it does
-not
-depend on other programs. The last line of the output is JSON.
+not depend on other programs. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -90,8 +85,7 @@ def robot(address: str, hz: float) -> None:
 
 def viewers(address: str, pictures: bool) -> None:
     """Keep viewers connected to the dashboard. For each number on standard input, connect or disconnect viewers until
-    there
-    are that many. Then print the number of events that have arrived since the last line.
+    there are that many. Then print the number of events that have arrived since the last line.
     """
     import aiohttp
 

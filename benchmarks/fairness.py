@@ -4,10 +4,8 @@
     python -m benchmarks.fairness --against CHECKOUT    # the same for another checkout, and pairs of requests to both
 
 The benchmark starts one ``sinew serve`` with a built-in policy, one robot, and attacking clients. Each of them is a
-process. The robot sends its next request after each answer. Each attacking client sends as much as the server
-accepts.
-The table has the median, the 95th percentile and the longest latency of the robot. The table also has the ratio of
-the
+process. The robot sends its next request after each answer. Each attacking client sends as much as the server accepts.
+The table has the median, the 95th percentile and the longest latency of the robot. The table also has the ratio of the
 median to the median of the robot without attackers on the same server. SECURITY.md states a ratio of about 2 for one
 attacking client. The last line of the output is JSON.
 """

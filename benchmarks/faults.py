@@ -4,19 +4,15 @@
     python -m benchmarks.faults --list
 
 The benchmark starts one ``sinew serve`` with the built-in policy of the blocks task, a proxy, and a robot at 20 Hz
-that
-connects through the proxy. Each of them is a process. Each fault begins while the robot moves. The robot has survived
-a
-fault if all of these conditions hold:
+that connects through the proxy. Each of them is a process. Each fault begins while the robot moves. The robot has
+survived a fault if all of these conditions hold:
 
 * The robot executed twenty more actions after the fault.
 * The server still gives the same answer to a known observation, and its health is "ok".
 * All commands satisfied the checks of ``tests.control.test_loop_faults.Witness``: one finite command in each period,
-  no
-  action older than 1.5 s, no action twice, and a hold in the period in which the loop detects a problem.
+  no action older than 1.5 s, no action twice, and a hold in the period in which the loop detects a problem.
 
-Then the benchmark prints a table with the reasons of the holds and the longest time between two commands or holds,
-and
+Then the benchmark prints a table with the reasons of the holds and the longest time between two commands or holds, and
 a histogram of these times. The last line of the output is JSON. The exit status is 1 if the robot did not survive a
 fault. The status is also 1 if a time between two commands was longer than three periods plus a tolerance, in a fault
 that does not stop the robot's own process. The tolerance is twice the largest delay of a thread that only sleeps.
@@ -92,8 +88,7 @@ class Network:
 
     Attributes:
         up: Changes the data from the robot to the server. Gets one segment, and returns pairs of (seconds to wait,
-            bytes
-            to send). None ends the connection.
+            bytes to send). None ends the connection.
         down: The same for the data from the server to the robot.
         greet: If set, each new connection gets these bytes and nothing else.
     """

@@ -9,8 +9,7 @@ This program measures nothing. The sources of the figures are:
 * ``concepts.png`` and ``late_answers.png``: drawings
 * ``film.webp``, the film in the README: a new episode
 
-The film shows how long the machine took. So this program draws ``film.webp`` only if you name it. Draw it on a
-machine
+The film shows how long the machine took. So this program draws ``film.webp`` only if you name it. Draw it on a machine
 with EGL on which no other program runs.
 """
 

@@ -3,10 +3,8 @@
 python -m benchmarks.first_action BUNDLE [BUNDLE...] [--engine cpu] [--threads 2] [--rounds 5] [--cold]
 
 Each measurement runs in a new process. It has these parts: `import sinew`, loading (opening, weights, kernels), and
-the
-first inference. The second inference is measured for comparison. An earlier run, which is not measured, compiles
-kernels and graphs and reads the file. With --cold, the system drops the file and its graphs from the page cache
-before
+the first inference. The second inference is measured for comparison. An earlier run, which is not measured, compiles
+kernels and graphs and reads the file. With --cold, the system drops the file and its graphs from the page cache before
 each round, so that the weights come from the disk. Compiled kernels stay. The benchmark prints elapsed seconds and
 processor seconds of the process. The last line of the output is JSON.
 """

@@ -4,12 +4,10 @@
     python -m benchmarks.fleet --robots 20 --flood
 
 Each round starts ``sinew serve`` once with ``--max-batch 1`` and once with ``--max-batch N``, in alternating order.
-The
-robots send requests at a constant rate. Each robot has its own phase, connection and session. A robot skips a control
-step if the answer to its last request is missing. An answer is in time if it arrives within the deadline, which
-begins
-at the control step of the request. The benchmark counts each request as answered, rejected (late, busy) or lost. The
-last line of the output is JSON.
+The robots send requests at a constant rate. Each robot has its own phase, connection and session. A robot skips a
+control step if the answer to its last request is missing. An answer is in time if it arrives within the deadline,
+which begins at the control step of the request. The benchmark counts each request as answered, rejected (late, busy)
+or lost. The last line of the output is JSON.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ each component in FP8, with one scale per row and with calibrated scales of seve
 tests bfloat16 weights and weights with noise.
 
 With ``--trained``, it uses the trained policies of the package, on episodes of their tasks. It calibrates the scales
-on
-the first 16 observations, and compares the chunks of 32 other observations. The last line of the output is JSON.
+on the first 16 observations, and compares the chunks of 32 other observations. The last line of the output is JSON.
 """
 
 from __future__ import annotations

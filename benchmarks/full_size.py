@@ -5,8 +5,7 @@
 Each family needs disk space for twice its weights. OpenVLA with 7.5 billion parameters needs 31 GB. The benchmark
 deletes the files of a family before it begins the next family, unless you pass ``--keep``. For comparison, it copies
 the bytes of the checkpoint on the same disk, right before the conversion. With ``--runs 0``, it runs no inference. A
-family that needs more than 24 GiB of memory is only converted, unless you name the family. The last line of the
-output
+family that needs more than 24 GiB of memory is only converted, unless you name the family. The last line of the output
 is JSON.
 """
 
@@ -40,10 +39,8 @@ def phase(target: Callable[..., Any], *args: Any) -> dict[str, Any]:
 
     Returns:
         The result of ``target``, its seconds and its memory in MiB. ``peak_rss_mib`` counts pages of mapped files,
-        which
-        the system drops when it needs memory. ``extra_mib`` does not count these pages. It is the memory that the
-        process
-        allocated after its start, sampled 50 times a second.
+        which the system drops when it needs memory. ``extra_mib`` does not count these pages. It is the memory that
+        the process allocated after its start, sampled 50 times a second.
     """
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         found: dict[str, Any] = pool.apply(_measured, (target, *args))

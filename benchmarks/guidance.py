@@ -6,8 +6,7 @@ The first part counts the operations of products, convolutions and attention at 
 memory. The frames are encoded once for both prompts.
 
 The second part measures times of the demo policy (sinew/assets/blocks.gguf), whose prompt gets a place for an
-advantage label. Each round sends one request without a guidance scale, and then one with a scale. The printed
-quotient
+advantage label. Each round sends one request without a guidance scale, and then one with a scale. The printed quotient
 is the median over the rounds with its 95 % interval. The last line of the output is JSON.
 """
 

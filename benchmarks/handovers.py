@@ -21,13 +21,11 @@ next request. ``--envelope`` plays every filter and every limit:
 
 The points are stored in OUT/TASK.json, so that the same command continues an interrupted run. A larger ``--episodes``
 plays the seeds that a point lacks. ``--render docs/figures`` draws a figure of the points. ``--against freeze``
-compares
-the points in pairs.
+compares the points in pairs.
 
 With ``--clock``, the episodes run in real time through the socket of a real server, one after the other. Each answer
-is
-held back until it is as old as the delay. The points are stored in OUT/TASK-clock.json. ``--limit`` is the number of
-control steps that an episode may take. At 20 Hz, waiting for a second takes twenty control steps.
+is held back until it is as old as the delay. The points are stored in OUT/TASK-clock.json. ``--limit`` is the number
+of control steps that an episode may take. At 20 Hz, waiting for a second takes twenty control steps.
 """
 
 from __future__ import annotations

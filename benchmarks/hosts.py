@@ -2,8 +2,7 @@
 
     python -m benchmarks.hosts --episodes 200 [--delay 20] [--loss 1] [--ray]      # as root, on Linux
 
-The hosts are network namespaces on this machine. Every packet between two hosts waits ``--delay`` milliseconds, and
-is
+The hosts are network namespaces on this machine. Every packet between two hosts waits ``--delay`` milliseconds, and is
 lost with a probability of ``--loss`` percent. A program of this file forwards the packets between the TUN devices of
 the hosts, because many kernels lack ``tc netem``. The second and the third host join the run with ``sinew eval --join
 http://...``, each in its own folder.
@@ -12,9 +11,8 @@ With ``--kill SECONDS``, the three hosts play a second time. About every SECONDS
 including the host of the run. The same command then starts it again.
 
 With ``--ray``, the hosts are a Ray cluster. The first host has the head of the cluster and the run. Each other host
-has
-a node with one processor. The run uses ``--hosts ray``. With ``--kill``, the benchmark kills the entries of WHATS in
-turn.
+has a node with one processor. The run uses ``--hosts ray``. With ``--kill``, the benchmark kills the entries of WHATS
+in turn.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The checkpoint has the same files, names and layout as the fixture, with noise as weights. A family is described by
 data: the larger sizes for the dimensions of each tensor (by name), how often each layer is repeated, and the changes
-of
-the JSON files. The sizes come from papers, from code and from the converters of vla.cpp. No published weights are
+of the JSON files. The sizes come from papers, from code and from the converters of vla.cpp. No published weights are
 read.
 """
 

@@ -2,8 +2,7 @@
 
 ``python -m benchmarks.kinematics --poses 100000``
 
-The poses result from random joint positions within the range of each joint, and within one turn. MuJoCo reads the
-same
+The poses result from random joint positions within the range of each joint, and within one turn. MuJoCo reads the same
 URDF. It computes the pose of the tip for the random joint positions and for the result of the inverse kinematics. The
 inverse kinematics starts at most ``--near`` rad from the right joint positions, as in a control loop. It also starts
 from the middle of the ranges, which no control loop does.

@@ -3,10 +3,8 @@
 python -m benchmarks.low_bit --make FOLDER [--depth 4] [--rounds 3] [--threads 2]
 python -m benchmarks.low_bit BUNDLE LOWBIT... [--rounds 3] [--threads 2] [--onnx QUANTISED] [--nbits FOLDER]
 
---make writes a random SmolVLA of full width and 1 / DEPTH of its layers to FOLDER (2,048 tokens unless DEPTH is 1).
-It
-also writes bundles in int8 and in 4 bits with an int8 head. It compares six engines: eager, plan, onnx, onnx int8,
-cpu
+--make writes a random SmolVLA of full width and 1 / DEPTH of its layers to FOLDER (2,048 tokens unless DEPTH is 1). It
+also writes bundles in int8 and in 4 bits with an int8 head. It compares six engines: eager, plan, onnx, onnx int8, cpu
 int8 and cpu 4 bits. It reuses existing files.
 
 Each round runs each engine once, and each round begins with another engine. A ratio compares an engine with eager in

@@ -4,8 +4,7 @@
 
 A pair has the same seed and the same noise. The bundles of the recipes are written to OUT. Each recipe with 4 bits is
 also played with separately rounded weights. Engine cpu plays the low-bit bundles, and engine plan plays float32. All
-use
-one compute thread and no simulated delay.
+use one compute thread and no simulated delay.
 
 Each slice of episodes is played with all recipes, so the results are always paired. The same command continues an
 interrupted run from OUT/episodes.jsonl. ``--until`` ends the run at a time of day (UTC). The outcomes are in

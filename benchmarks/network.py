@@ -2,10 +2,9 @@
 kernel.
 
 Each namespace has a TUN device. This process carries the packets between these devices, as ``tc netem`` would. It
-drops
-a packet with some probability, lets the packet wait for earlier packets (``rate``), and delivers it ``delay`` later.
-The layers above are those of the kernel: retransmissions, congestion control and sockets. This module needs Linux,
-root, ``ip`` and /dev/net/tun.
+drops a packet with some probability, lets the packet wait for earlier packets (``rate``), and delivers it ``delay``
+later. The layers above are those of the kernel: retransmissions, congestion control and sockets. This module needs
+Linux, root, ``ip`` and /dev/net/tun.
 """
 
 from __future__ import annotations

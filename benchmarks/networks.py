@@ -3,8 +3,7 @@
     python -m benchmarks.networks [--only WAN] [--episodes 20] [--task blocks] [--run='--set frames_as=auto'] [--json]
 
 A server with a built-in policy and a robot each run in a network namespace. ``benchmarks.network`` connects both. The
-table has a row for each network with these columns: successful episodes, the control rate, the longest gap between
-two
+table has a row for each network with these columns: successful episodes, the control rate, the longest gap between two
 commands or holds in periods, the age of the executed actions, holds, requests, and how the frames were sent. Next to
 the gap, the table has the largest delay of a thread that only sleeps, as a measure of the machine.
 """

@@ -9,13 +9,11 @@ The camera has 30 frames per second, and each frame is two frames late (Ma et al
 directions of the network.
 
 ``simulated`` uses simulated time, so the outcome does not depend on the machine. The episodes are stored in OUT, and
-the
-same command continues an interrupted run. benchmarks.figures draws the files in benchmarks/results.
+the same command continues an interrupted run. benchmarks.figures draws the files in benchmarks/results.
 
 ``clock`` plays the same episodes in real time through the socket of a server. A forwarder delays each byte in each
 direction by half of the added latency (benchmarks.split). The computation takes the time of this machine. The last
-line
-of the output is JSON.
+line of the output is JSON.
 """
 
 from __future__ import annotations

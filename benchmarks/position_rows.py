@@ -2,11 +2,9 @@
 
     python -m benchmarks.position_rows --observations 40 --episodes 50
 
-SmolVLM computes the index of the position of each patch. A rule that computes the index in float32 is wrong by one
-row
+SmolVLM computes the index of the position of each patch. A rule that computes the index in float32 is wrong by one row
 for most patches, if the model was trained with the exact rule. No error is reported. For several numbers of solver
-steps, this program prints the change of the action chunk for the same observation and noise. For comparison, it
-prints
+steps, this program prints the change of the action chunk for the same observation and noise. For comparison, it prints
 two harmless changes: bfloat16 weights, and the discretisation error of the solver. Then it plays episodes with the
 wrong rows.
 

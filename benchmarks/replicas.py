@@ -3,9 +3,8 @@
     python -m benchmarks.replicas --robots 20 --replicas 3 --seconds 300 --kill-s 20
 
 The benchmark starts ``sinew fleet up`` on this machine. A request counts as lost if it has no answer half a minute
-after
-the end. The longest hold is the largest time between a control step and its answer. The last line of the output is
-JSON.
+after the end. The longest hold is the largest time between a control step and its answer. The last line of the output
+is JSON.
 """
 
 from __future__ import annotations

@@ -10,11 +10,9 @@ function. The function counts:
 * the calls whose file differs from the file of the last call in the same thread, which are changes of file
 
 A request has two frames of 224 x 224 and one solver step. The server has the smallest built-in policy. --against is
-the
-root of another checkout, which the benchmark counts in the same way.
+the root of another checkout, which the benchmark counts in the same way.
 
---load counts the functions of ``sinew.load`` on the same policy instead. Each function counts once, at its first
-call.
+--load counts the functions of ``sinew.load`` on the same policy instead. Each function counts once, at its first call.
 The output has the files, the stays (functions of one file in a row) and the returns to an earlier file. The last line
 of the output is JSON.
 """

@@ -3,11 +3,9 @@
     python -m benchmarks.request_stages [--requests 2000] [--pause MS]
 
 Both processes record times of the same clock when functions begin or end. They do not record the return of a function
-that sends, because the receiver may already run by then. The table has the medians of the times between two records.
-A
+that sends, because the receiver may already run by then. The table has the medians of the times between two records. A
 request has two frames of 224 x 224 and one solver step, for the smallest built-in policy. With --pause, the client
-sleeps before each request, as a robot does, so that processor caches are cold. Put `chrt -r 1` in front of the
-command
+sleeps before each request, as a robot does, so that processor caches are cold. Put `chrt -r 1` in front of the command
 to keep other programs off the cores. The last line of the output is JSON.
 """
 

@@ -3,8 +3,7 @@
     python -m benchmarks.resize [rounds]
 
 The implementations run alternately on the same frame. The program prints the median of each in milliseconds, and the
-median ratio of Sinew's time to the other time. Then it prints the median of each implementation in its own process,
-as
+median ratio of Sinew's time to the other time. Then it prints the median of each implementation in its own process, as
 on a server. In a shared process, buffers of other libraries let the C library keep freed memory, which saves page
 faults.
 

@@ -4,8 +4,7 @@ python -m benchmarks.reuse BUNDLE [--engine plan] [--threads 1] [--rounds 3]
 
 One process has two policies from one file. One policy reuses results of repeated inputs, and the other computes
 everything. In each round, both policies get every kind of observation, and their actions must have the same bits. The
-times are milliseconds of processor time of the process, and elapsed milliseconds. A printed ratio is the median of
-the
+times are milliseconds of processor time of the process, and elapsed milliseconds. A printed ratio is the median of the
 ratios of all rounds. The last line of the output is JSON.
 """
 

@@ -1,8 +1,7 @@
 """Play many simulated episodes in one process, and run their inferences as one batch.
 
 Each episode is played by ``run_episode``. A small head costs almost as much for one observation as for thirty, so a
-hundred episodes take a quarter of the time. Simulated time does not depend on the number of episodes. The chunks
-equal
+hundred episodes take a quarter of the time. Simulated time does not depend on the number of episodes. The chunks equal
 those of single inferences up to the rounding of a batched product (eval/tests/test_side_by_side.py compares them).
 """
 

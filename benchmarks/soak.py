@@ -2,8 +2,7 @@
 
     python -m benchmarks.soak --minutes 10        # or: make soak
 
-The benchmark starts one ``sinew serve`` with an API key. Ten robots send requests at 10 Hz, and two robots use
-streams
+The benchmark starts one ``sinew serve`` with an API key. Ten robots send requests at 10 Hz, and two robots use streams
 of 60 waypoints per second. Each robot is a process with ``sinew_client``. The other clients are:
 
 * a flooder with the key, which sends requests as fast as the connection accepts them
@@ -18,8 +17,7 @@ of 60 waypoints per second. Each robot is a process with ``sinew_client``. The o
 Each answer is compared with the answer to the same observation in this process. An answer or an action window of a
 policy that had been replaced before the request is an error. There are three rounds: the robots with requests alone,
 the same robots with the hogs, and all clients. The last line of the output is JSON. The exit status is 1 if a robot
-lost
-an answer or got a wrong answer.
+lost an answer or got a wrong answer.
 """
 
 from __future__ import annotations
@@ -427,9 +425,8 @@ class Soak:
 
 
 def summed(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sum of the counts of several robots. ``old`` counts answers of a policy that had been replaced
-    before the
-    request.
+    """Return the sum of the counts of several robots. ``old`` counts answers of a policy that had been replaced before
+    the request.
     """
     latencies = np.concatenate([each["latencies"] for each in found]) if found else np.zeros(0)
     lost: dict[str, int] = {}

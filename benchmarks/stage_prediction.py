@@ -3,9 +3,8 @@
     python benchmarks/stage_prediction.py OUT.json [--models smolvla pi0] [--threads 1] [--runs 3]
 
 The models have random weights at full size in fp32. The measured times are those of the stages of engine eager. The
-last
-line of standard output is one JSON document. OUT.json stores the measurements. With --reuse, the program reads them
-from OUT.json and measures nothing.
+last line of standard output is one JSON document. OUT.json stores the measurements. With --reuse, the program reads
+them from OUT.json and measures nothing.
 """
 
 from __future__ import annotations

@@ -2,18 +2,15 @@
 
     python -m benchmarks.streams BUNDLE --seconds 5 [--threads 1,1] [--runs 10,16]
 
-The first rows are those of the paper: one prefix and then ten runs of the head, and one prefix at the same time as
-ten
+The first rows are those of the paper: one prefix and then ten runs of the head, and one prefix at the same time as ten
 or sixteen runs of the head, until both are done. The next rows are those of streams:
 
 * prefixes and runs of the head without a pause, on two threads with their own thread pools
 * runs of the head alone
 * if the bundle contains its language head: prefixes that also compute one token after a text of 16 tokens
 
-A run of the head is one evaluation. If the head reads the state, each run has a new state. There are no pauses, so
-the
-rates are the largest that this machine reaches. cpu_ms is the processor time of the calling thread, which depends
-less
+A run of the head is one evaluation. If the head reads the state, each run has a new state. There are no pauses, so the
+rates are the largest that this machine reaches. cpu_ms is the processor time of the calling thread, which depends less
 on other programs.
 """
 

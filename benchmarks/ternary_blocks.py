@@ -5,8 +5,8 @@ float32.
 
 The whole network in float32 needs 10 GB. So both sides have only a few layers of each tower, with BitVLA's widths,
 views and tokens. A layer costs the same at any depth. The dense side is engine plan, and the ternary side is engine
-cpu.
-The sides alternate. The times are CPU seconds of the process with one thread. The last line of the output is JSON.
+cpu. The sides alternate. The times are CPU seconds of the process with one thread. The last line of the output is
+JSON.
 """
 
 from __future__ import annotations

@@ -2,15 +2,12 @@
 
 ``python -m benchmarks.ticks --hz 100,500 --seconds 10``
 
-The loop of ``sinew_client.control`` drives a robot without hardware. A function returns each chunk immediately. So
-the
+The loop of ``sinew_client.control`` drives a robot without hardware. A function returns each chunk immediately. So the
 benchmark measures only the loop, the thread that requests chunks, and the machine. The busy process never sleeps and
-runs on the core of the loop. Rounds without and with the busy process alternate. Lateness is the delay of the start
-of
+runs on the core of the loop. Rounds without and with the busy process alternate. Lateness is the delay of the start of
 a control step. Skipped periods are periods without a control step.
 
-With --server ADDRESS, the chunks come from a ``sinew serve``. In every second round, the robot sends reports about
-the
+With --server ADDRESS, the chunks come from a ``sinew serve``. In every second round, the robot sends reports about the
 run to the server, as `sinew run` does. The benchmark prints the medians of the rounds without and with these reports,
 and the medians of the differences of pairs, with 95 % intervals.
 """

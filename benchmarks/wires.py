@@ -9,16 +9,14 @@ both directions through the sockets, decoding, and the threads and checks of the
 
 The last rows are limits that no server can improve:
 
-* "zeromq" and "tcp" are sockets alone, of the library and of the kernel. They send as many bytes, sleep as long as
-  the
+* "zeromq" and "tcp" are sockets alone, of the library and of the kernel. They send as many bytes, sleep as long as the
   inference of the first protocol, and receive a kilobyte.
 * "openpi client" is openpi's client with a WebSocket that receives the bytes, ignores them, and answers after such a
   sleep.
 
 All rows run in each round, so that a change in the speed of the machine affects all of them. With --pin, the client
 has one core and the servers have another core, as on two machines. With --pause, the client sleeps before each
-request,
-as a robot does. The last line of the output is JSON.
+request, as a robot does. The last line of the output is JSON.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 Run ``python -m benchmarks.gpu [--budget S] [--only NAME,...] [--out DIR]`` in a checkout. It needs torch, triton and
 numpy. It needs no network and no bundle (``docs/gpu.md``). After each section, it writes
 ``benchmarks/results/<gpu>-<date>.json`` and a table in Markdown next to this file. Each section runs in its own
-process
-and with its own time limit. If a section crashes or takes too long, the other sections still run, and the rows that
-it
-has already written are kept.
+process and with its own time limit. If a section crashes or takes too long, the other sections still run, and the rows
+that it has already written are kept.
 
 ``python -m benchmarks.gpu ahead`` compiles the kernels on a machine without a GPU and packs them (``ahead.py``).
 
@@ -53,8 +51,7 @@ def child(name: str, deadline: float, rows: Path, device: str, tiny: bool, trace
     Args:
         name: Name of the section.
         deadline: End of the section, in seconds of ``time.monotonic()``. All processes share this clock, so the time
-            for
-            imports counts too.
+            for imports counts too.
         rows: The file to write.
         device: Torch name of the device.
         tiny: Use small models.

@@ -1,15 +1,12 @@
 """Compile the kernels of ``make gpu`` on a machine without a GPU, to save time on the machine with the GPU.
 
-``python -m benchmarks.gpu ahead --out build/gpu/tc.tgz [--capability 90] [--only PART,...]`` packs the machine code
-of
+``python -m benchmarks.gpu ahead --out build/gpu/tc.tgz [--capability 90] [--only PART,...]`` packs the machine code of
 Triton into an archive. ``python -m benchmarks.gpu ahead --check build/gpu/tc.tgz`` tests on the other machine whether
-Triton will use this machine code. Triton computes its cache key from its own files and from the files of its
-compiler.
+Triton will use this machine code. Triton computes its cache key from its own files and from the files of its compiler.
 So both machines need the same wheel of Triton for the same Python version. Both also need the same TRITON_CACHE_DIR,
 because its path is in the files.
 
-The program runs the sections on the meta device. It records each kernel launch instead of running it, and compiles
-the
+The program runs the sections on the meta device. It records each kernel launch instead of running it, and compiles the
 recorded kernels.
 """
 

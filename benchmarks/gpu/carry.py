@@ -1,8 +1,7 @@
 """Pack the files that ``make gpu`` needs on another machine, and print their size: ``python -m benchmarks.gpu.carry``.
 
 The archive contains the checkout, without the files that no section reads. It also contains the files in
-``build/gpu``:
-the archive of :mod:`.ahead`, and wheels.
+``build/gpu``: the archive of :mod:`.ahead`, and wheels.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Measure the cost between two kernels: the next launch in a CUDA graph, a barrier in a kernel, and reads of memory.
 
-A step of an action head has 90 kernels of 40 to 132 programs. Each kernel reads data that all programs of the
-previous
-kernel have written. The kernels of the chain here do the same. One persistent kernel for the whole head could save
-the
+A step of an action head has 90 kernels of 40 to 132 programs. Each kernel reads data that all programs of the previous
+kernel have written. The kernels of the chain here do the same. One persistent kernel for the whole head could save the
 cost of a link beyond its own store and load. The read rates are those of so few programs, from memory and from the L2
 cache.
 """

@@ -165,8 +165,7 @@ def fused_by_inductor(model: str, session: Session) -> None:
     engine.
 
     The rung "graph" of the ladder is the same CUDA graph without ``torch.compile``, and is measured again for
-    comparison.
-    The compilation takes minutes, so it may reach the time limit.
+    comparison. The compilation takes minutes, so it may reach the time limit.
     """
     base, recipe, reference = _models(model, session)
     case = shrunk(TARGETS[model], session.tiny)

@@ -1,7 +1,6 @@
 """Models at their published size with random weights that are made on the GPU, and the cases that are measured.
 
-This module needs only torch and numpy. It writes no bundle and reads no tokenizer. The random weights have the
-average
+This module needs only torch and numpy. It writes no bundle and reads no tokenizer. The random weights have the average
 size of trained weights: a product keeps the size of its input. So activations neither vanish nor overflow.
 """
 
@@ -164,9 +163,8 @@ TARGETS = {
 
 
 def cases(model: str) -> list[Case]:
-    """Return the cases of a model. The first case is the target. The others have 1, 2 and 3 views, chunks of 10 actions
-    and of
-    the target's length, and prompts of 48 and 200 tokens.
+    """Return the cases of a model. The first case is the target. The others have 1, 2 and 3 views, chunks of 10
+    actions and of the target's length, and prompts of 48 and 200 tokens.
     """
     target = TARGETS[model]
     grid = [
@@ -242,8 +240,7 @@ def random_model(
 
 def weightless(name: str, chunk: int | None = None, tiny: bool = False) -> Model:
     """Return a model without memory for weights, on the meta device. It is bfloat16, except for the modules that are
-    also
-    float32 in a loaded bundle.
+    also float32 in a loaded bundle.
     """
     known = MODELS[name]
     config = known.tiny if tiny else known.full

@@ -1,8 +1,7 @@
 """Run each kernel launch of a full-size chunk many times, and test that the result has the same bits each time.
 
 The checks of the kernels use small shapes, and the relative L2 error of a chunk hides an error in one layer. One
-kernel
-computed different sums at every launch and passed both tests. This section found it.
+kernel computed different sums at every launch and passed both tests. This section found it.
 """
 
 from __future__ import annotations

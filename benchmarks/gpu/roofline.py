@@ -53,9 +53,8 @@ Work = dict[
 
 
 def work(case: Case, tiny: bool = False) -> Work:
-    """Return the products of one observation, with equal products grouped. The products of the head are counted for all
-    solver
-    steps.
+    """Return the products of one observation, with equal products grouped. The products of the head are counted for
+    all solver steps.
     """
     found = trace(*_program(case, tiny))
     result: Work = {}

@@ -3,8 +3,7 @@
 Each rung reads uint8 frames, tokens, a state and noise from host memory, and writes actions in robot units to host
 memory. ``eager`` copies the frames to the device and resizes them there with PyTorch. So the rungs differ only in how
 they execute the model, and not in where they resize frames. If no kernel supports the image processing of a policy,
-all
-rungs resize on the host, as a served policy does.
+all rungs resize on the host, as a served policy does.
 """
 
 from __future__ import annotations
@@ -106,8 +105,7 @@ def resized(inputs: ModelInputs, image: ImageRecipe) -> ModelInputs:
 
 def left_to_torch(engine: Any) -> list[str]:
     """Return the names of modules whose linear layers run as separate operators of torch. If frames are resized on the
-    host,
-    the last entry states the reason.
+    host, the last entry states the reason.
     """
     from sinew.engine.cuda.fp8.linear import Fp8Linear
     from sinew.engine.cuda.fused import layers, vision
@@ -165,8 +163,7 @@ def end_to_end(
     """Measure the latency of up to ``calls`` calls in ``seconds``. The inputs rotate.
 
     The first two rounds over the inputs are not timed. ``drift`` is the largest difference between a later answer and
-    the
-    first answer to the same input. It is zero if the execution is reproducible to the bit.
+    the first answer to the same input. It is zero if the execution is reproducible to the bit.
 
     Returns:
         The row of the ladder, and the chunk of each input.
@@ -206,8 +203,7 @@ def stages(rung: Any, samples: list[Sample], calls: int = 20) -> Row:
 class PeakMemory:
     """The peak of the device memory from now on, with the memory of a rung. Without a GPU, the row is empty.
 
-    PyTorch's allocator keeps the memory that it has taken from the driver. So the memory in use at the end is also
-    the
+    PyTorch's allocator keeps the memory that it has taken from the driver. So the memory in use at the end is also the
     peak.
     """
 

@@ -1,8 +1,7 @@
 """The sections of ``make gpu``.
 
 Each section runs in its own process, because a CUDA context cannot be used after an illegal memory access. A section
-is
-a function of a :class:`Session`. It emits each row immediately, so that a later failure does not lose earlier rows.
+is a function of a :class:`Session`. It emits each row immediately, so that a later failure does not lose earlier rows.
 """
 
 from __future__ import annotations

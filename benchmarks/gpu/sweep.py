@@ -1,8 +1,7 @@
 """Time every tile of a list for each kind of kernel launch of a chunk, with weights that are not in the GPU's cache.
 
 The tables in ``sinew/engine/cuda/kernels/tiles.py`` come from such a sweep. A tile is the block size of a kernel. The
-sweep records each launch with the tensors from the engine, and prepares the launch again with other tiles. The
-section
+sweep records each launch with the tensors from the engine, and prepares the launch again with other tiles. The section
 fails if the result of a tile differs from the result of the tile in the table.
 """
 

@@ -1,8 +1,7 @@
 """Write the document of ``make gpu`` as Markdown: targets, ladder, stages against the roofline, and checks.
 
 ``python -m benchmarks.gpu.table FILE...`` prints one table for several documents. The facts about the machine come
-from
-the first document.
+from the first document.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Record a timeline of one replay of a CUDA graph: each kernel with its start, its duration and the gap before it.
 
-The times of three stages do not show which of a thousand launches is slow. The profiler of PyTorch records the
-kernels
-inside a replayed graph. The rows contain this record, summed for each kernel and launch shape, longest first. The
-same
+The times of three stages do not show which of a thousand launches is slow. The profiler of PyTorch records the kernels
+inside a replayed graph. The rows contain this record, summed for each kernel and launch shape, longest first. The same
 record also shows the work of the host: its launches and copies for a chunk, and the time of its parts.
 """
 
@@ -125,8 +123,7 @@ def host_row(events: list[Row]) -> Row:
         The launches of graphs and kernels, and the number and bytes of copies by direction. Times in microseconds:
             the
         parts of the chunk, the time before the first work of the device, the time after its last work, and the calls
-        of
-        the CUDA runtime, longest first.
+        of the CUDA runtime, longest first.
 
     Raises:
         RuntimeError: The chunks differ in their number of graph launches.
@@ -210,8 +207,7 @@ def rows_of(events: list[Row], work: Counted | None = None) -> list[Row]:
     """Return one row for the whole replay, and one row for each kind of launch, longest first.
 
     A kind of launch has the same kernel, grid, block and shared memory. A gap is the time between the end of a launch
-    and
-    the start of the next one.
+    and the start of the next one.
 
     Args:
         events: The events of the device for one chunk.
