@@ -65,14 +65,14 @@ def attack(kind: str, address: str) -> None:
         policy = client.metadata()["policy"]
         if kind == "stream":
             _stream(address, observation(policy))
-        asked = observation(policy, STEPS if "steps" in kind else None)
+        observed = observation(policy, STEPS if "steps" in kind else None)
         print("attacking", flush=True)
         while True:
             with contextlib.suppress(ClientError):
                 if "message" in kind:
-                    client.infer_all([asked] * 64)
+                    client.infer_all([observed] * 64)
                 else:
-                    client.infer(asked)
+                    client.infer(observed)
 
 
 def _stream(address: str, seen: Mapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ def attacked(kinds: tuple[str, ...], address: str) -> Iterator[None]:
             each.wait()
 
 
-def asked(client: Client, seen: Mapping[str, Any]) -> float:
+def call_ms(client: Client, seen: Mapping[str, Any]) -> float:
     begun = time.perf_counter()
     client.infer(seen)
     return 1e3 * (time.perf_counter() - begun)
@@ -153,7 +153,7 @@ def times(address: str, seconds: float, least: int = 10) -> dict[str, float]:
             client.infer(seen)
         end = time.monotonic() + seconds
         while time.monotonic() < end or len(found) < least:
-            found.append(asked(client, seen))
+            found.append(call_ms(client, seen))
     p50, p95 = np.percentile(found, [50, 95], method="higher")
     return {"p50": float(p50), "p95": float(p95), "max": max(found), "count": len(found)}
 
@@ -192,7 +192,9 @@ def pairs(other: Path, bundle: Path, folder: Path, count: int = 300) -> dict[str
         Client(there, timeout=60.0) as theirs,
     ):
         seen = observation(mine.metadata()["policy"])
-        found = np.array([[asked(client, seen) for client in (mine, theirs)] for _ in range(20 + count)])[20:]
+        found = np.array([[call_ms(client, seen) for client in (mine, theirs)] for _ in range(20 + count)])[
+            20:
+        ]
     middle = np.median(found, 0)
     difference = float(np.median(found[:, 0] - found[:, 1]))
     print(

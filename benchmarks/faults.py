@@ -240,9 +240,9 @@ class Place:
         assert self.robot.stdout is not None
         self.robot.stdin.write(json.dumps(call) + "\n")
         self.robot.stdin.flush()
-        told = json.loads(self.robot.stdout.readline())
-        self.gap_ms, self.why = max(self.gap_ms, told["gap_ms"]), self.why | set(told["why"])
-        return told
+        answer = json.loads(self.robot.stdout.readline())
+        self.gap_ms, self.why = max(self.gap_ms, answer["gap_ms"]), self.why | set(answer["why"])
+        return answer
 
     def begin(self, within: Sequence[object] = (), **variables: str) -> None:
         """Start the robot, and wait until it moves.
@@ -733,8 +733,10 @@ def stepped_clock(work: Path) -> tuple[dict[str, str], Callable[[int], None]]:
     variables = {"LD_PRELOAD": str(library), "STEPPED_CLOCK": str(place)}
     step(86_400)
     asked = [sys.executable, "-c", "import time; print(time.time())"]
-    told = subprocess.run(asked, env={**os.environ, **variables}, capture_output=True, text=True, check=True)
-    if float(told.stdout) < time.time() + 80_000:
+    answer = subprocess.run(
+        asked, env={**os.environ, **variables}, capture_output=True, text=True, check=True
+    )
+    if float(answer.stdout) < time.time() + 80_000:
         raise CannotRunError("the Python interpreter reads the clock without the C library")
     step(0)
     return variables, step
@@ -913,7 +915,7 @@ def peers() -> Iterator[Fault]:
 # ----------------------------------------------------------------------------- faults of the robot
 
 
-def told(*call: Any) -> Act:
+def robot_call(*call: Any) -> Act:
     def act(at: Place) -> None:
         at.tell(*call)
 
@@ -945,32 +947,35 @@ def robot() -> Iterator[Fault]:
     yield Fault("robot: stopped 10 x 0.2 s", robot_stopped(0.2, 10), own=True)
     yield Fault("robot: killed and started 3 times", _robot_again, own=True)
     yield Fault(
-        "robot: the lock of its interpreter is held for 2 s", told("hold_the_interpreter", 2.0), own=True
+        "robot: the lock of its interpreter is held for 2 s",
+        robot_call("hold_the_interpreter", 2.0),
+        own=True,
     )
-    yield Fault("robot: collects two million objects", told("collect", 2_000_000), own=True)
+    yield Fault("robot: collects two million objects", robot_call("collect", 2_000_000), own=True)
     for where in ("observe", "act", "hold"):
         for seconds in (0.3, 3.0):
             if where != "hold":
-                yield Fault(f"robot: {where} blocks {seconds:g} s", told("block", where, seconds))
-    yield Fault("robot: cameras repeat one frame for 3 s", told("freeze_cameras", 3.0))
+                yield Fault(f"robot: {where} blocks {seconds:g} s", robot_call("block", where, seconds))
+    yield Fault("robot: cameras repeat one frame for 3 s", robot_call("freeze_cameras", 3.0))
     for value in ("nan", "inf", "-inf"):
-        yield Fault(f"robot: its state is {value} for 2 s", told("state", float(value), 2.0))
+        yield Fault(f"robot: its state is {value} for 2 s", robot_call("state", float(value), 2.0))
     for names in (["time"], ["time", "monotonic"]):
         for jump in (3600.0, -3600.0):
-            yield Fault(f"robot: {' and '.join(names)} {jump:+g} s and back", told("clock", names, jump, 2.0),
+            yield Fault(f"robot: {' and '.join(names)} {jump:+g} s and back", robot_call("clock", names, jump, 2.0),
                         own="monotonic" in names)  # fmt: skip
     yield Fault(
-        "robot: 20 instructions in 2 s", told("say", [f"put block {number} away" for number in range(20)])
+        "robot: 20 instructions in 2 s",
+        robot_call("say", [f"put block {number} away" for number in range(20)]),
     )
-    yield Fault("robot: an instruction that is rejected", told("say", ["x " * 400]))
-    yield Fault("robot: paused and resumed 5 times", told("pauses", 5))
-    yield Fault("robot: forks", told("fork"))
+    yield Fault("robot: an instruction that is rejected", robot_call("say", ["x " * 400]))
+    yield Fault("robot: paused and resumed 5 times", robot_call("pauses", 5))
+    yield Fault("robot: forks", robot_call("fork"))
     yield Fault(
         "robot: forks, and the child sends a request",
         lambda at: at.tell("fork", f"tcp://127.0.0.1:{at.port}") and None,
     )
-    yield Fault("robot: at most 6 file descriptors for 3 s", told("limit", "RLIMIT_NOFILE", 6, 3.0))
-    yield Fault("robot: no more memory for 3 s", told("limit", "RLIMIT_AS", 0, 3.0))
+    yield Fault("robot: at most 6 file descriptors for 3 s", robot_call("limit", "RLIMIT_NOFILE", 6, 3.0))
+    yield Fault("robot: no more memory for 3 s", robot_call("limit", "RLIMIT_AS", 0, 3.0))
 
 
 # ----------------------------------------------------------------------------- the end of a run
@@ -1058,7 +1063,7 @@ def suffer(at: Place, fault: Fault, bystander: Bystander) -> dict[str, Any]:
         fault.act(at)
     except CannotRunError as error:
         skipped = str(error)
-    except Exception as error:  # noqa: BLE001 - the fault itself went wrong, which is said
+    except Exception as error:  # noqa: BLE001 - the fault function itself failed, and the row states this
         wrong.append(f"{type(error).__name__}: {error}")
     finally:
         at.network.heal()

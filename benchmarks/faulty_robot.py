@@ -164,7 +164,7 @@ class Faults:
                 try:
                     with Client(asks) as client:
                         client.metadata()
-                except BaseException:  # noqa: BLE001 - a child of fork ends here, whatever happens
+                except BaseException:  # noqa: BLE001 - the forked child must end here
                     code = 1
             os._exit(code)
         _, status = os.waitpid(child, 0)
@@ -204,7 +204,7 @@ def main() -> None:
             driving.run()
             if not driving.rest.outcome:
                 failures.append("the control loop ended early")
-        except BaseException as error:  # noqa: BLE001 - told to who asks
+        except BaseException as error:  # noqa: BLE001 - the next answer reports the error
             failures.append(f"{type(error).__name__}: {error}")
 
     def begin() -> threading.Thread:
@@ -223,13 +223,13 @@ def main() -> None:
         sent = np.array(arm.sent[begun:])
         reasons = {each.reason.split(";")[0][:60] for each in witness.commands[first:] if each.row is None}
         begun, first = max(0, begun + len(sent) - 1), len(witness.commands)
-        told = {
+        report = {
             "rows": len(witness.executed),
             "gap_ms": 1e3 * float(np.diff(sent).max()) if len(sent) > 1 else 0.0,
             "wrong": failures,
             "why": sorted(reasons),
         }
-        print(json.dumps(told), flush=True)
+        print(json.dumps(report), flush=True)
     os._exit(0)
 
 

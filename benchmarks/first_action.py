@@ -27,7 +27,7 @@ LAPS = ("import", "load", "first", "second")
 
 def once(bundle: Path, engine: str, threads: int) -> dict[str, list[float]]:
     """Return the elapsed seconds and the processor seconds of each part of the start, measured in this process."""
-    import torch  # noqa: F401 - its own seconds are not ours
+    import torch  # noqa: F401 - the time of this import is not a part of the measurement
 
     laps: dict[str, list[float]] = {}
     last = [time.perf_counter(), time.process_time()]

@@ -98,21 +98,21 @@ class Robots:
             places[sock] = place
         begun = time.perf_counter()
         due = [begun + self.period * place / self.count for place in range(self.count)]
-        asked: list[float | None] = [None] * len(
+        open_since: list[float | None] = [None] * len(
             self.sockets
         )  # the control step of the open request of each robot
         flooding = 0
         end = begun + seconds
         while True:
             now = time.perf_counter()
-            if now >= end and all(at is None for at in asked[: self.count]):
+            if now >= end and all(at is None for at in open_since[: self.count]):
                 break
             if now >= end + 30:
                 break
             for place in range(self.count):
                 while now < end and due[place] <= now:
-                    if asked[place] is None:
-                        asked[place] = due[place]
+                    if open_since[place] is None:
+                        open_since[place] = due[place]
                         self._ask(place)
                     else:
                         self.skipped[place] += 1
@@ -128,9 +128,9 @@ class Robots:
                     flooding -= 1
                     self._heard(place, payload, now)
                 else:
-                    self._heard(place, payload, asked[place] or now)
-                    asked[place] = None
-        lost = sum(at is not None for at in asked[: self.count])
+                    self._heard(place, payload, open_since[place] or now)
+                    open_since[place] = None
+        lost = sum(at is not None for at in open_since[: self.count])
         self.context.destroy(linger=0)
         return self._summary(seconds, lost)
 

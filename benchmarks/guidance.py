@@ -72,12 +72,12 @@ def paired(policy: Policy, rounds: int) -> dict[str, Any]:
     """Return the median milliseconds of a request without and with a guidance scale, and their quotient."""
     policy.warm_up()
     seen = {**vars(policy.dummy_observation()), "prompt": "put the red block into the left bin"}
-    asked = [{**seen, "advantage": "positive"}, {**seen, "advantage": "positive", "guidance_scale": 2.0}]
+    requests = [{**seen, "advantage": "positive"}, {**seen, "advantage": "positive", "guidance_scale": 2.0}]
     took: list[list[float]] = [[], []]
     for number in range(rounds + 3):
         for which in (0, 1) if number % 2 else (1, 0):
             begun = time.perf_counter()
-            policy.infer(asked[which])
+            policy.infer(requests[which])
             if number >= 3:
                 took[which].append(1e3 * (time.perf_counter() - begun))
     quotients = [two / one for one, two in zip(*took, strict=True)]

@@ -102,11 +102,11 @@ class Late(ServerPolicy):
     milliseconds = 0.0
 
     def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
-        asked = time.monotonic()
+        sent = time.monotonic()
         images = {name: frame() for name, frame in observation["images"].items()}
         actions, _ = super().infer({**observation, "images": images}, seed)
-        time.sleep(max(0.0, asked + 1e-3 * self.milliseconds - time.monotonic()))
-        return actions, 1e3 * (time.monotonic() - asked)
+        time.sleep(max(0.0, sent + 1e-3 * self.milliseconds - time.monotonic()))
+        return actions, 1e3 * (time.monotonic() - sent)
 
     def play(self, episode: Callable[[int], Episode], seeds: Iterable[int], _: int) -> list[Episode]:
         return [episode(seed) for seed in seeds]
@@ -202,13 +202,13 @@ def episode_of(task: dict[str, Any], policy: Any, conduct: EpisodeSettings) -> C
 
 
 class Drawing:
-    """A frame that is drawn when it is first read. It must be read in the control step that returned it."""
+    """A frame that is drawn when it is read. It must be read in the control step that returned it."""
 
-    def __init__(self, view: Callable[..., np.ndarray], asked: tuple[Any, ...]):
-        self._view, self._asked = view, asked
+    def __init__(self, view: Callable[..., np.ndarray], arguments: tuple[Any, ...]):
+        self._view, self._arguments = view, arguments
 
     def __call__(self) -> np.ndarray:
-        return self._view(*self._asked)
+        return self._view(*self._arguments)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.asarray(self(), dtype)
@@ -218,7 +218,7 @@ def draw_when_asked(env: gymnasium.Env) -> None:
     """Let an environment of sinew_eval.sim draw a frame only if a policy or an edge adapter reads the frame."""
     base: Any = env.unwrapped
     view = base.view
-    base.view = lambda *asked: Drawing(view, asked)
+    base.view = lambda *arguments: Drawing(view, arguments)
 
 
 def table(points: list[dict[str, Any]]) -> str:

@@ -1,31 +1,40 @@
-"""One checkpoint in LeRobot, vla.cpp and Sinew: SmolVLA behind both servers; SmolVLA, ACT, Diffusion Policy inside.
+"""Compare SmolVLA, ACT and Diffusion Policy in LeRobot, in vla.cpp and in Sinew, on the same machine.
 
     python -m benchmarks.peers OUT --peer PYTHON [--rounds 5] [--requests 2] [--threads 2] [--tiny]
     python -m benchmarks.peers OUT --peer PYTHON --inside diffusion [--lerobot FOLDER] [--rounds 12] [--threads 1]
     python -m benchmarks.peers OUT --peer PYTHON --inside smolvla [--vlacpp vla.cpp/build/vla-server] [--rounds 6]
 
-PYTHON belongs to an environment with lerobot[smolvla] (0.4.4 here; ``python -m benchmarks.peers --how`` says how one is
-made). The checkpoint is random, at full size, in float32 (no policy was trained, so the actions mean nothing; every
-product is computed all the same). Both servers are processes of their own with the same number of threads, they stand
-at once and work in turn. One client, LeRobot's gRPC stub with LeRobot's messages, sends the same frames to both; Sinew
-is asked a second time over its own wire. Rounds are paired: one server after the other, in random order; beside the
-latencies stands the server's processor time, which other work disturbs less. After them, for the agreement of actions,
-LeRobot's server is given the noise that Sinew is sent, and a second time the position rows of transformers 5.5 as well:
-4.57 puts every patch but the first into the row before its own.
+PYTHON is the interpreter of an environment with lerobot[smolvla] (0.4.4 here). ``python -m benchmarks.peers --how``
+prints the commands that create this environment. The checkpoint has random weights at full size in float32. The
+policy is not trained, so its actions have no meaning, but each product is computed as in a trained policy.
 
-``--inside``: no server of ours or of LeRobot's. LeRobot (0.6.1 in FOLDER, where `make clients` puts it) reads a policy
-with random weights at its published size, and so does Sinew. LeRobot's policy between its own pipelines, each engine of
-Sinew, and vla.cpp's server with each of its precisions, are a process each and answer the same raw frames in turn, in
-random order. Of each: processor seconds of a chunk (of all threads, which other work disturbs less than the clock), the
-same as a part of the reference's in the same round (median, 95 % of it), VmHWM, and how far its actions lie from the
-reference's for the same noise: the largest difference, and the root of squares as a part. ``--reference`` names it,
-LeRobot if absent; ``--at-once`` limits how many processes stand together, by rounds of their own with the reference in
-each; ``--engines`` takes others than all (``lerobot compiled`` is torch.compile in mode "default", takes minutes and
-only runs when named); ``--again`` uses what an earlier run of the same family wrote to OUT. The bound is what ``sinew
-bench`` counts of a float32 chunk's operations at the rate of a large product in one thread, by processor time as well.
+Without ``--inside``, the benchmark compares the servers of LeRobot and Sinew with SmolVLA. Both servers run at the
+same time, each in its own process and with the same number of threads. One client uses LeRobot's gRPC messages and
+sends the same frames to one server after the other, in random order. The client also sends requests to Sinew on
+Sinew's native protocol. The benchmark measures the latency and the processor time of the servers, because other
+programs disturb processor time less than latency.
 
-Load is from the start of the process to the first chunk, with files in the page cache; peak is VmHWM of the server.
-The last line is JSON.
+Then the benchmark compares the actions of the servers for the same noise. It compares them a second time with the
+position rows of transformers 5.5 in LeRobot. Version 4.57 uses the position row of the previous patch for all patches
+but the first.
+
+With ``--inside``, the benchmark uses no server of LeRobot or Sinew. LeRobot (0.6.1 in FOLDER, where `make clients`
+puts it) and Sinew load the same policy with random weights at its published size. These programs get the same raw
+frames, one after the other and in random order, each in its own process: LeRobot's policy with LeRobot's processing,
+each engine of Sinew, and the server of vla.cpp with each of its precisions. The benchmark prints for each program:
+
+* the processor seconds of a chunk, of all threads
+* the ratio to the processor seconds of the reference in the same round (median and 95 % interval)
+* the peak memory (VmHWM)
+* the difference to the actions of the reference for the same noise: the largest, and the relative L2 distance
+
+``--reference`` names the reference, which is LeRobot by default. ``--at-once`` limits the number of processes at the
+same time. The programs are then divided into groups, and the reference runs in each group. ``--engines`` selects the
+programs. ``lerobot compiled`` is torch.compile in mode "default". It takes minutes and runs only if you name it.
+``--again`` uses the files that an earlier run with the same family wrote to OUT. The bound is the number of
+operations of a float32 chunk, as ``sinew bench`` counts them, divided by the rate of a large product in one thread.
+
+The load time ends at the first chunk, and the files are in the page cache. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -67,7 +76,8 @@ SERVERS = ("lerobot", "sinew, LeRobot's wire", "sinew, its own wire")
 NAMES, CAMERAS = [f"joint{number}.pos" for number in range(6)], ("camera1", "camera2")
 PROMPT = "pick up the red cube"
 START_S = 600.0
-# What LeRobot is told to make, beside its defaults: the sizes of published.json; and recipes of our low-bit bundles.
+# For each family: options of LeRobot's policy that differ from its defaults, with the sizes of published.json, and
+# the quantisation recipes of Sinew's low-bit bundles.
 INSIDE: dict[str, dict[str, Any]] = {
     "smolvla": {
         "cameras": CAMERAS, "frame": (512, 512), "state": 6, "action": 6, "noise": (50, 32), "prompt": PROMPT,
@@ -84,41 +94,47 @@ INSIDE: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-LOW = {"int8": "head=int8"}  # of ACT and Diffusion Policy: the head's linear layers
+LOW = {"int8": "head=int8"}  # the linear layers of the head, for ACT and Diffusion Policy
 FLOAT = "policy"
-# name -> bundle, engine, precision of the products
+# name -> bundle, engine, type of the products
 ENGINES = {
     "eager": (FLOAT, "eager", "fp32"), "plan": (FLOAT, "plan", "fp32"), "plan bf16": (FLOAT, "plan", "bf16"),
     "onnx": (FLOAT, "onnx", "fp32"), "onnx int8": ("int8", "onnx", "fp32"), "cpu int8": ("int8", "cpu", "fp32"),
     "cpu 4 bits": ("4 bits", "cpu", "fp32"), "cpu bf16": (FLOAT, "cpu", "bf16"),
 }  # fmt: skip
 COMPILED = "lerobot compiled"
-# vla.cpp's server, by its flags: bfloat16 is its default, flash attention what it is fastest with
+# name -> options of vla.cpp's server, whose default is bfloat16 and which is fastest with flash attention
 VLACPP = {
     "vla.cpp float32": ("--weight-dtype", "f32"), "vla.cpp bf16": ("--weight-dtype", "bf16"),
     "vla.cpp bf16 flash": ("--weight-dtype", "bf16", "--flash-attn"),
 }  # fmt: skip
 
 
-# ----------------------------------------------------------------------------- in the peer's environment
+# ----------------------------------------------------------------------------- functions in LeRobot's environment
 
 
 def imported() -> None:
-    """Import LeRobot. PyPI's torchvision is compiled against CUDA's torch: beside a CPU build its import wants two
-    names of operators, which nothing here calls."""
+    """Import LeRobot.
+
+    The torchvision on PyPI is compiled for torch with CUDA. With a CPU build of torch, the import of torchvision
+    needs two operators, which this benchmark never calls. So this function defines them.
+    """
     import torch
 
     library = torch.library.Library("torchvision", "FRAGMENT")
     if not hasattr(torch.ops.torchvision, "nms"):
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    globals()["_library"] = library  # its names go with it
+    globals()["_library"] = library  # deleting the library would delete the names
     import lerobot  # noqa: F401
 
 
 def serve_lerobot(port: int, threads: int, hooks: Path) -> None:
-    """Run LeRobot's policy server as it is, but for what ``hooks`` has: ``noise.npy``, and ``rows``, which stands for
-    the position rows of transformers 5.5 (and of the model's training) in place of those of 4.57."""
+    """Run LeRobot's policy server with two changes, which depend on files in the folder ``hooks``.
+
+    If ``noise.npy`` exists, the policy uses this noise. If ``rows`` exists, the policy uses the position rows of
+    transformers 5.5, which were also used to train SmolVLA, instead of the rows of version 4.57.
+    """
     imported()
     import torch
     from lerobot.async_inference.policy_server import serve
@@ -143,7 +159,8 @@ def serve_lerobot(port: int, threads: int, hooks: Path) -> None:
 
 
 def add_processor(vlm: Path) -> None:
-    """Write the files that transformers' SmolVLM processor wants; the policy asks it for two token ids and no more."""
+    """Write the files that transformers' SmolVLM processor requires. The policy uses only two token ids of this
+    processor."""
     imported()
     from transformers import SmolVLMImageProcessor, SmolVLMVideoProcessor
 
@@ -151,8 +168,8 @@ def add_processor(vlm: Path) -> None:
     SmolVLMVideoProcessor().save_pretrained(vlm)
 
 
-class Asked:
-    """One server over LeRobot's protocol, by its own stub and messages."""
+class LeRobotClient:
+    """A client of LeRobot's server, which uses LeRobot's own gRPC stub and messages."""
 
     def __init__(self, address: str, checkpoint: str):
         import grpc
@@ -189,12 +206,16 @@ class Asked:
         self._stub.SendObservations(parts, timeout=START_S)
         answer = self._stub.GetActions(self._messages.Empty(), timeout=START_S)
         if not answer.data:
-            raise SystemExit("the server sent no actions; its log says why")
+            raise SystemExit("the server sent no actions; see its log in OUT")
         return np.stack([each.get_action().numpy() for each in pickle.loads(answer.data)])
 
 
 def client(threads: int) -> None:
-    """Do what lines say: connect to a server, or ask it; answer milliseconds and the last chunk."""
+    """Read requests from standard input as lines of JSON, and send them to a server.
+
+    A line with an address first connects to this server. Each answer is a line of JSON with the milliseconds of each
+    request and the last chunk.
+    """
     imported()
     import torch
     from sinew_client import Client
@@ -203,23 +224,25 @@ def client(threads: int) -> None:
     rng = np.random.default_rng(0)
     servers: dict[str, Any] = {}
     for line in sys.stdin:
-        told = json.loads(line)
-        if "address" in told:
-            own = told["name"] == SERVERS[2]
-            address, checkpoint = told["address"], told["checkpoint"]
-            servers[told["name"]] = Client(address, timeout=START_S) if own else Asked(address, checkpoint)
+        request = json.loads(line)
+        if "address" in request:
+            own = request["name"] == SERVERS[2]
+            address, checkpoint = request["address"], request["checkpoint"]
+            servers[request["name"]] = (
+                Client(address, timeout=START_S) if own else LeRobotClient(address, checkpoint)
+            )
         taken, chunk = [], None
-        fixed = np.random.default_rng(told["seed"]) if "seed" in told else rng
-        for _ in range(told["requests"]):
+        fixed = np.random.default_rng(request["seed"]) if "seed" in request else rng
+        for _ in range(request["requests"]):
             frames = {camera: fixed.integers(0, 256, (480, 640, 3), dtype=np.uint8) for camera in CAMERAS}
             observation = {"images": frames, "state": fixed.uniform(-1, 1, len(NAMES)).astype(np.float32)}
-            ask = servers[told["name"]]
+            server = servers[request["name"]]
             begun = time.perf_counter()
-            if isinstance(ask, Asked):
-                chunk = ask(observation)
+            if isinstance(server, LeRobotClient):
+                chunk = server(observation)
             else:
-                more = {"noise": np.load(told["noise"])} if "noise" in told else {}
-                chunk = ask.infer({**observation, "prompt": PROMPT, **more}).actions
+                more = {"noise": np.load(request["noise"])} if "noise" in request else {}
+                chunk = server.infer({**observation, "prompt": PROMPT, **more}).actions
             taken.append(1e3 * (time.perf_counter() - begun))
         print(
             json.dumps({"ms": taken, "actions": None if chunk is None else np.asarray(chunk).tolist()}),
@@ -228,7 +251,7 @@ def client(threads: int) -> None:
 
 
 def write_policy(family: str, out: Path) -> None:
-    """Write LeRobot's policy of a family at its published size, with weights as it begins a training."""
+    """Write LeRobot's policy of a family at its published size, with the weights at the start of a training."""
     imported()
     import torch
     from lerobot.configs.types import FeatureType, PolicyFeature
@@ -257,7 +280,7 @@ def write_policy(family: str, out: Path) -> None:
 
 
 def answers_of_lerobot(family: str, out: Path, compiled: bool) -> Any:
-    """Return LeRobot's policy between its pipelines as a function of moments and noise."""
+    """Return LeRobot's policy with its processing, as a function of an observation history and noise."""
     imported()
     import torch
     from lerobot.configs.policies import PreTrainedConfig
@@ -288,18 +311,18 @@ def answers_of_lerobot(family: str, out: Path, compiled: bool) -> Any:
             if noise is not None:
                 more["noise"] = torch.from_numpy(noise)[None]
             chunk = np.asarray(after(policy.predict_action_chunk(batch, **more))[0])
-        if compiled:  # imported here, as it takes memory, which is compared
+        if compiled:  # import this module only here, because it needs memory, which is measured
             from torch._dynamo.utils import counters
 
             if not counters["stats"]["unique_graphs"]:
-                raise SystemExit(f"{COMPILED}: expected graphs of torch.compile, got none")
+                raise SystemExit(f"{COMPILED}: torch.compile made no graph")
         return chunk
 
     return infer
 
 
 class VlaCpp:
-    """vla.cpp's server over its own protocol, whose messages and sockets are those of our native wire."""
+    """A client of vla.cpp's server, whose protocol has the same messages and sockets as Sinew's native protocol."""
 
     def __init__(self, address: str, bundle: Path, process: subprocess.Popen[bytes] | None = None):
         from sinew_client.link import Link, place_of
@@ -321,7 +344,7 @@ class VlaCpp:
                 time.sleep(0.2)
 
     def __call__(self, observation: dict[str, Any]) -> np.ndarray:
-        """Return [chunk, action] in world units of frames, a state, a prompt and noise."""
+        """Return a chunk float32 [H, D] in robot units, for frames, a state, a prompt and noise."""
         from sinew_client import protocol, schema
 
         from sinew.core import Observation
@@ -342,7 +365,18 @@ class VlaCpp:
 
 
 def inside(name: str, family: str, out: Path, threads: int, server: str) -> None:
-    """Answer lines: as many chunks as one says, of observations that its seed draws. server: vla.cpp's program."""
+    """Run one of the compared programs in this process.
+
+    The function reads requests from standard input as lines of JSON. The seed of a request defines its random
+    observations.
+
+    Args:
+        name: Name of the program.
+        family: Key of ``INSIDE``.
+        out: Folder of the files.
+        threads: Compute threads.
+        server: Path of vla.cpp's server.
+    """
     about, process = INSIDE[family], None
     if name.startswith("lerobot"):
         import torch
@@ -355,10 +389,10 @@ def inside(name: str, family: str, out: Path, threads: int, server: str) -> None
             [server, *VLACPP[name], "--bind", f"tcp://127.0.0.1:{port}", str(out / "vla.gguf")],
             stdout=sys.stderr, env={**os.environ, "VLA_N_THREADS": str(threads)},
         )  # fmt: skip
-        asked = VlaCpp(f"tcp://127.0.0.1:{port}", out / f"{FLOAT}.gguf", process)
+        vlacpp = VlaCpp(f"tcp://127.0.0.1:{port}", out / f"{FLOAT}.gguf", process)
 
         def infer(moments: list[dict[str, Any]], noise: np.ndarray | None) -> np.ndarray:
-            return asked({**moments[0], "noise": noise, "prompt": about["prompt"]})
+            return vlacpp({**moments[0], "noise": noise, "prompt": about["prompt"]})
     else:
         import sinew
 
@@ -375,9 +409,9 @@ def inside(name: str, family: str, out: Path, threads: int, server: str) -> None
         return time.process_time() if process is None else cpu_s(process.pid)
 
     for line in sys.stdin:
-        told = json.loads(line)
-        drawn, spent, taken, chunk = np.random.default_rng(told["seed"]), [], [], None
-        for _ in range(told["requests"]):
+        request = json.loads(line)
+        drawn, spent, taken, chunk = np.random.default_rng(request["seed"]), [], [], None
+        for _ in range(request["requests"]):
             moments = [
                 {
                     "images": {
@@ -401,11 +435,11 @@ def inside(name: str, family: str, out: Path, threads: int, server: str) -> None
         process.wait()
 
 
-# ----------------------------------------------------------------------------- here
+# ----------------------------------------------------------------------------- functions in Sinew's environment
 
 
 def known(family: str) -> list[str]:
-    """Return who can be asked for chunks of a family."""
+    """Return the names of the programs that support a family."""
     whole = family == "smolvla"
     ours = [name for name in ENGINES if whole or name in ("eager", "plan", "onnx", "cpu int8")]
     return ["lerobot", COMPILED, *ours, *VLACPP] if whole else ["lerobot", *ours]
@@ -414,8 +448,13 @@ def known(family: str) -> list[str]:
 def prepare_inside(
     family: str, out: Path, peer: Path, names: list[str], arguments: argparse.Namespace
 ) -> tuple[list[str], float]:
-    """Write the files that ``names`` run; return those of them that can, and the bound of a float32 chunk in processor
-    seconds (0 without the engine ``onnx``, whose benchmark counts it)."""
+    """Write the files for the programs ``names``.
+
+    Returns:
+        The names of the programs that can run, and the lower bound of a float32 chunk in processor seconds. The bound
+        is 0
+        without the engine ``onnx``, because its benchmark counts the operations.
+    """
     lerobot, bundle = arguments.lerobot.resolve(), out / f"{FLOAT}.gguf"
     words, threads = [str(out / "lerobot")], str(arguments.threads)
     if not arguments.again:
@@ -433,13 +472,13 @@ def prepare_inside(
             path.unlink(missing_ok=True)
             options = ["--engine", "cpu", "--observations", "1", "--episodes", "0", "--out", str(path)]
             sinew("quantize", str(bundle), "--recipe", recipe, *options)
-        if not path.exists():  # it has said that the family has no such layers
+        if not path.exists():  # `sinew quantize` has reported that the family has no such layers
             names = [name for name in names if name not in users]
     counted: dict[str, Any] = {}
     for name in (
         "onnx int8",
         "onnx",
-    ):  # graphs are exported here, beside the bundle, and not where memory is measured
+    ):  # export the graphs here, next to the bundle, so that the export does not count as memory of the engine
         if name in names:
             options = ["--engine", "onnx", "--runs", "1", "--threads", threads, "--json"]
             counted = json.loads(sinew("bench", str(out / f"{ENGINES[name][0]}.gguf"), *options))["roofline"]
@@ -452,8 +491,11 @@ def prepare_inside(
 
 
 def gflop_of_a_second() -> float:
-    """Return what a processor second of float32 products computes, 2048 x 2048 of one thread, the best of five: the
-    clock of a busy machine would tell less."""
+    """Return the GFLOP per processor second of a float32 product, 2048 x 2048 in one thread, as the best of five
+    runs.
+
+    Processor time is used because other programs disturb elapsed time.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -466,7 +508,11 @@ def gflop_of_a_second() -> float:
 
 
 def sinew(*words: str) -> str:
-    """Run a verb and return what it prints; "" where ``quantize`` refuses, and an exit where another does."""
+    """Run a command of Sinew. Returns its output, or "" if ``quantize`` fails.
+
+    Raises:
+        SystemExit: A command other than ``quantize`` failed.
+    """
     command = [sys.executable, "-m", "sinew", *words]
     done = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True)
     if done.returncode:
@@ -478,16 +524,16 @@ def sinew(*words: str) -> str:
 
 
 def compare_inside(family: str, out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Ask LeRobot's policy, Sinew's engines and vla.cpp in turn, and return what was seen."""
+    """Compare LeRobot's policy, Sinew's engines and vla.cpp in rounds. Returns the measurements."""
     left_out = {COMPILED} if arguments.vlacpp else {COMPILED, *VLACPP}
-    asked = arguments.engines or [name for name in known(family) if name not in left_out]
+    selected = arguments.engines or [name for name in known(family) if name not in left_out]
     reference = arguments.reference
-    names, bound = prepare_inside(family, out, peer, list(dict.fromkeys([reference, *asked])), arguments)
+    names, bound = prepare_inside(family, out, peer, list(dict.fromkeys([reference, *selected])), arguments)
     others = [name for name in names if name != reference]
     beside = (arguments.at_once or len(others) + 1) - 1
     rng, threads = np.random.default_rng(1), str(arguments.threads)
     limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    talkers: dict[str, Talker] = {}
+    workers: dict[str, Worker] = {}
     last: dict[str, Any] = {}
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in (reference, *others)}
     part: dict[str, list[float]] = {name: [] for name in others}
@@ -496,8 +542,9 @@ def compare_inside(family: str, out: Path, peer: Path, arguments: argparse.Names
         theirs = name.startswith("lerobot")
         python, paths = (peer, (arguments.lerobot.resolve(),)) if theirs else (Path(sys.executable), ())
         words = ["inside", name, family, str(out), threads, str(arguments.vlacpp)]
-        talkers[name] = Talker(python, out, words, environment(*paths, **limits))
-        last[name] = talkers[name].tell(name, 1, seed=0)  # warms up, and is compared
+        workers[name] = Worker(python, out, words, environment(*paths, **limits))
+        # the first chunk warms up the program, and is compared with the reference
+        last[name] = workers[name].request(name, 1, seed=0)
 
     try:
         start(reference)
@@ -507,17 +554,17 @@ def compare_inside(family: str, out: Path, peer: Path, arguments: argparse.Names
             for number in range(arguments.rounds):
                 spent = {}
                 for name in map(str, rng.permutation([reference, *group])):
-                    found = talkers[name].tell(name, arguments.requests, seed=number)
+                    found = workers[name].request(name, arguments.requests, seed=number)
                     spent[name] = round(float(np.median(found["cpu_s"])), 4)
                     seen[name].append(found)
                 for name in group:
                     part[name].append(spent[name] / spent[reference])
                 print(number, spent, file=sys.stderr, flush=True)
             for name in group:
-                talkers.pop(name).close()
+                workers.pop(name).close()
     finally:
-        for talker in talkers.values():
-            talker.close()
+        for worker in workers.values():
+            worker.close()
     theirs = np.array(last[reference]["actions"])
     apart = {name: np.array(last[name]["actions"]) - theirs for name in others}
     result = {
@@ -547,8 +594,18 @@ def compare_inside(family: str, out: Path, peer: Path, arguments: argparse.Names
 
 
 def write_smolvla(out: Path, peer: Path | None, tiny: bool, frame: tuple[int, int], *paths: Path) -> Any:
-    """Write a random checkpoint, and ``out / "lerobot"``, the folder of it that LeRobot in ``paths`` loads, unless
-    ``peer`` is None; return where the checkpoint is. frame: height and width of the cameras, pixels."""
+    """Write a random checkpoint, and the folder ``out / "lerobot"`` that LeRobot can load.
+
+    Args:
+        out: Folder to write to.
+        peer: Interpreter of LeRobot's environment. None: do not write the folder for LeRobot.
+        tiny: Use small widths.
+        frame: Height and width of the camera frames in pixels.
+        paths: Folders with LeRobot's modules.
+
+    Returns:
+        The paths of the checkpoint.
+    """
     from benchmarks.checkpoints.smolvla import write_checkpoint
     from benchmarks.checkpoints.smolvla_layout import TINY
 
@@ -568,12 +625,12 @@ def write_smolvla(out: Path, peer: Path | None, tiny: bool, frame: tuple[int, in
     _edit(view / "config.json", vlm_model_name=str(vlm))
     config = json.loads(
         (vlm / "config.json").read_text()
-    )  # its text part says bfloat16, and the expert follows that
+    )  # The text part of the file has bfloat16, and the expert would use the same type.
     for part in (config, config["text_config"], config["vision_config"]):
         part["torch_dtype"] = "float32"
     (vlm / "config.json").write_text(json.dumps(config))
     steps = json.loads((view / "policy_preprocessor.json").read_text())
-    for step in steps["steps"]:  # LeRobot 0.4.4 knows no tokenizer inside a checkpoint
+    for step in steps["steps"]:  # LeRobot 0.4.4 cannot read a tokenizer inside a checkpoint
         if step["registry_name"] == "tokenizer_processor":
             step["config"]["tokenizer_name"] = str(view / "tokenizer")
             step.pop("artifacts", None)
@@ -593,7 +650,7 @@ def write_smolvla(out: Path, peer: Path | None, tiny: bool, frame: tuple[int, in
 
 
 def prepare(out: Path, peer: Path, tiny: bool) -> float:
-    """Write the checkpoint and the bundle of it; return seconds of the conversion."""
+    """Write the checkpoint and its bundle. Returns the seconds of the conversion."""
     made = write_smolvla(out, peer, tiny, (480, 640))
     begun = time.perf_counter()
     sinew("convert", str(made.policy), str(out / "policy.gguf"), "--force", "--vlm", str(made.vlm))
@@ -609,8 +666,9 @@ def environment(*paths: Path, **more: str) -> dict[str, str]:
     return {**os.environ, **own, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **more}
 
 
-class Talker:
-    """A process that answers lines: the client, or what is compared without a server."""
+class Worker:
+    """A process that reads requests and writes answers, as lines of JSON: the client, or one of the compared
+    programs."""
 
     def __init__(self, python: Path, out: Path, part: list[str], environment: dict[str, str]):
         self.process = subprocess.Popen(
@@ -618,16 +676,16 @@ class Talker:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=out,
         )  # fmt: skip
 
-    def tell(self, name: str, requests: int, **more: Any) -> dict[str, Any]:
+    def request(self, name: str, requests: int, **more: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"name": name, "requests": requests, **more}) + "\n")
         self.process.stdin.flush()
         while line := self.process.stdout.readline():
-            if line.startswith("{"):  # LeRobot prints
+            if line.startswith("{"):  # other lines are output of LeRobot
                 found: dict[str, Any] = json.loads(line)
                 return found
-        raise SystemExit(f"{name}: its process has died")
+        raise SystemExit(f"{name}: the process has ended; its error is printed above")
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -645,27 +703,27 @@ def free_port() -> int:
 
 
 def peak_mib(pid: int) -> int:
-    """Return the largest resident memory that a process had (Linux)."""
+    """Return the largest resident memory of a process in MiB (Linux)."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return round(int(line.split()[1]) / 1024)
-    raise SystemExit("no VmHWM: measured on Linux only")
+    raise SystemExit("/proc has no VmHWM; run this benchmark on Linux")
 
 
 def cpu_s(pid: int) -> float:
-    """Return the processor seconds that a process has taken (Linux)."""
+    """Return the processor seconds of a process (Linux)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start both servers, ask them in turn, and return what was seen."""
+    """Start both servers, and send requests to them in turn. Returns the measurements."""
     rng = np.random.default_rng(1)
     threads, hooks = str(arguments.threads), out / "hooks"
     shutil.rmtree(hooks, ignore_errors=True)
     hooks.mkdir()
-    talker, load = Talker(peer, out, ["client", "1"], environment()), {}
-    talker.tell("nobody", 0)  # its imports are done
+    worker, load = Worker(peer, out, ["client", "1"], environment()), {}
+    worker.request("nobody", 0)  # this request starts the process and imports its modules
     ports = {name: free_port() for name in SERVERS}
     running: dict[str, subprocess.Popen[Any]] = {}
     limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
@@ -677,7 +735,7 @@ def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, A
                 stdout=log, stderr=log, env=environment(**limits), cwd=out,
             )  # fmt: skip
         address = f"127.0.0.1:{ports[SERVERS[0]]}"
-        talker.tell(SERVERS[0], 1, address=address, checkpoint=str(out / "lerobot"))
+        worker.request(SERVERS[0], 1, address=address, checkpoint=str(out / "lerobot"))
         load["lerobot"] = time.perf_counter() - begun
         begun = time.perf_counter()
         wires = ["--wire", f"native:{ports[SERVERS[2]]}", "--wire", f"lerobot:{ports[SERVERS[1]]}"]
@@ -688,29 +746,29 @@ def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, A
                 stdout=log, stderr=log, env=environment(), cwd=out,
             )  # fmt: skip
         address = f"127.0.0.1:{ports[SERVERS[1]]}"
-        talker.tell(SERVERS[1], 1, address=address, checkpoint="checkpoint")
+        worker.request(SERVERS[1], 1, address=address, checkpoint="checkpoint")
         load["sinew"] = time.perf_counter() - begun
-        talker.tell(SERVERS[2], 1, address=f"tcp://127.0.0.1:{ports[SERVERS[2]]}", checkpoint="")
+        worker.request(SERVERS[2], 1, address=f"tcp://127.0.0.1:{ports[SERVERS[2]]}", checkpoint="")
         taken: dict[str, list[list[float]]] = {name: [] for name in SERVERS}
         spent: dict[str, float] = dict.fromkeys(SERVERS, 0.0)
         for number in range(arguments.rounds):
             for name in map(str, rng.permutation(SERVERS)):
                 server = running[name.partition(",")[0]].pid
                 before = cpu_s(server)
-                taken[name].append(talker.tell(name, arguments.requests)["ms"])
+                taken[name].append(worker.request(name, arguments.requests)["ms"])
                 spent[name] += cpu_s(server) - before
                 print(number, name, taken[name][-1], file=sys.stderr, flush=True)
         noise = hooks / "noise.npy"
         np.save(noise, rng.standard_normal((50, 32), dtype=np.float32))
-        ours = np.array(talker.tell(SERVERS[2], 1, seed=2, noise=str(noise))["actions"])
+        ours = np.array(worker.request(SERVERS[2], 1, seed=2, noise=str(noise))["actions"])
         difference = {}
         for rows in ("rows of transformers 4.57", "rows of 5.5"):
-            theirs = np.array(talker.tell(SERVERS[0], 1, seed=2)["actions"])
+            theirs = np.array(worker.request(SERVERS[0], 1, seed=2)["actions"])
             difference[rows] = float(f"{np.abs(ours - theirs).max():.2g}")
             (hooks / "rows").touch()
         peaks = {name: peak_mib(process.pid) for name, process in running.items()}
     finally:
-        talker.close()
+        worker.close()
         for process in running.values():
             process.terminate()
             process.wait(60)
@@ -736,7 +794,7 @@ def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, A
 
 
 def about(arguments: argparse.Namespace, load: float) -> dict[str, Any]:
-    """Return what a number depends on beside the programs."""
+    """Return the settings and the facts about the machine on which the measurements depend."""
     from sinew.core import machine
 
     lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
@@ -753,24 +811,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, nargs="?", help="a folder for checkpoint and bundle: 4 GB")
-    parser.add_argument("--peer", type=Path, help="the Python that has LeRobot")
-    parser.add_argument("--how", action="store_true", help="say how its environment is made")
+    parser.add_argument(
+        "out", type=Path, nargs="?", help="folder for the checkpoint and the bundle, which need 4 GB"
+    )
+    parser.add_argument("--peer", type=Path, help="Python interpreter of the environment with LeRobot")
+    parser.add_argument("--how", action="store_true", help="print the commands that create this environment")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=2, help="of each server in a round")
+    parser.add_argument(
+        "--requests", type=int, default=2, help="number of requests for each server in a round"
+    )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--tiny", action="store_true", help="small widths: does it run?")
-    parser.add_argument("--inside", choices=INSIDE, help="compare this family without servers")
+    parser.add_argument(
+        "--tiny", action="store_true", help="use small widths, to test that the benchmark runs"
+    )
+    parser.add_argument(
+        "--inside", choices=INSIDE, help="compare the programs on this family without servers"
+    )
     parser.add_argument("--lerobot", type=Path, default=ROOT / ".venv-clients" / "lerobot-0.6.1")
     parser.add_argument(
-        "--vlacpp", type=Path, help="vla.cpp's program vla-server; only with --inside smolvla"
+        "--vlacpp", type=Path, help="path of vla.cpp's program vla-server; only with --inside smolvla"
     )
-    parser.add_argument("--reference", default="lerobot", help="of whose time the others' is a part")
+    parser.add_argument("--reference", default="lerobot", help="program whose time is the base of the ratios")
     parser.add_argument(
-        "--engines", nargs="+", metavar="NAME", help="who is asked; all but torch.compile if absent"
+        "--engines", nargs="+", metavar="NAME", help="programs to compare (default: all except torch.compile)"
     )
-    parser.add_argument("--at-once", type=int, help="processes that stand together; all if absent")
-    parser.add_argument("--again", action="store_true", help="use the files that an earlier run left in OUT")
+    parser.add_argument(
+        "--at-once", type=int, help="largest number of processes at the same time (default: all)"
+    )
+    parser.add_argument("--again", action="store_true", help="use the files that an earlier run wrote to OUT")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:
@@ -794,14 +862,14 @@ def main() -> None:
     begun = os.getloadavg()[0]
     if arguments.vlacpp:
         if arguments.inside != "smolvla" or not arguments.vlacpp.is_file():
-            parser.error(f"--vlacpp: expected a program, and --inside smolvla, got {arguments.vlacpp}")
+            parser.error(f"--vlacpp: expected a file and --inside smolvla, got {arguments.vlacpp}")
         arguments.vlacpp = arguments.vlacpp.resolve()
     names = known(arguments.inside) if arguments.inside else []
     for name in (arguments.reference, *(arguments.engines or ())):
         if arguments.inside and name not in names:
             parser.error(f"--engines, --reference: expected {', '.join(names)}, got {name}")
         if name in VLACPP and not arguments.vlacpp:
-            parser.error(f"--vlacpp: expected its program for {name!r}, got none")
+            parser.error(f"--vlacpp: pass the path of vla-server to run {name!r}")
     if arguments.at_once is not None and arguments.at_once < 2:
         parser.error(f"--at-once: expected 2 or more, got {arguments.at_once}")
     if arguments.inside:

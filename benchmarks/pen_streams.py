@@ -144,11 +144,13 @@ def clock(added: Sequence[int], episodes: int, out: Path) -> Points:
                     own = ("--wire", "native:0", "--engine", "plan", "--threads", 1)
                     with serving(Path(folder) / "log", BUNDLE, *own) as (address, _):
                         kept.write_text(json.dumps(drive(kind, address, ms, episodes)) + "\n")
-            told = json.loads(kept.read_text())
+            saved = json.loads(kept.read_text())
             found[kind, ms] = [
-                i < told["successes"] for i in range(told["episodes"])
+                i < saved["successes"] for i in range(saved["episodes"])
             ]  # the file has no outcomes of single seeds, only their number
-            print(f"{kind} +{ms} ms: {told['successes']} of {told['episodes']}", file=sys.stderr, flush=True)
+            print(
+                f"{kind} +{ms} ms: {saved['successes']} of {saved['episodes']}", file=sys.stderr, flush=True
+            )
     return found
 
 

@@ -81,7 +81,7 @@ class SideBySide:
                 # Each place plays a fixed share of the seeds, so that the batches do not depend on timing.
                 for seed in wanted[place::width]:
                     results[seed] = episode(seed)
-            except Exception as error:  # noqa: BLE001 - raised again where all are waited for
+            except Exception as error:  # noqa: BLE001 - the exception is raised again after all threads have ended
                 failures.append(error)
             finally:
                 with self._changed:
@@ -95,15 +95,17 @@ class SideBySide:
         while self._playing:
             with self._changed:
                 self._changed.wait_for(lambda: len(self._waiting) == self._playing)
-                asked, self._waiting = sorted(self._waiting.items()), {}
-            if not asked:
+                requests, self._waiting = sorted(self._waiting.items()), {}
+            if not requests:
                 break
             try:
-                answers: list[Any] = list(self.batch([prepared for _, prepared in asked]))
-            except Exception as error:  # noqa: BLE001 - each episode gets it
-                answers = [error] * len(asked)
+                answers: list[Any] = list(self.batch([prepared for _, prepared in requests]))
+            except Exception as error:  # noqa: BLE001 - each episode of the batch raises the exception
+                answers = [error] * len(requests)
             with self._changed:
-                self._answers.update({place: found for (place, _), found in zip(asked, answers, strict=True)})
+                self._answers.update(
+                    {place: found for (place, _), found in zip(requests, answers, strict=True)}
+                )
                 self._changed.notify_all()
         for thread in threads:
             thread.join()
@@ -111,17 +113,17 @@ class SideBySide:
             raise failures[0]
         return [results[seed] for seed in wanted]
 
-    def batch(self, asked: list[Prepared]) -> list[np.ndarray]:
+    def batch(self, requests: list[Prepared]) -> list[np.ndarray]:
         """Return the chunk of each observation, float32 [H, D] in robot units, as ``Policy.run`` computes it."""
         groups: dict[BatchKey, list[int]] = {}
-        for place, prepared in enumerate(asked):
+        for place, prepared in enumerate(requests):
             groups.setdefault(batch_key(prepared), []).append(place)
         found: dict[int, np.ndarray] = {}
         for places in groups.values():
             for place, chunk in zip(
-                places, self.policy.run_batch([asked[place] for place in places]), strict=True
+                places, self.policy.run_batch([requests[place] for place in places]), strict=True
             ):
                 if isinstance(chunk, SinewError):
                     raise chunk
                 found[place] = chunk.actions
-        return [found[place] for place in range(len(asked))]
+        return [found[place] for place in range(len(requests))]

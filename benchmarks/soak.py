@@ -112,11 +112,11 @@ class Exchanges:
             for begun, done, which in (line.split() for line in log.read_text().splitlines())
         ]
 
-    def allowed(self, asked: float, answered: float) -> set[int]:
-        """Return the numbers of the policies that may have answered a request that was sent at ``asked``."""
+    def allowed(self, sent: float, answered: float) -> set[int]:
+        """Return the numbers of the policies that may have answered a request that was sent at ``sent``."""
         found, last = set[int](), 0
         for begun, done, which in self.changes:
-            if done <= asked:
+            if done <= sent:
                 last = which
             elif begun < answered:
                 found.add(which)

@@ -122,7 +122,7 @@ def measure(rounds: Rounds, seconds: float, threads: tuple[int, int], runs: Sequ
             timed(rounds.prefix, seconds / 10, threads[0], pairs["prefix_alone"])
             timed(rounds.text, seconds / 10, threads[0], pairs["prefix_and_token"])
 
-    def told(values: Found) -> dict[str, Any]:
+    def rates(values: Found) -> dict[str, Any]:
         clock, cpu = zip(*values, strict=True)
         return {
             "hz": round(len(values) / seconds, 2),
@@ -131,12 +131,12 @@ def measure(rounds: Rounds, seconds: float, threads: tuple[int, int], runs: Sequ
         }
 
     return {
-        "sequential": {"heads_per_prefix": runs[0], **told(sequential)},
-        "concurrent": {count: told(values) for count, values in together.items()},
-        "concurrent_prefix": told(slow),
-        "concurrent_head": told(fast),
-        "head_alone": told(alone),
-        **{name: told(values) for name, values in pairs.items() if values},
+        "sequential": {"heads_per_prefix": runs[0], **rates(sequential)},
+        "concurrent": {count: rates(values) for count, values in together.items()},
+        "concurrent_prefix": rates(slow),
+        "concurrent_head": rates(fast),
+        "head_alone": rates(alone),
+        **{name: rates(values) for name, values in pairs.items() if values},
     }
 
 

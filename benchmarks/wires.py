@@ -110,14 +110,14 @@ def observations(
         yield frames, rng.uniform(-1, 1, spec.state.dim).astype(np.float32)
 
 
-class Asked:
+class TimedClient:
     """A client of one protocol with random observations."""
 
     def __init__(self, stack: contextlib.ExitStack, wire: str, address: str, side: int):
         self._client = connect(wire, address)
         stack.callback(self._client.close)
         self._observations = observations(BUNDLE, side)
-        self._asked = 0
+        self._sent = 0
 
     def __call__(self, requests: int) -> list[tuple[float, float]]:
         """Send requests. Returns (time of the call, time of policy and queue) for each request, in milliseconds."""
@@ -125,14 +125,14 @@ class Asked:
         for frames, state in itertools.islice(self._observations, requests):
             sleep()
             begin = time.perf_counter()
-            answer = self._client.ask(frames, state, "swing it up", self._asked, STEPS)
+            answer = self._client.ask(frames, state, "swing it up", self._sent, STEPS)
             call = 1e3 * (time.perf_counter() - begin)
             rows.append((call, (answer.total_ms or 0) + (answer.queue_ms or 0)))
-            self._asked += 1
+            self._sent += 1
         return rows
 
 
-class Served(Asked):
+class TimedServer(TimedClient):
     """A server of one protocol and its client.
 
     LeRobot's answers do not contain the times of the server. So this class reads the times from the access log.
@@ -156,7 +156,7 @@ class Served(Asked):
             return rows
         entries = [json.loads(line) for line in self._access.read_text().splitlines()]
         entries = [entry for entry in entries if entry["outcome"] == "ok"]
-        assert len(entries) == self._asked
+        assert len(entries) == self._sent
         return [
             (call, entry["infer_ms"] + entry["queue_ms"])
             for (call, _), entry in zip(rows, entries[-requests:], strict=True)
@@ -271,22 +271,22 @@ def rounds(
     """
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        asked: dict[str, Asked | Sockets] = {
-            wire: Served(stack, wire, side, Path(folder) / "access.jsonl") for wire in wires
+        timed: dict[str, TimedClient | Sockets] = {
+            wire: TimedServer(stack, wire, side, Path(folder) / "access.jsonl") for wire in wires
         }
-        first = [asked[wire](warmup) for wire in wires]
+        first = [timed[wire](warmup) for wire in wires]
         pause = float(np.median([rest for _, rest in first[0]]))
         for kind in ("zeromq", "tcp"):
-            asked[kind] = Sockets(stack, kind, side, pause)
+            timed[kind] = Sockets(stack, kind, side, pause)
         port = stack.enter_context(echo("openpi client", pause, 0))
-        asked["openpi client"] = Asked(stack, "openpi", f"ws://127.0.0.1:{port}", side)
+        timed["openpi client"] = TimedClient(stack, "openpi", f"ws://127.0.0.1:{port}", side)
         for name in ECHOES:
-            asked[name](warmup)
-        found: dict[str, list[np.ndarray]] = {name: [] for name in asked}
+            timed[name](warmup)
+        found: dict[str, list[np.ndarray]] = {name: [] for name in timed}
         for _ in track(range(count), "rounds", console=Console(stderr=True), transient=True):
-            for name in rng.permutation(list(asked)):
-                asked[name](2)  # this client has been idle, so two requests warm it up
-                found[name].append(np.array(asked[name](requests)))
+            for name in rng.permutation(list(timed)):
+                timed[name](2)  # this client has been idle, so two requests warm it up
+                found[name].append(np.array(timed[name](requests)))
     return found
 
 
@@ -357,11 +357,11 @@ def main() -> None:
     rows = {name: row(own, found["tcp"]) for name, own in found.items()}
     print("| wire | call p50 (ms) | policy p50 | overhead p50 | p99 | above tcp, 95 % interval | goal p50 |")
     print("|---|--:|--:|--:|--:|--:|--:|")
-    for wire, told in rows.items():
-        middle, low, high = told["above_tcp_ms"]
+    for wire, each in rows.items():
+        middle, low, high = each["above_tcp_ms"]
         print(
-            f"| {wire} | {told['call_ms']['p50']:.2f} | {told['policy_ms']['p50']:.2f} |"
-            f" {told['overhead_ms']['p50']:.2f} | {told['overhead_ms']['p99']:.2f} |"
+            f"| {wire} | {each['call_ms']['p50']:.2f} | {each['policy_ms']['p50']:.2f} |"
+            f" {each['overhead_ms']['p50']:.2f} | {each['overhead_ms']['p99']:.2f} |"
             f" {middle:.2f} ({low:.2f} to {high:.2f}) | {GOALS_MS.get(wire, '')} |"
         )
     result = {

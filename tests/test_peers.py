@@ -39,10 +39,10 @@ def test_engines_are_compared_in_rounds(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("--inside", "act", "--engines", "vla.cpp bf16"), "expected lerobot, eager, plan, onnx, cpu int8"),
-        (("--inside", "smolvla", "--engines", "vla.cpp bf16"), "--vlacpp: expected its program"),
+        (("--inside", "smolvla", "--engines", "vla.cpp bf16"), "--vlacpp: pass the path of vla-server to run"),
         (
             ("--inside", "act", "--vlacpp", sys.executable),
-            "--vlacpp: expected a program, and --inside smolvla",
+            "--vlacpp: expected a file and --inside smolvla",
         ),
         (("--inside", "smolvla", "--at-once", "1"), "--at-once: expected 2 or more, got 1"),
     ],

@@ -78,7 +78,7 @@ def child(name: str, deadline: float, rows: Path, device: str, tiny: bool, trace
             status, reason = "skipped", str(error)
         except TimeoutError as error:
             status, reason = "partial", f"the time limit of the section ended: {error}"
-        except Exception as error:  # noqa: BLE001 - it is recorded, and the other sections still count
+        except Exception as error:  # noqa: BLE001 - the error is recorded, and the other sections still run
             status, reason = "failed", f"{type(error).__name__}: {error}"[:2000]
             traceback.print_exc()
         write({"status": status, "reason": reason})
@@ -167,7 +167,7 @@ def run_all(
             print(f"== {name}, up to {min(seconds[name], left):.0f} s", flush=True)
             try:
                 record = run(name, min(seconds[name], left))
-            except Exception as error:  # noqa: BLE001 - the other sections still count
+            except Exception as error:  # noqa: BLE001 - the other sections still run
                 record = {"status": "failed", "reason": f"{type(error).__name__}: {error}", "rows": []}
         document["sections"][name] = record
         print(f"== {name}: {record['status']} {record.get('reason', '')}", flush=True)

@@ -132,7 +132,7 @@ def _rungs(case: Case, base: Model, recipe: Any, inputs: list[Sample], wanted: A
                 raise ArithmeticError(f"two answers to the same input differ by {row['drift']:.3g}")
             about = memory.row(made) | ({"left": left_to_torch(made.engine)} if rung in CALLS else {})
             session.emit(about | _stages(case, rung, made, inputs, session))
-        except Exception as error:  # noqa: BLE001 - the other rungs still count
+        except Exception as error:  # noqa: BLE001 - the other rungs still run
             failures.append(f"{rung}: {type(error).__name__}: {error}"[:600])
             session.emit({"case": case.name, "rung": rung, "error": failures[-1]})
             still_there(session, f"rung {rung}")

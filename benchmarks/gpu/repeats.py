@@ -98,11 +98,11 @@ def repeated(launch: Launch, times: int) -> Row:
 def sizes_of(launch: Launch) -> str:
     """Return the arguments of a launch as text, with the shape and type of each tensor. Launches of one kind have equal
     texts."""
-    told = {
+    described = {
         name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
         for name, value in launch.arguments.items()
     }
-    return repr(told)
+    return repr(described)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -43,7 +43,7 @@ class Session:
         return self.device.type == "cuda"
 
 
-class NotHere(Exception):  # noqa: N818 - a reason to leave a section out, not an error
+class NotHere(Exception):  # noqa: N818 - the section is skipped, which is no error
     """This machine cannot run the section. The message states the reason."""
 
 

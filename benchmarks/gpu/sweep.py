@@ -183,7 +183,7 @@ def fit(launches: list[Launch]) -> bool:
     """Return True if the launches compile and the GPU has enough shared memory for them."""
     try:
         made = [launch.specialised().compile(90) for launch in launches]
-    except Exception:  # noqa: BLE001 - a tile that cannot be is none
+    except Exception:  # noqa: BLE001 - a tile that does not compile is left out
         return False
     return all(each.metadata.shared <= tiles.SHARED_MEMORY[90] for each in made)
 
