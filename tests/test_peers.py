@@ -39,7 +39,10 @@ def test_engines_are_compared_in_rounds(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("--inside", "act", "--engines", "vla.cpp bf16"), "expected lerobot, eager, plan, onnx, cpu int8"),
-        (("--inside", "smolvla", "--engines", "vla.cpp bf16"), "--vlacpp: pass the path of vla-server to run"),
+        (
+            ("--inside", "smolvla", "--engines", "vla.cpp bf16"),
+            "--vlacpp: pass the path of vla-server to run",
+        ),
         (
             ("--inside", "act", "--vlacpp", sys.executable),
             "--vlacpp: expected a file and --inside smolvla",

@@ -361,7 +361,9 @@ def test_the_whole_command_in_a_bare_environment(tmp_path: Path) -> None:
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["sections"] == {"machine": "done", "tests": "skipped", "ladder pi0": "done", "bounds": "done"}
     made = json.loads((tmp_path / "out" / last["file"]).read_text())
-    assert made["sections"]["tests"]["reason"].startswith("these modules are not installed: pytest, msgspec, gguf, tokenizers")
+    assert made["sections"]["tests"]["reason"].startswith(
+        "these modules are not installed: pytest, msgspec, gguf, tokenizers"
+    )
     assert made["tiny"] is True
     assert "Stages against the roofline" in (tmp_path / "out" / last["file"]).with_suffix(".md").read_text()
 
