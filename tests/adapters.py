@@ -1,4 +1,4 @@
-"""LoRA adapters of golden checkpoints, in folders as LeRobot and PEFT write them."""
+"""LoRA adapters of the golden checkpoints, in folders as LeRobot and PEFT write them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sinew.convert.tensors import read_array
 from tests.cases import cases, golden_cases
 
 PREFIX = "base_model.model."
-ATTENTION = r"expert.*\.(q|v)_proj"  # LeRobot's usual targets
+ATTENTION = r"expert.*\.(q|v)_proj"  # the usual target modules of LeRobot
 EVERYTHING = r"(_proj|proj|_mlp_in|_mlp_out|time_mlp_\w+|fc1|fc2|linear|dense)"
 
 
@@ -38,8 +38,20 @@ def write_folder(
     whole: tuple[str, ...] = (),
     **config: Any,
 ) -> Path:
-    """Write an adapter of random numbers for the linear layers whose names end as ``targets`` says, and the modules
-    ``whole`` in place of the base's. Its statistics are other ones than the base's."""
+    """Write a LoRA adapter with random numbers for a golden checkpoint.
+
+    Args:
+        case: Name of the golden case.
+        folder: The folder to write.
+        seed: Seed of the random numbers. The statistics of the adapter also depend on the seed.
+        targets: Pattern for the names of the linear layers that the adapter changes.
+        rank: Rank of the adapter.
+        whole: Modules that the adapter replaces as a whole.
+        config: Further fields of ``adapter_config.json``.
+
+    Returns:
+        The folder.
+    """
     base, random = weights_of(case), np.random.default_rng(seed)
     shutil.copytree(
         golden_cases() / cases()[case].home / cases()[case].checkpoint,
@@ -80,7 +92,13 @@ def write_folder(
 
 @dataclass(frozen=True)
 class Adapters:
-    """base: a bundle. files: its adapters by name; merged: for each of them the bundle of both."""
+    """A bundle with its adapters.
+
+    Attributes:
+        base: The bundle.
+        files: The adapters by name.
+        merged: The bundle with each adapter merged into it, by the name of the adapter.
+    """
 
     base: Path
     files: dict[str, Path]
@@ -88,13 +106,16 @@ class Adapters:
 
 
 def options_of(case: str) -> dict[str, Any]:
-    """Return what converts a case."""
+    """Return the options with which a golden case is converted."""
     return cases()[case].options(golden_cases() / cases()[case].home)
 
 
 def make_adapters(case: str, base: Path, home: Path) -> Adapters:
-    """Return two adapters of a case: one of attention with a whole module, and one of everything, whose scale is
-    stabilised and another for some modules."""
+    """Make two adapters of a golden case.
+
+    The adapter "arm" changes attention layers and replaces one module. The adapter "kitchen" changes all layers, with
+    rank-stabilised scaling (``use_rslora``) and another alpha for some modules.
+    """
     folders = {
         "arm": write_folder(case, home / "arm", 1, ATTENTION, whole=("model.action_out_proj",)),
         "kitchen": write_folder(

@@ -1,11 +1,16 @@
-"""The golden cases as the references wrote them, unpacked once from tests/fixtures.
+"""The golden cases: inputs and outputs of the reference implementations, unpacked once from tests/fixtures.
 
-``python -m tests.cases`` prints the folder in which they are; programs call :func:`golden_cases`. In tests/fixtures a
-large file is stored compressed (``NAME.xz``) or by rule (tests/rules.py), or partly one and partly the other:
-``weights.json`` and ``model.safetensors.xz`` give ``model.safetensors``, ``fixture.json`` and
-``fixture.safetensors.xz`` give ``fixture.safetensors``; rules may lie compressed too. ``checkpoint.json`` gives a file
-of torch's, ``latest-checkpoint.pt``, and so do those of OmniVLA and of Evo-1's original, whose stored part is a
-safetensors file. Everything else is stored as it is.
+``python -m tests.cases`` prints the folder of the unpacked cases. Programs call :func:`golden_cases`. A large file is
+stored in tests/fixtures in one of these forms:
+
+* compressed (``NAME.xz``)
+* as rules from which the file is generated (tests/rules.py)
+* both: ``weights.json`` and ``model.safetensors.xz`` give ``model.safetensors``, and ``fixture.json`` and
+  ``fixture.safetensors.xz`` give ``fixture.safetensors``
+
+Rules may be compressed too. ``checkpoint.json`` gives ``latest-checkpoint.pt``, a file of torch. The torch files of
+OmniVLA and of Evo-1's original checkpoint are also made so, and their stored part is a safetensors file. All other
+files are stored unchanged.
 """
 
 from __future__ import annotations
@@ -33,13 +38,13 @@ from tests import rules
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "tests" / "fixtures"
 GOLDEN = ROOT / "sinew" / "families" / "smolvla" / "golden"
-USED = (  # beside the fixtures
+USED = (  # files outside of tests/fixtures on which the unpacked cases depend
     Path(__file__),
     Path(rules.__file__),
     GOLDEN / "frames.py",
     GOLDEN / "smolvla-tiny.gguf.xz",
 )
-RULES = {  # file -> its rules
+RULES = {  # name of a file -> name of the file with its rules
     "model.safetensors": "weights.json",
     "fixture.safetensors": "fixture.json",
     "latest-checkpoint.pt": "checkpoint.json",
@@ -55,17 +60,22 @@ FILES_GIVEN = (
     "arch",
     "base",
     "stats",
-)  # arguments of a conversion whose files are in the folder of the case
-FILES_SHARED = ("tokenizer",)  # and those of another case
+)  # options of a conversion whose files are in the folder of the golden case
+FILES_SHARED = ("tokenizer",)  # options of a conversion whose files are in the folder of another golden case
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a golden case says of itself in ``case.json``.
+    """The fields of ``case.json``, which describes a golden case.
 
-    home: its folder. architecture: as its bundle says it. checkpoint: the folder in it that is converted, with
-    ``given``. neighbour: another checkpoint whose weights do not fit it; None where nobody asks. statistics: the files
-    that hold its statistics. also: further cases of the folder.
+    Attributes:
+        home: Folder of the case.
+        architecture: Architecture, as the bundle names it.
+        checkpoint: Folder of the checkpoint to convert.
+        given: Options of the conversion.
+        neighbour: Another checkpoint whose weights do not fit this one. None if no test needs it.
+        statistics: Files with the statistics.
+        also: Further cases in the same folder.
     """
 
     home: str
@@ -77,14 +87,15 @@ class Case:
     also: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def options(self, home: Path) -> dict[str, Any]:
-        """Return what its conversion is given, for a case that lies in ``home``."""
+        """Return the options of the conversion, for a case in the folder ``home``."""
         given = {key: home / value if key in FILES_GIVEN else value for key, value in self.given.items()}
         return given | {key: golden_cases() / given[key] for key in FILES_SHARED if key in given}
 
 
 @functools.cache
 def cases() -> dict[str, Case]:
-    """Return all cases by name; a folder may hold further ones (``also``) under names that begin with its own."""
+    """Return all golden cases by name. A folder may contain further cases (``also``), whose names begin with its
+    name."""
     found = {}
     for path in sorted(FIXTURES.glob("*/case.json")):
         record = {"home": path.parent.name, **json.loads(path.read_text())}
@@ -96,10 +107,10 @@ def cases() -> dict[str, Case]:
 
 @functools.cache
 def golden_cases() -> Path:
-    """Return the folder of all cases: build/fixtures, or a folder for temporary files where the checkout is read-only.
+    """Return the folder of all unpacked cases: build/fixtures, or a temporary folder if the checkout is read-only.
 
-    Its name is a hash of what it was made from, so that it is made once, whoever asks: one process makes it, and
-    others wait.
+    The name of the folder is a hash of the source files, so that each version is unpacked only once. One process
+    unpacks, and other processes wait.
     """
     name = _digest()
     homes = [ROOT / "build" / "fixtures", Path(tempfile.gettempdir()) / f"sinew-fixtures-{os.getuid()}"]
@@ -113,7 +124,7 @@ def golden_cases() -> Path:
 
 
 def content(path: Path) -> bytes:
-    """Return a file's bytes as unpacked, whether tests/fixtures stores them, packs them or has rules for them."""
+    """Return the unpacked content of a file, which tests/fixtures stores unchanged, compressed, or as rules."""
     stored = _stored(path)
     rule = path.with_name(RULES.get(path.name, path.name))
     if rule != path and (found := _stored(rule)) is not None:
@@ -126,7 +137,12 @@ def content(path: Path) -> bytes:
 
 
 def of_torch(tensors: bytes, form: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
-    """Return a file of torch's with what ``form`` makes of a safetensors file's tensors by name."""
+    """Return a file of torch.
+
+    Args:
+        tensors: A safetensors file.
+        form: Builds the object to save from the tensors by name.
+    """
     import torch
     from safetensors.torch import load
 
@@ -135,7 +151,8 @@ def of_torch(tensors: bytes, form: Callable[[dict[str, Any]], dict[str, Any]]) -
 
 
 def prismatic(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return ``{"model": {SECTION: {NAME: tensor}}}`` of tensors SECTION.NAME: as Prismatic's training writes them."""
+    """Return ``{"model": {SECTION: {NAME: tensor}}}`` for tensors named SECTION.NAME, as Prismatic's training writes
+    them."""
     sections: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         section, _, rest = name.partition(".")
@@ -144,12 +161,13 @@ def prismatic(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def deepspeed(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return ``{"module": tensors}``, in the kind of dict that a module's ``state_dict`` is."""
+    """Return ``{"module": tensors}`` with an OrderedDict, which is also the type of a module's ``state_dict``."""
     return {"module": OrderedDict(tensors)}
 
 
 def with_config(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return ``{"model_state_dict": tensors, "model_config": ...}``; the second is a tensor of JSON's bytes."""
+    """Return ``{"model_state_dict": tensors, "model_config": ...}``. The configuration is stored as a tensor of JSON
+    bytes."""
     config = json.loads(tensors["model_config"].numpy().tobytes())
     state = OrderedDict((name, tensor) for name, tensor in tensors.items() if name != "model_config")
     return {"model_state_dict": state, "model_config": config}
@@ -159,11 +177,11 @@ FORMS = {
     "latest-checkpoint.pt": prismatic,
     "mp_rank_00_model_states.pt": deepspeed,
     "turbovla_libero.pth": with_config,
-}  # others: the tensors by name
+}  # all other files contain the tensors by name
 
 
 def _stored(path: Path) -> bytes | None:
-    """Return what lies under a name or, compressed, beside it; None where neither does."""
+    """Return the content of a stored or compressed file. None if there is neither."""
     packed = path.with_name(path.name + PACKED)
     if packed.exists():
         return lzma.decompress(packed.read_bytes())
@@ -171,7 +189,7 @@ def _stored(path: Path) -> bytes | None:
 
 
 def unpack(source: Path, target: Path) -> None:
-    """Write ``target`` with every file below ``source``, unpacked."""
+    """Write all files below ``source`` to ``target``, unpacked."""
     target.mkdir(parents=True)
     for path in source.iterdir():
         if path.is_dir():
@@ -184,7 +202,7 @@ def unpack(source: Path, target: Path) -> None:
 
 @functools.cache
 def tiny_bundle() -> Path:
-    """Return the bundle that `sinew doctor` computes, as a file of this process."""
+    """Return the tiny bundle that `sinew doctor` runs, as a temporary file that exists until this process ends."""
     from sinew.families.smolvla import golden
 
     stack = contextlib.ExitStack()
@@ -193,7 +211,7 @@ def tiny_bundle() -> Path:
 
 
 def _digest() -> str:
-    """Return a hash of all that the unpacked files depend on."""
+    """Return a hash of all files on which the unpacked cases depend."""
     found = hashlib.sha256()
     for path in [*USED, *sorted(path for path in FIXTURES.rglob("*") if path.is_file())]:
         found.update(f"{path.relative_to(ROOT)}\0{path.stat().st_size}\0".encode())
@@ -202,7 +220,8 @@ def _digest() -> str:
 
 
 def _unpacked(home: Path) -> Path:
-    """Return ``home``; fill it first if it is not there, which it is only when complete."""
+    """Return the folder ``home``. If it does not exist, fill a temporary folder and rename it, so that it is never
+    incomplete."""
     if home.exists():
         return home
     home.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,8 @@
-"""Which cells of a table of cases `make test` runs: each value of each axis, and the pairs that are special. The whole
-table is slow; `make test-all` runs it."""
+"""Choose the cells of a table of test cases that `make test` runs.
+
+It runs each value of each axis, and the special pairs. The tests of all other cells are slow, and `make test-all`
+runs them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ import pytest
 
 
 def some(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """Return a test's parameters, all but ``kept`` slow. Raises ValueError where one of those is no parameter."""
+    """Return the parameters of a test, and mark all except ``kept`` as slow.
+
+    Raises:
+        ValueError: A value in ``kept`` is not a parameter.
+    """
     every = list(values)
     if missing := [value for value in kept if value not in every]:
         raise ValueError(f"expected some of {every}, got {missing}")
@@ -23,5 +30,5 @@ def some(values: Iterable[Any], *kept: Any) -> list[Any]:
 
 
 def pairs(first: Iterable[Any], second: Iterable[Any], *kept: tuple[Any, Any]) -> list[Any]:
-    """Return the same of all pairs of two axes."""
+    """Return all pairs of two axes as parameters of a test, and mark all except ``kept`` as slow."""
     return some(product(first, second), *kept)

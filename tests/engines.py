@@ -1,4 +1,4 @@
-"""What tests ask of engines: one observation at a time, without the axis of a batch."""
+"""Run engines on one observation, without the batch axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sinew.processing import ModelInputs
 from tests.closeness import Rounding, rounding
 
 LOWERED = machine.half_lowered("bf16")
-# Of tests that compute in half precision with PyTorch, which engines reject then (tests/engine/test_choose.py)
+# for tests in half precision, where engines reject this build of PyTorch (tests/engine/test_choose.py)
 needs_half = pytest.mark.skipif(bool(LOWERED), reason=f"PyTorch's attention in bf16 fails with {LOWERED}")
 
 
@@ -31,18 +31,19 @@ def run_one(
     guidance: Any = None,
     apart: bool = False,
 ) -> tuple[np.ndarray, Timing]:
-    """Return the chunk of noise [H, A], float32 [H, A] in model units, and the times of its stages."""
+    """Return the chunk for noise [H, A], float32 [H, A] in model units, and the times of its stages."""
     watch = Watch(cancel, apart=apart)
     (chunk,) = engine.run(inputs.batched(), noise[None], steps, guidance, watch)
     return chunk, watch.timing()
 
 
 def eager_rounding(model: Model, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Rounding:
-    """Return eager's chunk, as of :func:`run_one`, and what rounding does to it: the bound of every other engine."""
+    """Return eager's chunk, as :func:`run_one` does, and the effect of rounding on it. This is the bound of all other
+    engines."""
     engine = EagerEngine(model, torch.device("cpu"))
     return rounding(lambda: run_one(engine, inputs, noise, steps)[0])
 
 
 def trace_one(engine: Engine, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:
-    """Return what each stage computes of noise [H, A]."""
+    """Return the results of each stage for noise [H, A]."""
     return engine.trace(inputs.batched(), noise[None], steps)

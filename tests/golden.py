@@ -1,4 +1,4 @@
-"""Reading the golden fixtures."""
+"""Read the golden fixtures."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from safetensors import safe_open
 
 from sinew.models.solvers import FLOW, solve
 
-COSINE_GAP, MAX_ABS = 1e-7, 1e-4  # house rule 1: the eager float32 engine against the reference
+# rule for the eager float32 engine against the reference: 1 - cosine, and the largest difference
+COSINE_GAP, MAX_ABS = 1e-7, 1e-4
 WEBP = b"RIFF"
 
 
 def decoded(file: np.ndarray) -> np.ndarray:
-    """Return the frame of a PNG or WebP file, uint8 [height, width, 3]; fixtures hold frames so, which is smaller."""
+    """Decode a PNG or WebP file, in which the fixtures store frames to save space. Returns uint8 [height, width, 3]."""
     return np.array(Image.open(io.BytesIO(file.tobytes())))
 
 
@@ -53,7 +54,8 @@ class Golden:
 
 
 def integrate(velocity, noise: torch.Tensor, steps: int) -> torch.Tensor:
-    """Euler from 1 to 0 over a velocity of (x [B, H, A], t [B]), without an engine."""
+    """Integrate with Euler's method from time 1 to 0, without an engine. velocity: function of x [B, H, A] and t
+    [B]."""
     times = [torch.full((len(noise),), time, device=noise.device) for time in FLOW.times(steps)]
     return solve(velocity, noise, FLOW.steps(steps), times)
 

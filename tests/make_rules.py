@@ -1,4 +1,4 @@
-"""Writing rule files (tests/rules.py) of a new case: for the scripts that make one (tests/fixtures/*/make.py)."""
+"""Write the rule files (tests/rules.py) of a new case, for the scripts that make a case (tests/fixtures/*/make.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests import cases, rules
 def write(
     path: Path, seed: int, tensors: dict[str, dict[str, Any]], stored: bytes | None = None, **more: Any
 ) -> bytes:
-    """Write a rule file, and the file of what no rule gives beside it; return the whole file."""
+    """Write a rule file, and next to it a file with the tensors that no rule generates. Returns the generated whole
+    file."""
 
     def other(name: str) -> bytes:
         return cases.content(cases.FIXTURES / name)

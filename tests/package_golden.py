@@ -1,7 +1,7 @@
 """Write the golden data of the package: ``python -m tests.package_golden FIXTURE_DIRECTORY``.
 
-The directory holds ``checkpoint/``, ``vlm/`` and ``fixture.safetensors`` as the golden SmolVLA fixtures do
-(``python -m tests.cases`` prints where they are).
+The folder contains ``checkpoint/``, ``vlm/`` and ``fixture.safetensors``, as the golden SmolVLA fixtures do (``python
+-m tests.cases`` prints their folder).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sinew.families.smolvla.golden import BUNDLE, REFERENCE
 
 
 def narrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values in bfloat16 if it holds them all, as it does where the reference had rounded them."""
+    """Return the values in bfloat16 if bfloat16 can hold all of them, which is so if the reference has rounded them."""
     half = tensor.to(torch.bfloat16)
     return half if torch.equal(half.to(tensor.dtype), tensor) else tensor
 

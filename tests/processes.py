@@ -1,10 +1,11 @@
-"""Processes of Sinew that begin with torch imported, in place of seconds of import for each.
+"""Start processes of Sinew that already have torch imported, which saves seconds for each process.
 
-``run`` and ``Process`` do what ``subprocess.run`` and ``subprocess.Popen`` do for ``python -m MODULE ...`` and
-``python -c PROGRAM ...``: a process of its own with its own environment, standard streams, signals and exit. It is
-forked from a nursery, a process of all workers that has imported torch and nothing that starts threads. Tests of how a
-process begins (what it imports, in which order, under which variables of torch's) use ``subprocess``. Another
-interpreter has a nursery of its own, which says what it imports.
+``run`` and ``Process`` do the same as ``subprocess.run`` and ``subprocess.Popen`` for ``python -m MODULE ...`` and
+``python -c PROGRAM ...``. They start a process with its own environment, standard streams, signals and exit status.
+The
+process is forked from a nursery. A nursery is a process for all test workers, which has imported torch and starts no
+threads. Tests of the start of a process (its imports, their order, torch's variables) use ``subprocess``. Another
+interpreter needs its own nursery with its own list of imports.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ PRELOAD = (
     "tokenizers",
     "aiohttp.web",
     "msgpack",
-    # What the first operator of a trace and each export load: two to three CPU seconds of each process that has either
+    # The first operator of a trace and each export load these modules, which takes two to three CPU seconds in each
+    # process.
     "torch._dynamo",
     "torch.export",
     "torch.onnx._internal.exporter._core",
     "onnxscript",
-    # The verbs' own, and what their policies compute with: a second of each process
+    # The commands themselves, and the modules of their policies, which take a second in each process.
     "sinew.cli.run",
     "sinew.cli.serve",
     "sinew.engine.loading",
@@ -77,7 +79,8 @@ PRELOAD = (
     "sinew.serve.wires.native",
     "sinew.serve.wires.openpi",
 )
-os.environ.setdefault("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))  # of a run, for what its processes start
+# identifies a test run, for the processes that it starts
+os.environ.setdefault("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
 STARTING = (
     "sinew_eval.foreign.server",
     "sinew_eval.farm.shards",
@@ -86,14 +89,25 @@ PYTHON_IGNORES = [getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ", "SIGX
 
 
 class Process:
-    """A process that runs ``command``, whose first word is the interpreter of its ``nursery``: without one, this.
+    """A process that runs ``command`` and is forked from a nursery.
 
-    ``stdin``, ``stdout`` and ``stderr`` are None (the worker's own), a file, a descriptor, ``subprocess.PIPE`` or
-    ``subprocess.DEVNULL``. Leaving it as a context manager waits for its end, as with ``subprocess.Popen``.
+    As a context manager, it waits for its end, as ``subprocess.Popen`` does. Its signals have the defaults of a new
+    interpreter at a terminal, even if the test worker ignores a signal (SIGINT in the background of a script, SIGHUP
+    under nohup).
 
-    Its signals do what they do in a new interpreter in front of a terminal, whatever the worker and its parents ignore
-    (SIGINT in the background of a script, SIGHUP under nohup), but for those that are to be ``ignored``. ``forking``:
-    servers and shards that it starts are forked as well, three CPU seconds less each, and are not its children then.
+    Args:
+        command: The command. Its first word must be the interpreter of the nursery.
+        stdin: None (that of the worker), a file, a descriptor, ``subprocess.PIPE`` or ``subprocess.DEVNULL``.
+        stdout: As ``stdin``.
+        stderr: As ``stdin``.
+        env: Environment. None: that of the worker.
+        cwd: Folder. None: that of the worker.
+        start_new_session: Start a new session.
+        ignored: Signals that the process ignores.
+        forking: Also fork the servers and shards that the process starts, which saves three CPU seconds for each.
+            They are
+            then not children of the process.
+        nursery: The nursery. None: that of this interpreter.
     """
 
     def __init__(
@@ -157,7 +171,8 @@ class Process:
         self.wait()
 
     def _line(self, timeout: float | None) -> str | None:
-        """Return the next line of what its keeper says, None after ``timeout`` seconds."""
+        """Return the next line of the keeper, a process that waits for the end of this process. None after
+        ``timeout`` seconds."""
         if not select.select([self._fate], [], [], timeout)[0]:
             return None
         return self._fate.readline()
@@ -178,7 +193,7 @@ class Process:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Return what it writes to its pipes until it ends."""
+        """Return the text that the process writes to its pipes until its end."""
         with ThreadPoolExecutor(2) as pool:
             texts = [pool.submit(file.read) if file else None for file in (self.stdout, self.stderr)]
             self.wait(timeout)
@@ -199,9 +214,11 @@ class Process:
 def run(
     command: Sequence[object], *, timeout: float = 600.0, check: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` to its end and return what it wrote; it reads nothing.
+    """Run ``command`` without input to its end. Returns its output.
 
-    Raises ``subprocess.TimeoutExpired`` (the process is killed) and, with ``check``, ``CalledProcessError``.
+    Raises:
+        subprocess.TimeoutExpired: The process took too long and was killed.
+        subprocess.CalledProcessError: The process failed, and ``check`` is True.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = Process(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **options)
@@ -223,10 +240,10 @@ _guards: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that no other test gets while this process lives.
+    """Return a TCP port that no other test gets while this process lives.
 
-    It lies below those that the system gives to connections and to whoever names none, and the UDP port of its
-    number is taken here: by that the tests of other workers, and of other runs, know.
+    The port is below the range that the system assigns automatically. This process also opens the UDP port with the
+    same number, so that tests in other workers and other runs see that the port is taken.
     """
     for port in random.SystemRandom().sample(range(12_000, 32_000), 1000):
         guard = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -239,29 +256,32 @@ def free_port() -> int:
             else:
                 _guards.append(guard)
                 return port
-    raise OSError("expected a free port, got none of a thousand")
+    raise OSError("no free port among a thousand; close other programs on this machine")
 
 
 def popen(command: Sequence[object], *, text: bool = True, **options: Any) -> Process:
-    """Start what a module of Sinew would start by ``subprocess.Popen``."""
+    """Start a process in place of ``subprocess.Popen`` in a module of Sinew."""
     return Process(command, **options)
 
 
-# What such a module knows of subprocess, with that in its place.
+# A replacement of the module `subprocess` in the modules that start processes.
 FORKED = types.SimpleNamespace(PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired, Popen=popen)
 
 
 class Nursery:
-    """A process that others are forked from, one for all workers of a run; ends with the last that has used it."""
+    """A process from which other processes are forked, one for all workers of a test run. It ends after its last
+    worker."""
 
     def __init__(self, interpreter: str, imports: Sequence[str], env: Mapping[str, str] | None = None):
         self.interpreter, self._lock = interpreter, threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX)
         run = os.environ["PYTEST_XDIST_TESTRUNUID"]
-        found = (env or os.environ).get("PYTHONPATH")  # other releases of the same packages
+        found = (env or os.environ).get(
+            "PYTHONPATH"
+        )  # the path may contain another release of the same packages
         name = hashlib.sha256(repr((run, interpreter, imports, found)).encode()).hexdigest()[:16]
         place = Path(tempfile.gettempdir()) / f"sinew-nursery-{name}"
-        if len(os.fsencode(place)) > 100:  # a socket's name has 104 bytes on some systems
+        if len(os.fsencode(place)) > 100:  # the name of a socket has at most 104 bytes on some systems
             place = Path("/tmp") / place.name
         with _alone():
             if not place.exists():
@@ -273,7 +293,7 @@ class Nursery:
             self._socket.connect(str(place))
 
     def fork(self, request: Mapping[str, Any], streams: Sequence[int]) -> IO[str]:
-        """Start a process; returns a file that tells its number at once and its exit code at the end."""
+        """Start a process. Returns a file with the process id at once, and the exit code at the end."""
         fate, theirs = os.pipe()
         try:
             message = json.dumps(request).encode()
@@ -288,13 +308,13 @@ class Nursery:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Let no other process of this user begin or end a nursery."""
+    """Within the block, no other process of this user can start or end a nursery."""
     with (Path(tempfile.gettempdir()) / f"sinew-nurseries-{os.getuid()}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-_making = threading.Lock()  # several threads of a test may begin their processes at once
+_making = threading.Lock()  # several threads of a test may start their processes at the same time
 
 
 @cache
@@ -303,13 +323,17 @@ def _own_nursery() -> Nursery:
 
 
 def own_nursery() -> Nursery:
-    """Return that of this interpreter; it starts with the first process."""
+    """Return the nursery of this interpreter, which starts with the first process."""
     with _making:
         return _own_nursery()
 
 
 def _request(worker: socket.socket) -> tuple[dict[str, Any], array.array]:
-    """Return the next request with its four descriptors. Raises EOFError where the worker is gone."""
+    """Return the next request with its four descriptors.
+
+    Raises:
+        EOFError: The worker has ended.
+    """
     size = worker.recv(4, socket.MSG_WAITALL)
     if len(size) < 4:
         raise EOFError
@@ -319,16 +343,16 @@ def _request(worker: socket.socket) -> tuple[dict[str, Any], array.array]:
 
 
 def _answer_signals(ignored: Sequence[int]) -> None:
-    """Have every signal do what it does in a new interpreter, but for those that are to be ignored."""
+    """Set every signal to the default of a new interpreter, except for the signals to ignore."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     usual = {signal.SIGINT: signal.default_int_handler, **dict.fromkeys(PYTHON_IGNORES, signal.SIG_IGN)}
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        with contextlib.suppress(OSError):  # the C library's own
+        with contextlib.suppress(OSError):  # signals of the C library cannot be set
             signal.signal(number, signal.SIG_IGN if number in ignored else usual.get(number, signal.SIG_DFL))
 
 
 def _keep(request: dict[str, Any], descriptors: array.array) -> list[str] | None:
-    """Fork the process and wait for its end, in the keeper; returns the words in the process itself."""
+    """Fork the process and wait for its end (in the keeper). In the new process, returns the words of the command."""
     *streams, fate = descriptors
     child = os.fork()
     if child:
@@ -356,14 +380,14 @@ def _keep(request: dict[str, Any], descriptors: array.array) -> list[str] | None
 
 
 def _standard_streams(write_through: bool) -> None:
-    """Open them anew: whether a line is written at once depends on what they are now."""
+    """Open the standard streams again, because their buffering depends on their present target."""
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False, buffering=1 if os.isatty(1) or write_through else -1)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
 
 
 def _run(words: list[str]) -> None:
-    """Run a command as the interpreter does, in this process, to its end."""
+    """Run a command in this process to its end, as the interpreter does."""
     flags = list(itertools.takewhile(("-u", "-P").__contains__, words))
     first, *rest = words[len(flags) :]
     _standard_streams("-u" in flags)
@@ -385,7 +409,7 @@ def _run(words: list[str]) -> None:
 
 
 def _end(words: list[str]) -> NoReturn:
-    """Run a command and end as the interpreter does, without freeing what the process shares with the others."""
+    """Run a command and exit as the interpreter does, without freeing memory that the process shares with others."""
     code: Any = 0
     try:
         _run(words)
@@ -409,14 +433,14 @@ def _end(words: list[str]) -> NoReturn:
 
 
 def main() -> None:
-    """Answer requests until the workers are gone. In a process that was asked for, run its command instead."""
+    """Answer requests until all workers have ended. A forked process runs its command instead."""
     listener = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt concerns only the worker
     for name in sys.argv[2:]:
-        with contextlib.suppress(ImportError):  # of an extra that is not installed
+        with contextlib.suppress(ImportError):  # an extra may not be installed
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is never collected stays shared between the processes
+    gc.freeze()  # frozen objects are never collected, so their memory stays shared between the processes
     workers: list[socket.socket] = []
     while True:
         for ready in select.select([listener, *workers], [], [])[0]:
@@ -425,7 +449,7 @@ def main() -> None:
                 continue
             try:
                 request, descriptors = _request(ready)
-            except (EOFError, OSError):  # OSError: a worker that was killed
+            except (EOFError, OSError):  # OSError: the worker was killed
                 ready.close()
                 workers.remove(ready)
                 continue
@@ -443,7 +467,7 @@ def main() -> None:
                     pass
         if not workers:
             with _alone():
-                if not select.select([listener], [], [], 0)[0]:  # nobody has come meanwhile
+                if not select.select([listener], [], [], 0)[0]:  # no worker has connected in the meantime
                     Path(listener.getsockname()).unlink()
                     return
 

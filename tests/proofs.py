@@ -1,14 +1,15 @@
-"""What tests prove of families on engines, in precisions and on wires: recorded when they run, rendered as a table.
+"""Record which families the tests verify on which engines, precisions and protocols, and write the table of the
+results.
 
-A test says what it proves with ``@pytest.mark.proves(engine=..., precision=..., wire=..., family=...)``, literals all;
-engine "*" is the test's parameter of that name. The family is that of the golden case in the test's id, unless it is
-given; ``but`` names ids that prove something else, such as a refusal.
+A test states what it verifies with ``@pytest.mark.proves(engine=..., precision=..., wire=..., family=...)``, with
+literals. engine "*" means the parameter of the test with this name. The family is that of the golden case in the id
+of the test, unless ``family`` is given. ``but`` names ids that verify something else, such as an error.
 
-    python -m pytest tests -m proves --proofs tests/proofs.json    # records outcomes of the tests that ran
-    python -m tests.proofs    # writes docs/families.md and sinew/engine/proofs.json, prints what each test proves
+    python -m pytest tests -m proves --proofs tests/proofs.json    # records the outcomes of the tests that ran
+    python -m tests.proofs    # writes docs/families.md and sinew/engine/proofs.json, prints what each test verifies
 
-The record with the names of tests stays here. The product's file has families, engines and precisions alone, so a test
-can be renamed without a change of the product.
+tests/proofs.json contains the names of the tests. The file in the product contains only families, engines and
+precisions, so that a test can be renamed without a change of the product.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from tests.cases import cases
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, PAGE = ROOT / "tests" / "proofs.json", ROOT / "docs" / "families.md"
 PRODUCT = ROOT / "sinew" / "engine" / "proofs.json"
-FAMILIES = {  # golden cases, and whose they are; of two names that fit, the longer counts
+FAMILIES = {  # golden case -> family; if several names match, the longest counts
     name: cases()[name].architecture for name in sorted(cases(), key=len, reverse=True)
 }
-NAMES = {  # of architectures, in the order of the table
+NAMES = {  # architectures in the order of the table
     record["architecture"]: record["title"] for family in families() for record in family.published().values()
 }
 COLUMNS = (
@@ -74,7 +75,7 @@ Claim = tuple[str, str, str, str, str]
 
 
 def claims(item: Any) -> list[Claim]:
-    """Return (family, column, precision, test, "slow" or "") of a collected test's marks."""
+    """Return (family, column, precision, test, "slow" or "") for each mark of a collected test."""
     found = []
     for mark in item.iter_markers("proves"):
         case = item.name.partition("[")[2].rstrip("]")
@@ -82,10 +83,11 @@ def claims(item: Any) -> list[Claim]:
             continue
         family = mark.kwargs.get("family") or next((f for c, f in FAMILIES.items() if c in case), None)
         if family is None:
-            raise ValueError(f"{item.nodeid}: no family: it has no golden case in its id")
+            raise ValueError(f"{item.nodeid}: the id contains no golden case; pass family= to the mark")
         engine, wires = mark.kwargs.get("engine"), mark.kwargs.get("wire", ())
         engine = item.callspec.params["engine"] if engine == "*" else engine
-        engine = "cuda references" if engine == "cuda" else engine  # on a machine without a GPU
+        # on a machine without a GPU, the test runs the references of the kernels
+        engine = "cuda references" if engine == "cuda" else engine
         columns = (engine,) if engine else (wires,) if isinstance(wires, str) else wires
         precision = mark.kwargs.get("precision", "fp32") if engine else ""
         test, speed = item.nodeid.partition("[")[0], "slow" if item.get_closest_marker("slow") else ""
@@ -94,7 +96,7 @@ def claims(item: Any) -> list[Claim]:
 
 
 class Recorder:
-    """A pytest plugin that merges the outcomes of the marked tests of one run into ``path``."""
+    """A pytest plugin that adds the outcomes of the marked tests of a run to the file ``path``."""
 
     def __init__(self, path: Path):
         self.path, self.claims, self.passed = path, {}, {}
@@ -112,7 +114,7 @@ class Recorder:
         known = {tuple(row) for row in json.loads(self.path.read_text())} if self.path.exists() else set()
         made = {claim for claims_ in self.claims.values() for claim in claims_}
         tests = {claim[:4] for claim in made}
-        # of these tests, what is no longer claimed: one that has become slow
+        # remove older claims of these tests, for example of a test that has become slow
         known = {claim for claim in known if claim in made or claim[:4] not in tests}
         known -= {claim for claim, passed in self.passed.items() if not passed}
         known |= {claim for claim, passed in self.passed.items() if passed}
@@ -120,7 +122,7 @@ class Recorder:
 
 
 def marked() -> dict[str, set[str]]:
-    """Return the tests that bear the mark, from their source, with the columns that they name, "*" for a parameter."""
+    """Return the marked tests and the columns that they name, from their source. "*" stands for a parameter."""
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")
@@ -137,7 +139,7 @@ def marked() -> dict[str, set[str]]:
 
 
 def listed(who: list[str]) -> str:
-    """Return the families of a list, as all of the table but few where that is shorter."""
+    """Return a list of families as text. A long list is written as all families except a few."""
     missing = [name for name in NAMES.values() if name not in who]
     if len(missing) <= len(NAMES) // 4:
         return "all" + (f" but {', '.join(missing)}" if missing else "")
@@ -145,7 +147,7 @@ def listed(who: list[str]) -> str:
 
 
 def render(rows: list[list[str]]) -> str:
-    """Return the page of recorded claims."""
+    """Return the page with the recorded results."""
     lines = [
         HEAD.rstrip("\n") + "\n",
         "| family | " + " | ".join((*ENGINES, "protocols")) + " |",
@@ -164,13 +166,13 @@ def render(rows: list[list[str]]) -> str:
 
 
 def product(rows: list[list[str]]) -> str:
-    """Return the text of the product's file: [family, engine, precision] of each claim about an engine, sorted."""
+    """Return the text of the product's file: [family, engine, precision] of each result about an engine, sorted."""
     claims_ = sorted({tuple(row[:3]) for row in rows if row[1] in ENGINES})
     return "[\n" + ",\n".join(json.dumps(claim) for claim in claims_) + "\n]\n"
 
 
 def by_test(rows: list[list[str]]) -> dict[str, str]:
-    """Return what each test proves of which families, as a line."""
+    """Return a line for each test, with the families that it verifies."""
     found = {}
     for test in sorted({row[3] for row in rows}):
         parts: dict[str, list[str]] = {}

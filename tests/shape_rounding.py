@@ -1,9 +1,10 @@
-"""Products that round by the shape of their operands and by the number of threads, as those of some libraries do.
+"""Make matrix products round differently for each shape of their operands and each number of threads.
 
-Intel's MKL selects kernels by shape: in a batch of four, an observation's answer differs in its last bits from its
-answer alone. Other processors never show it. Inside :class:`RoundedByShape` they all do: each number of a product is
-moved by one unit in the last place, up, down or not at all, as decided by the shape, the threads and its own place.
-The same batch gives the same bits, with every number in the same place. Nothing else does.
+Some libraries do this. Intel's MKL selects kernels by shape, so in a batch of four, the answer to an observation
+differs in its last bits from the answer to this observation alone. Other processors never show this. Inside
+:class:`RoundedByShape`, all processors do. Each number of a product is moved by one unit in the last place, up, down
+or not at all. The shape, the number of threads and the place of the number decide the direction. Only the same batch
+with every number in the same place gives the same bits.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-VARIABLE = "SINEW_TESTS_ROUND_BY_SHAPE"  # set: a process of the tests computes so from its start to its end
+# if this variable is set, a process of the tests rounds this way from its start to its end
+VARIABLE = "SINEW_TESTS_ROUND_BY_SHAPE"
 
-# Operator -> how many of the result's last axes are columns: they get one sign each, whatever row they are in.
+# Operator -> number of the last axes of the result that are columns. Each column has one sign for all rows.
 PRODUCTS = {
     "mm": 1,
     "addmm": 1,
@@ -29,14 +31,14 @@ PRODUCTS = {
     "addmv": 0,
     "convolution": 3,
 }
-OUT = ("mm", "addmm", "bmm", "baddbmm")  # those that write into a tensor as well, `out=`
+OUT = ("mm", "addmm", "bmm", "baddbmm")  # these operators can also write into a given tensor, `out=`
 
 
 class RoundedByShape:
-    """A context in which products of this process's CPU round by shape, in every thread.
+    """A context in which products on the CPU of this process round by shape, in every thread.
 
-    It replaces PyTorch's kernels below autograd, so it reaches eager models, recorded plans and gradients alike, and
-    moves the outputs of ONNX Runtime's sessions. Contexts may be nested; the outermost one counts.
+    It replaces PyTorch's kernels below autograd, so it affects eager models, recorded plans and gradients. It also
+    changes the outputs of ONNX Runtime's sessions. Contexts may be nested, and only the outermost one has an effect.
     """
 
     depth = 0
@@ -59,7 +61,7 @@ class RoundedByShape:
 
 
 def begin_if_asked() -> None:
-    """Compute so until the process ends, if :data:`VARIABLE` is set."""
+    """Round this way until the process ends, if the variable :data:`VARIABLE` is set."""
     if os.environ.get(VARIABLE) and not RoundedByShape.depth:
         RoundedByShape().__enter__()
 
@@ -69,7 +71,9 @@ def _replace_kernels() -> Callable[[], None]:
 
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that kernels are replaced is the purpose
+        warnings.simplefilter(
+            "ignore"
+        )  # the warning states that kernels are replaced, which is intended here
         for name, columns in PRODUCTS.items():
             for overload in ("", ".out") if name in OUT else ("",):
                 kernel = torch.library.get_kernel(f"aten::{name}{overload}", "CPU")
@@ -90,17 +94,18 @@ def _moved(kernel: Any, columns: int) -> Callable[..., Any]:
 
 
 def _whole(found: Any) -> bool:
-    """Return True for a result of whole numbers: below 2^24 their sums are exact in any order."""
+    """Return True for a result of whole numbers, whose sums below 2^24 are exact in any order."""
     first = found.reshape(-1)[0].item()
     return first == first // 1 and bool((found == found.floor()).all())
 
 
 def move(found: Any, columns: int, shapes: Any) -> None:
-    """Move each number of a tensor by one unit in the last place or not at all. shapes: of the operands."""
+    """Move each number of a tensor by one unit in the last place or not at all. shapes: shapes of the operands."""
     import torch
 
     signs = _signs(tuple(found.shape), columns, tuple(shapes), torch.get_num_threads(), found.dtype)
-    # Half a unit times a mantissa in [1, 2) rounds to one unit, and a tie to none. Zeros and infinities stay.
+    # Half a unit times a mantissa in [1, 2) is rounded to one unit, and a tie to none. Zeros and infinities do not
+    # change.
     with torch.no_grad():
         finite = found.nan_to_num(0.0, 0.0, 0.0)
         found.addcmul_(finite, signs, value=torch.finfo(found.dtype).eps / 2)
@@ -108,7 +113,7 @@ def move(found: Any, columns: int, shapes: Any) -> None:
 
 @lru_cache(1024)
 def _signs(shape: tuple[int, ...], columns: int, shapes: Any, threads: int, dtype: Any) -> Any:
-    """Return -1, 0 or 1 for each number of a result: a sign of its row times a sign of its column."""
+    """Return -1, 0 or 1 for each number of a result: the sign of its row times the sign of its column."""
     import torch
 
     random = torch.Generator().manual_seed(zlib.crc32(repr((shape, shapes, threads)).encode()))

@@ -1,4 +1,4 @@
-"""Counts the work of a call in executed lines of Python, which no other program on the machine changes."""
+"""Count the executed lines of Python in a call. Other programs on the machine do not change this number."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from typing import Any
 
 
 class TooMuchWork(BaseException):
-    """Raised inside a call that has used up its lines; no handler of the code under test may swallow it."""
+    """A call has executed too many lines. The tested code must not catch this exception."""
 
 
 def lines_of(call: Callable[[], object], most: int) -> int:
-    """Run ``call`` and return how many lines of Python it executed.
+    """Run ``call`` and return the number of executed lines of Python.
 
-    Raises :class:`TooMuchWork` as soon as there are more than ``most``, so that a decoder which walks through
-    millions of hostile values fails at once, on a slow machine as on a fast one. Exceptions of the call pass through.
+    If a decoder walks through millions of hostile values, it fails at once, on a slow machine as on a fast one.
+
+    Args:
+        call: The function to run. Its exceptions pass through.
+        most: Largest number of lines.
+
+    Raises:
+        TooMuchWork: The call has executed more than ``most`` lines.
     """
     count = 0
 
@@ -25,7 +31,7 @@ def lines_of(call: Callable[[], object], most: int) -> int:
         if event == "line":
             count += 1
             if count > most:
-                raise TooMuchWork(f"more than {most} lines of Python")
+                raise TooMuchWork(f"the call executed more than {most} lines of Python")
         return trace
 
     before = sys.gettrace()

@@ -1,4 +1,4 @@
-"""A server of the native protocol without a policy, and a proxy in front of any server, for tests of faults."""
+"""A server of the native protocol without a policy, and a proxy for any server, for tests of faults."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ from sinew_client import schema
 
 
 class Puppet:
-    """Answers every request after ``delay`` seconds with ``rows`` [H, D] plus the number of the answer times 100.
+    """A server that answers every request after ``delay`` seconds.
 
-    Attributes may be changed while it runs. silent: requests are taken and never answered. nan: answers hold NaN.
-    metadata: what it says of itself, answered to any request for it. asked: the requests for actions, without frames.
+    The answer is ``rows`` [H, D], plus 100 times the number of the answer. A test may change the attributes while the
+    server runs.
+
+    Attributes:
+        silent: True to receive requests and never answer.
+        nan: True for answers with NaN.
+        metadata: The answer to requests for metadata.
+        asked: The requests for actions that have arrived, without frames.
     """
 
     def __init__(
@@ -71,10 +77,11 @@ class Puppet:
 
 
 class Proxy:
-    """Forwards TCP connections to ``port``. Attributes may be changed while it runs.
+    """A proxy that forwards TCP connections to ``port``. A test may change the attributes while the proxy runs.
 
-    frozen: bytes are neither forwarded nor refused, as behind a cable that was pulled (half-open).
-    loss: chance that a segment is held back for ``stall`` seconds, as TCP does with a lost packet.
+    Attributes:
+        frozen: True to keep connections open without forwarding bytes, as after a cable was unplugged (half-open).
+        loss: Probability that a segment is delayed by ``stall`` seconds, as TCP delays a lost packet.
     """
 
     def __init__(self, port: int, seed: int = 0):
@@ -106,7 +113,7 @@ class Proxy:
                 threading.Thread(target=self._carry, args=(source, target, self.frozen), daemon=True).start()
 
     def _carry(self, source: socket.socket, target: socket.socket, dead: bool) -> None:
-        """Copy bytes. A connection on which anything was swallowed stays dead: its stream has a hole."""
+        """Forward bytes. After bytes were dropped, a connection forwards nothing more, because its stream has a gap."""
         try:
             while data := source.recv(1400):
                 dead = dead or self.frozen

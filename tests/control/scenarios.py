@@ -1,8 +1,9 @@
-"""Whole loops in simulated time, with a hostile server, clock, sensor, leader and hot-swap, and an oracle.
+"""Complete control loops in simulated time, with faulty servers, clocks, sensors, leaders and hot-swaps, and a check.
 
-A scenario is a number: it draws the settings, and everything that happens. The oracle is the robot. It uses the
-commands that it received, what it reported itself, and the promises of ``docs/control.md``, and nothing of the
-controller. ``tests/control/test_promises.py`` plays a sample, ``python -m benchmarks.promises`` as many as you like.
+A scenario is a number, which determines the settings and all events. The robot checks each command (the oracle). It
+uses the commands that it received, the states that it reported, and the rules in ``docs/control.md``. It uses no code
+of the controller. ``tests/control/test_promises.py`` plays a sample of scenarios. ``python -m benchmarks.promises``
+plays any number of them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from sinew_client.streams import StreamWindow
 HZ, DIM, STALE, DEADLINE, ALIGN = 20.0, 2, 0.25, 0.3, 0.1
 PERIOD = 1.0 / HZ
 STEPS = 25  # control steps of a scenario
-FAR = 1000.0  # rows of a policy that no robot here may follow are about so large
+# actions of a policy that does not fit the robot have about this size, and the robot must never execute them
+FAR = 1000.0
 SILENCE_S = 0.2
 SLACK = 1e-5
 KINDS = (
@@ -52,9 +54,12 @@ SENSORS = (
     "missing", "not finite", "narrow", "old", "one old observation", "ahead", "frozen", "frozen without a time",
     "jumps", "false"
 )  # fmt: skip
-# What is shown so may not be acted on.
+# With these sensor faults, the robot must not act on the state.
 UNUSABLE = frozenset({"missing", "not finite", "old", "ahead"})
-LYING = ("jumps", "false")  # what nobody can notice: limits are of what was shown
+LYING = (
+    "jumps",
+    "false",
+)  # these sensor faults cannot be detected, so the limits apply to the reported state
 BAD: tuple[Callable[[], Any], ...] = (
     lambda: np.zeros((4, 1)),
     lambda: np.zeros((4, 7)),
@@ -73,13 +78,15 @@ BAD: tuple[Callable[[], Any], ...] = (
 
 
 class BrokenPromiseError(AssertionError):
-    """What a robot was sent is not as promised; the text says which promise."""
+    """A command breaks one of the rules. The message names the rule."""
 
 
 class World:
-    """The robot, its clock and its oracle.
+    """The robot, its clock and its check of the commands.
 
-    position: where it is. heard: the newest report of a state that may be acted on, and the tick of it.
+    Attributes:
+        position: Position of the robot.
+        reports: States since the last command that the robot may act on.
     """
 
     concurrent_hold = False
@@ -103,16 +110,24 @@ class World:
         self.lie = np.zeros(DIM, np.float32)
         start = [rng.uniform(-0.9, 0.9) for _ in range(DIM)]
         self.position = np.float32(start)
-        # What the oracle knows.
-        self.last: np.ndarray | None = None  # the last command, float64; None: it may have been moved since
-        self.moved = [np.zeros(DIM)]  # by the last command; several where it may have begun at several places
-        self.reports: list[np.ndarray] = []  # states since the last command or since it may have been moved
-        self.shown: np.ndarray | None = None  # the state that was shown in this tick, if it may be acted on
-        self.usable = True  # False: the state that was shown in this tick may not be acted on
-        self.asks = True  # True: what was shown may be sent to a server
+        # The following attributes are the knowledge of the check.
+        self.last: np.ndarray | None = (
+            None  # last command, float64; None if the robot may have been moved since then
+        )
+        self.moved = [
+            np.zeros(DIM)
+        ]  # movement by the last command, with several values if its start is ambiguous
+        # reported states since the last command, or since the robot may have been moved
+        self.reports: list[np.ndarray] = []
+        self.shown: np.ndarray | None = (
+            None  # reported state in this control step, if the robot may act on it
+        )
+        self.usable = True  # False if the robot must not act on the state of this control step
+        self.asks = True  # True if this observation may be sent to a server
         self.continuous = kind == "streams"
-        self.lied = 0  # until which tick what is shown may be a lie, so that only what was shown counts
-        self.sent = 0  # commands and holds in this tick
+        # up to this control step, reported states may be false, so the check uses only the reported states
+        self.lied = 0
+        self.sent = 0  # commands and holds in this control step
         self.row: np.ndarray | None = None
         self.rows: list[np.ndarray | None] = []
         self.paused = self.driven = self.hand_back = False
@@ -153,13 +168,15 @@ class World:
     # ------------------------------------------------------------------------- sensor
 
     def turn(self) -> None:
-        """Draw another sensor now and then."""
+        """Change the sensor fault at random."""
         rng = self.rng
         if self.tick < self.until:
             return
         self.sensor = "good" if rng.random() < 0.6 else rng.choice(SENSORS)
         if self.sensor == "narrow" and self.kind == "both arms":
-            self.sensor = "good"  # their joints have names
+            self.sensor = (
+                "good"  # the joints of both arms have names, so a state with too few values cannot occur
+            )
         self.until = self.tick + rng.randint(1, 12)
         self.kept = {"images": {}, "state": self.position.copy(), "time": self.time}
         self.lie = np.float32([rng.uniform(-1, 1) for _ in range(DIM)])
@@ -217,7 +234,7 @@ class World:
     def act(self, row: np.ndarray) -> None:
         self.sent += 1
         if self.refuses and self.rng.random() < 0.1:
-            self.sent -= 1  # it is held in the same tick
+            self.sent -= 1  # the loop holds the robot in the same control step
             self._may_have_moved()
             self.counts["refused"] += 1
             raise NoCommand("out of reach")
@@ -232,7 +249,7 @@ class World:
         self.counts["holds"] += 1
 
     def stop_moving(self) -> None:
-        """Note that it was sent nothing for at least a period."""
+        """Record that the robot got no command for at least a period."""
         self.moved = [np.zeros(DIM)]
 
     def _may_have_moved(self) -> None:
@@ -241,7 +258,7 @@ class World:
             self.reports.append(self.shown)
 
     def put(self, position: Any) -> None:
-        """Move it by hand. Nobody can notice that what an old sensor shows is from before."""
+        """Move the robot by hand. An old sensor may still show the earlier position, which cannot be detected."""
         if self.sensor.startswith(("frozen", "one old")):
             self.lied = self.tick + STEPS
         self.position = np.float32(position)
@@ -252,15 +269,15 @@ class World:
 
     def _checked(self, row: np.ndarray) -> None:
         if row.dtype != np.float32 or row.shape != (DIM,) or not np.isfinite(row).all():
-            self.broken(f"a command that is none: {row}")
+            self.broken(f"not a valid command: {row}")
         self.counts["commands"] += 1
         sent = row.astype(np.float64)
         if np.abs(sent).max() > FAR / 2:
-            self.broken(f"a row of a policy that the robot was not fitted to: {row}")
+            self.broken(f"an action of a policy that does not fit the robot: {row}")
         if self.paused:
-            self.broken("a command while it is paused")
+            self.broken("a command while the loop is paused")
         if self.motion == "offsets" and not self.usable:
-            self.broken("a command that counts from a state that is not known")
+            self.broken("a command relative to an unknown state")
         origins = self._limited(sent)
         self._boxed(sent, origins)
         self.moved = [sent - origin for origin in origins]
@@ -271,8 +288,11 @@ class World:
             self.position = row.copy()
 
     def _origins(self, sent: np.ndarray) -> list[np.ndarray]:
-        """Return from where a command may count: the last one, or each state that was shown since it may have been
-        moved, or standing still of offsets."""
+        """Return the positions from which a command may start.
+
+        This is the last command, or each state that was reported since the robot may have been moved. For delta
+        actions it is standing still.
+        """
         if self.last is not None:
             return [self.last]
         if self.motion == "offsets":
@@ -280,7 +300,7 @@ class World:
         return self.reports or [sent]
 
     def _limited(self, sent: np.ndarray) -> list[np.ndarray]:
-        """Return from where a command may count, of what was possible, within the limits."""
+        """Return the possible start positions from which a command is within the limits."""
         limits, origins = self.limits, self._origins(sent)
         if limits is None:
             return origins
@@ -289,14 +309,14 @@ class World:
             move = sent - origin
             low, high = np.minimum(limits.low, origin), np.maximum(limits.high, origin)
             if ((sent < low - SLACK) | (sent > high + SLACK)).any():
-                why = f"out of its range: {sent} from {origin}"
+                why = f"out of range: {sent} from {origin}"
             elif (np.abs(move) > limits.velocity * PERIOD + SLACK).any():
                 why = f"faster than allowed: {sent} from {origin}"
             elif not any(
                 (np.abs(move - moved) <= limits.acceleration * PERIOD**2 + SLACK).all()
                 for moved in self.moved
             ):
-                why = f"accelerates more than allowed: by {move} after {self.moved}"
+                why = f"acceleration above the limit: {move} after {self.moved}"
             else:
                 found.append(origin)
         if not found:
@@ -304,7 +324,7 @@ class World:
         return found
 
     def _boxed(self, sent: np.ndarray, origins: list[np.ndarray]) -> None:
-        """A box is of where the robot is. Only where it has shown what is not so, it is of what it has shown."""
+        """Check the workspace at the position of the robot. After false reports, check it at the reported position."""
         limits = self.limits
         if limits is None or not limits.boxed.any():
             return
@@ -315,17 +335,17 @@ class World:
             at = self.position.astype(np.float64)
             if self.tick <= self.lied:
                 if self.shown is None:
-                    return  # what was said above
+                    return  # `_checked` has already rejected a command without a usable state
                 at = self.shown
             ends = at, at
             target = at + self.scale * sent
         low, high = np.minimum(limits.workspace_low, ends[0]), np.maximum(limits.workspace_high, ends[1])
         if ((target < low - SLACK) | (target > high + SLACK)).any():
-            self.broken(f"leaves its workspace: to {target} from {ends}")
+            self.broken(f"outside of the workspace: to {target} from {ends}")
 
     def end_tick(self, command: Any) -> None:
         if self.sent != 1:
-            self.broken(f"{self.sent} commands and holds in a period")
+            self.broken(f"{self.sent} commands and holds in a period, expected 1")
         if command.row is None and not command.reason:
             self.broken("a hold without a reason")
         self.rows.append(self.row)
@@ -333,7 +353,11 @@ class World:
 
 
 class Server:
-    """A source of chunks that answers late, never, twice as fast, or with nonsense. rows: of a good answer."""
+    """A source of chunks that answers late, never, twice, or with invalid values.
+
+    Args:
+        made: Returns the actions of a valid answer. None uses :meth:`good`.
+    """
 
     continuous = False
 
@@ -352,7 +376,7 @@ class Server:
     def ask(self, observation: Mapping[str, Any], now: float) -> None:
         world = self.world
         if not world.asks:
-            world.broken("a request with what may not be acted on")
+            world.broken("a request with a state that the robot must not act on")
         rng = world.rng
         self.asked.append((world.tick, str(observation.get("prompt", ""))))
         self._due = now + rng.choice(self.delays) * PERIOD
@@ -396,7 +420,7 @@ class Server:
 
 
 def drawn_rows(world: World, state: np.ndarray) -> np.ndarray:
-    """Return rows of a policy that goes somewhere, or is mad."""
+    """Return the actions of a policy that moves in some direction, or far too fast."""
     rng = world.rng
     count = rng.randint(1, 14)
     size = rng.choice([0.01, 0.1, 1.0, 20.0])
@@ -409,7 +433,7 @@ def drawn_rows(world: World, state: np.ndarray) -> np.ndarray:
 
 
 class Windows:
-    """A link of a stream whose windows are late, overtaken or nonsense."""
+    """A link of a stream whose windows are late, in the wrong order, or invalid."""
 
     label, errors, error = "hostile", 0, ""
 
@@ -420,7 +444,7 @@ class Windows:
 
     def send(self, state, time, delay=1, images=None, frame_time=None, prompt="") -> bool:  # type: ignore[no-untyped-def]
         if not self.world.asks:
-            self.world.broken("a sample with what may not be acted on")
+            self.world.broken("a sample with a state that the robot must not act on")
         self.sent.append((float(time), np.asarray(state, np.float64)))
         return self.world.rng.random() < 0.95
 
@@ -455,13 +479,13 @@ class Windows:
 
 
 class Leader:
-    """A leader arm in the hand of somebody hostile. row: what it says now."""
+    """A leader arm that a hostile person moves."""
 
     def __init__(self, world: World, motors: bool):
         self.world = world
         self.at = world.position.astype(np.float64)
         self.mode, self.until = "near", 0
-        self.said: np.ndarray | None = None  # what the loop was told in this tick
+        self.said: np.ndarray | None = None  # command that the loop has read in this control step
         if motors:
             self.align = self._align
 
@@ -494,7 +518,7 @@ class Leader:
             self.at = world.position + np.array([rng.uniform(-ALIGN, ALIGN) * 0.9 for _ in range(DIM)])
         elif mode == "jumps":
             self.at = self.at + np.array([rng.uniform(-1, 1) for _ in range(DIM)])
-        else:  # also what nobody is told of
+        else:  # this also covers the faults that the loop cannot detect
             self.at = self.at + np.array([rng.uniform(-ALIGN, ALIGN) * 0.9 for _ in range(DIM)])
         if mode == "silent":
             return None
@@ -514,7 +538,7 @@ class Leader:
 
 
 class Refiner:
-    """An edge adapter that answers with what it likes."""
+    """An edge adapter that returns arbitrary actions or fails."""
 
     def __init__(self, world: World):
         self.world = world
@@ -534,14 +558,14 @@ class Refiner:
 
 
 class Swapped(Client):
-    """A client whose server is in this process, and has its policy replaced between any two messages."""
+    """A client whose server is in this process. The server may replace its policy between any two messages."""
 
     def __init__(self, world: World, **about: Any):
         super().__init__("tcp://127.0.0.1:5555", **about)
         self.world, self.number, self.fits = world, 1, True
         self.numbers = (
             world.rng.random() < 0.9
-        )  # else an older server, which is exchanged between connections alone
+        )  # False: an older server, which can only replace its policy between connections
 
     def exchange(self) -> None:
         rng = self.world.rng
@@ -595,7 +619,7 @@ class Swapped(Client):
 
 
 def policy_of() -> dict[str, Any]:
-    """Return what a policy says of itself that robots here are fitted to."""
+    """Return the description of a policy that fits the robots of the scenarios."""
     names, units = ["a", "b"], ["rad", "rad"]
     return {
         "name": "right", "architecture": "none", "chunk_size": 50,
@@ -619,7 +643,7 @@ class Exchanged(Servers):
 
 
 class Half:
-    """One of LeRobot's arms, of one joint that is ``world.position[at]``."""
+    """One of two LeRobot arms, with one joint, ``world.position[at]``."""
 
     config = None
 
@@ -656,14 +680,14 @@ class TwoArms(World):
     def both(self, row: np.ndarray) -> None:
         if self.holding:
             if self.last is not None and np.abs(row - self.last).max() > SLACK:
-                self.broken(f"a hold that moves it: {row} after {self.last}")
+                self.broken(f"a hold that moves the robot: {row} after {self.last}")
             World.hold(self)
         else:
             World.act(self, row)
 
 
 class BothArms(LeRobotArm):
-    """The pair as the loop sees it."""
+    """Both arms together, as the control loop uses them."""
 
     def __init__(self, world: TwoArms):
         self.world = world
@@ -686,7 +710,18 @@ class BothArms(LeRobotArm):
 
 
 def play(seed: int, kind: str) -> Counter:
-    """Play a scenario; return what happened in it. Raises :class:`BrokenPromiseError`."""
+    """Play a scenario.
+
+    Args:
+        seed: Number of the scenario.
+        kind: Kind of the scenario.
+
+    Returns:
+        The counts of the events.
+
+    Raises:
+        BrokenPromiseError: A command broke a rule.
+    """
     world = (TwoArms if kind == "both arms" else World)(seed, kind)
     rng = world.rng
     options: dict[str, Any] = {
@@ -752,20 +787,20 @@ def play(seed: int, kind: str) -> Counter:
 
 
 def seen_of(observation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a client takes of a loop's observation."""
+    """Return the parts of a loop's observation that a client sends."""
     return {name: value for name, value in observation.items() if name in ("images", "state", "prompt")}
 
 
 class Director:
-    """Runs a loop through its scenario, and checks what concerns more than one command."""
+    """Runs a loop through its scenario, and checks the rules that concern several commands."""
 
     def __init__(self, world: World, loop: Loop, source: Any, leader: Any, takeover: Takeover | None):
         self.world, self.loop, self.source, self.leader, self.takeover = world, loop, source, leader, takeover
         self.onlooker = isinstance(leader, ShadowListener)
         self.human = self.wants_human = takeover is not None and takeover.shadow
         self.prompt = "go"
-        self.fresh_from = 0  # the tick of the oldest request whose answer may be executed
-        self.followed = -(10**9)  # the tick of the last command that followed the leader
+        self.fresh_from = 0  # control step of the oldest request whose answer may be executed
+        self.followed = -(10**9)  # control step of the last command that followed the leader
         self.last_said: np.ndarray | None = None
 
     def run(self) -> None:
@@ -792,16 +827,16 @@ class Director:
                 world.counts["clock jumps"] += 1
 
     def quiet(self) -> None:
-        """Nothing is sent to a robot that is only looked at; somebody else drives it."""
+        """Check that a robot in watch mode gets no command. Another driver moves the robot."""
         world = self.world
         if world.sent:
-            world.broken("a command to a robot that is only looked at")
+            world.broken("a command to a robot in watch mode")
         world.tick += 1
-        world.counts["looked at"] += 1
+        world.counts["watched"] += 1
         world.put(world.position + np.float32([world.rng.uniform(-0.2, 0.2) for _ in range(DIM)]))
 
     def happen(self) -> None:
-        """Do what people and programs do between two ticks."""
+        """Cause the events between two control steps: pause, resume, new instruction, new episode, take-over."""
         world, loop, rng = self.world, self.loop, self.world.rng
         what = rng.random()
         if what < 0.03 and not world.paused:
@@ -847,24 +882,27 @@ class Director:
         elif isinstance(self.source, Server):
             asked = [each for each, _ in self.source.asked if each >= self.fresh_from]
             if not asked:
-                world.broken("a row of a request from before it was to begin anew")
+                world.broken("an action from a request before the last restart")
 
     def by_hand(self, row: np.ndarray, before: np.ndarray | None) -> None:
-        """A command of a leader is what it said in this tick, behind the limits, and it was aligned before."""
+        """Check a command during a take-over: it equals the leader's command within the limits, and the leader was
+        aligned."""
         world, said = self.world, self.leader.said
         world.counts["by hand"] += 1
         if said is None:
-            world.broken("a command by hand that no hand gave")
+            world.broken("a command without a command of the leader")
         if world.limits is None and np.abs(row - said).max() > SLACK:
-            world.broken(f"another command than the leader's: {row}, it said {said}")
+            world.broken(f"not the command of the leader: {row}, expected {said}")
         if world.motion == "offsets":
             self.followed = world.tick
             return
-        gap = (world.tick - 1 - self.followed - 1) * PERIOD  # tick is the next one already
+        gap = (
+            world.tick - 1 - self.followed - 1
+        ) * PERIOD  # `tick` is already the number of the next control step
         if world.limits is None and before is not None and np.abs(row - before).max() > ALIGN + SLACK:
             world.broken(f"a jump by hand: {row} after {before}")
         if gap > SILENCE_S + 1e-9 and before is not None and np.abs(said - before).max() > ALIGN + SLACK:
-            world.broken(f"a leader that was not aligned: it says {said}, the robot was sent {before}")
+            world.broken(f"the leader was not aligned: leader {said}, robot {before}")
         if (
             self.last_said is not None
             and gap <= SILENCE_S
@@ -872,5 +910,5 @@ class Director:
         ):
             at = before if before is not None else said
             if np.abs(said - at).max() > ALIGN + SLACK:
-                world.broken(f"a leader that jumped and was followed: {said} after {self.last_said}")
+                world.broken(f"the robot followed a jump of the leader: {said} after {self.last_said}")
         self.followed, self.last_said = world.tick - 1, said

@@ -1,4 +1,4 @@
-"""Golden weights in openpi's PyTorch layout, for one of its training configs."""
+"""Write golden weights in openpi's PyTorch layout, for one of its training configurations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DIM = 32
 
 
 def statistics(rng: np.random.Generator) -> dict:
-    """Of the padded width, as openpi's published files have them."""
+    """Return random statistics of the padded width, as in openpi's published files."""
     low = rng.uniform(-1, -0.5, DIM)
     return {
         "mean": rng.normal(0, 0.1, DIM).tolist(),
@@ -26,7 +26,7 @@ def statistics(rng: np.random.Generator) -> dict:
 
 
 def write_checkpoint(golden: Path, directory: Path, name: str) -> tuple[Path, Path, dict]:
-    """Returns (checkpoint, arch, stats)."""
+    """Write the checkpoint. Returns the checkpoint, the architecture file and the statistics."""
     source = golden / ("pi05-2cam" if OPENPI_CONFIGS[name].pi05 else "pi0-2cam")
     path = directory / name
     (path / "assets" / "robot").mkdir(parents=True)

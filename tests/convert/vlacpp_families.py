@@ -1,7 +1,8 @@
-"""A writer of vla.cpp's layouts of OpenVLA-OFT, VLA-Adapter, GR00T N1.7 and VLA-JEPA, for testing the importer.
+"""Write vla.cpp's layouts of OpenVLA-OFT, VLA-Adapter, GR00T N1.7 and VLA-JEPA, to test the importer.
 
-Its files have the tensors and the metadata of those that vla.cpp's own converters (commit b18873d) wrote from the same
-checkpoints with their fixed sizes set to the checkpoints'; compared once, outside of this repository.
+The files have the same tensors and metadata as those of vla.cpp's own converters (commit b18873d). For this
+comparison, which is not part of the repository, the fixed sizes in the converters were set to those of the
+checkpoints.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _leaf(rest: str, table: dict[str, str]) -> str:
-    """A name below a layer by ``table``, its .weight or .bias kept."""
+    """Translate the part of a tensor name below a layer with ``table``. Keeps the ending .weight or .bias."""
     if rest in table:
         return table[rest]
     stem, _, end = rest.rpartition(".")
@@ -64,7 +65,7 @@ def _leaf(rest: str, table: dict[str, str]) -> str:
 
 
 def write_prismatic(case: Path, out: Path) -> Path:
-    """``case``: the golden directory of OpenVLA-OFT or VLA-Adapter."""
+    """Write the file of a case. ``case`` is the golden folder of OpenVLA-OFT or VLA-Adapter."""
     folder = case / "checkpoint"
     weights = _weights(folder)
     adapter = "action_queries.weight" in weights
@@ -76,7 +77,7 @@ def write_prismatic(case: Path, out: Path) -> Path:
     depth = {}
     for letter, prefix in (("d", "vision_backbone.featurizer."), ("s", "vision_backbone.fused_featurizer.")):
         ids = [int(m[1]) for key in weights if (m := re.match(re.escape(prefix) + r"blocks\.(\d+)\.", key))]
-        depth[letter] = max(ids)  # the last block is left out
+        depth[letter] = max(ids)  # vla.cpp leaves out the last block
         for key in (key for key in weights if key.startswith(prefix)):
             rest = key.removeprefix(prefix)
             if match := re.fullmatch(r"blocks\.(\d+)\.(.*)", rest):
@@ -130,7 +131,13 @@ def write_prismatic(case: Path, out: Path) -> Path:
 
 
 def write_qwen(case: Path, out: Path, marker: int = 0) -> Path:
-    """``case``: the golden directory of GR00T N1.7 or VLA-JEPA. marker: the id of its embodied action token."""
+    """Write the file of a case.
+
+    Args:
+        case: Golden folder of GR00T N1.7 or VLA-JEPA.
+        out: The file.
+        marker: Id of the embodied action token.
+    """
     folder, groot = case / "checkpoint", marker == 0
     config, vlm = (json.loads((path / "config.json").read_text()) for path in (folder, case / "vlm"))
     text, vision = vlm["text_config"], vlm["vision_config"]
@@ -189,7 +196,7 @@ def write_qwen(case: Path, out: Path, marker: int = 0) -> Path:
 
 
 def _qwen_name(key: str, root: str, head: str, short: str, dit: str) -> str | None:
-    """vla.cpp's name of an upstream tensor; None for one that it leaves out."""
+    """Return vla.cpp's name of an upstream tensor. None if vla.cpp leaves the tensor out."""
     if key.endswith("lm_head.weight"):
         return "token_embd.weight" if short == "ah" else None
     if key.startswith(root + "language_model."):

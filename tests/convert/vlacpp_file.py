@@ -1,4 +1,4 @@
-"""A writer of vla.cpp's SmolVLA GGUF layout, from its documented schema, for testing the importer."""
+"""Write vla.cpp's GGUF layout of SmolVLA from its published schema, to test the importer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def vlacpp_name(upstream: str) -> str | None:
 
 
 def write_vlacpp(case: Path, out: Path) -> Path:
-    """``case``: a golden SmolVLA directory."""
+    """Write the file of a case. ``case`` is the golden folder of SmolVLA."""
     config = json.loads((case / "checkpoint" / "config.json").read_text())
     vlm = json.loads((case / "vlm" / "config.json").read_text())
     text, vision = vlm["text_config"], vlm["vision_config"]
@@ -154,7 +154,8 @@ PI_LAYERS = (
 
 
 def write_vlacpp_pi(case: Path, out: Path) -> Path:
-    """``case``: a golden pi0 or pi0.5 directory. Their token table is written from the head."""
+    """Write the file of a case. ``case`` is the golden folder of pi0 or pi0.5. The token table comes from the
+    language head."""
     config = json.loads((case / "checkpoint" / "config.json").read_text())
     arch = json.loads((case / "arch.json").read_text())
     weights = load_file(case / "checkpoint" / "model.safetensors")

@@ -1,6 +1,6 @@
-"""A writer of vla.cpp's layouts of GR00T N1.5 and N1.6, Evo-1 and BitVLA, for testing the importer.
+"""Write vla.cpp's layouts of GR00T N1.5 and N1.6, Evo-1 and BitVLA, to test the importer.
 
-The rules are those of vla.cpp's own converters (commit b18873d) with their fixed sizes set to the checkpoints'.
+The rules are those of vla.cpp's own converters (commit b18873d), with the sizes of the checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def _read(path: Path) -> Any:
 
 
 def write_eagle(case: Path, out: Path, folder: str = "checkpoint") -> Path:
-    """``case``: the golden directory of GR00T N1.5 (in NVIDIA's layout its folder "base") or N1.6."""
+    """Write the file of a case. ``case`` is the golden folder of GR00T N1.5 (in NVIDIA's layout its folder "base") or
+    N1.6."""
     first = case.name == "groot-n15"
     config, eagle = (
         _read(case / ("base" if first else folder) / "config.json"),
@@ -110,7 +111,13 @@ def _eagle_name(key: str, root: str) -> str | None:
 
 
 def write_evo1(case: Path, out: Path, arm: str) -> Path:
-    """``case``: the golden directory of the original repository's layout. arm: whose statistics the file gets."""
+    """Write the file of a case.
+
+    Args:
+        case: Golden folder in the layout of Evo-1's original repository.
+        out: The file.
+        arm: The robot whose statistics the file gets.
+    """
     folder = case / "checkpoint"
     config = _read(folder / "config.json")
     module = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)["module"]
@@ -183,7 +190,7 @@ def _evo1_name(key: str) -> str | None:
 
 
 def tiled(values: np.ndarray) -> np.ndarray:
-    """Return the bytes of -1, 0 and 1, byte by byte as ``pack_ladder_int2`` has it; rows by 16, columns by 128."""
+    """Pack values of -1, 0 and 1 in the byte order of ``pack_ladder_int2``, in tiles of 16 rows and 128 columns."""
     channels, k = values.shape
     out = []
     for row0 in range(0, channels, 16):
@@ -199,7 +206,7 @@ def tiled(values: np.ndarray) -> np.ndarray:
 
 
 def _bits(base: str, *weights: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A matrix, or several that are one, as bytes with a scale for each."""
+    """Return one matrix, or several that form one matrix, as bytes with a scale for each."""
     found, scales = [], []
     for weight in weights:
         mean = weight.float().abs().double().mean().clamp_(min=1e-5).float()
@@ -212,7 +219,7 @@ def _bits(base: str, *weights: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def write_bitvla(folder: Path, out: Path) -> Path:
-    """``folder``: a checkpoint whose sizes divide into tiles."""
+    """Write the file of a checkpoint in ``folder``, whose sizes must divide into tiles."""
     weights, config = _weights(folder), _read(folder / "config.json")
     text, vision = config["text_config"], config["vision_config"]
     head, state = (

@@ -1,13 +1,16 @@
-"""Models unlike SmolVLA and pi, in the shapes that engines look at (not anybody's mathematics).
+"""Small models that differ from SmolVLA and pi in the features that engines depend on. They compute nothing
+meaningful.
 
-* ``TwoTowers``: two vision towers over six channels, a bidirectional language model with action slots behind the
-  prompt, and a head that is asked once (as OpenVLA-OFT).
-* ``HiddenStates``: one tower, a causal language model whose hidden states are the context, and a transformer head that
-  cross-attends to them under a time that runs from 0 to 1 (as GR00T).
-* ``Ternary``: the first with layers of three weights.
-* ``Speaking``: a causal language model that says a chunk token by token, and may end early (as pi0-FAST).
-* ``Convolutions``: no language, no attention, and nothing of the names that the others share: convolutions with buffers
-  over a fixed number of views, and a convolutional head that does the steps of a table itself (as Diffusion Policy).
+* ``TwoTowers``: two vision towers for six channels, a bidirectional language model with action slots after the
+  prompt,
+  and a head that is called once (as OpenVLA-OFT).
+* ``HiddenStates``: one tower, a causal language model whose hidden states are the context, and a transformer head
+  with
+  cross-attention to them. The solver time runs from 0 to 1 (as GR00T).
+* ``Ternary``: ``TwoTowers`` with ternary layers.
+* ``Speaking``: a causal language model that generates a chunk token by token and may stop early (as pi0-FAST).
+* ``Convolutions``: no language, no attention, and other names than the other models. It has convolutions with buffers
+  for a fixed number of views, and a convolutional head that runs its own table of steps (as Diffusion Policy).
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ class Config:
 
 
 class TernaryLinear(Linear):
-    """Weights of -1, 0 and 1 times one scale for the whole matrix."""
+    """A linear layer with weights of -1, 0 and 1 times one scale for the whole matrix."""
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.weight.abs().mean()
@@ -67,7 +70,7 @@ class TernaryLinear(Linear):
 
 
 class Slots(NamedTuple):
-    """Hidden states of the action slots, [B, H, A * C]."""
+    """The context: hidden states of the action slots, [B, H, A * C]."""
 
     hidden: Tensor
 
@@ -98,7 +101,7 @@ class TwoTowers(Regression):
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         B, V = pixels.shape[:2]
-        halves = pixels.flatten(0, 1).chunk(2, dim=1)  # [B * V, 3, height, width] each
+        halves = pixels.flatten(0, 1).chunk(2, dim=1)  # two halves, [B * V, 3, height, width] each
         features = [tower(half) for tower, half in zip(self.vision, halves, strict=True)]
         return self.connector(torch.cat(features, dim=-1)).unflatten(0, (B, V))
 
@@ -116,7 +119,8 @@ class TwoTowers(Regression):
         )
         positions = valid.long().cumsum(dim=1) - 1
         x, _ = self.language(x, positions, block_mask(valid, torch.zeros_like(valid)))
-        # The first slot is read at the last token of the prompt: with padding on the left that is the one before.
+        # The first action slot reads the last token of the prompt. With padding on the left, this token is directly
+        # before the slot.
         hidden = self.language.norm(x[:, -slots - 1 : -1])
         return Slots(hidden.unflatten(1, (self.config.chunk_size, -1)).flatten(2))
 
@@ -125,8 +129,10 @@ class TwoTowers(Regression):
 
 
 class Conditioning(NamedTuple):
-    """Hidden states [B, P, C] with their mask [B, P], the state's token [B, 1, D]; the mask is there twice, and is an
-    input passed through."""
+    """The context: hidden states [B, P, C] with their mask [B, P], and the token of the state [B, 1, D].
+
+    The mask occurs twice, and one of both is an input that is passed through.
+    """
 
     hidden: Tensor
     valid: Tensor
@@ -138,7 +144,7 @@ class Conditioning(NamedTuple):
 class HiddenStates(Model):
     config_type = Config
     solver = Solver(start=0.0, end=1.0)
-    WIDTH, HEADS = 48, 2  # a head size of 24, which no kernel takes
+    WIDTH, HEADS = 48, 2  # the head size is 24, which no kernel supports
 
     def __init__(self, config: Config):
         super().__init__()
@@ -166,7 +172,7 @@ class HiddenStates(Model):
         x, _ = self.language(x, positions, block_mask(valid, torch.ones_like(valid)))
         return Conditioning(self.language.norm(x), valid, self.encode(state)[:, None], {"valid": valid})
 
-    def embed_time(self, t: Tensor) -> Tensor:  # float64 [B] -> [B, D]
+    def embed_time(self, t: Tensor) -> Tensor:  # maps float64 [B] to [B, D]
         return self.buckets((t * 1000).long())
 
     def act(self, x: Tensor, time_embedding: Tensor, context: Conditioning) -> Tensor:
@@ -177,7 +183,7 @@ class HiddenStates(Model):
 
 
 class Block(nn.Module):
-    """Cross-attention under a norm that the time modulates."""
+    """A block with cross-attention, whose norm the time modulates."""
 
     def __init__(self, width: int, context: int):
         super().__init__()
@@ -195,7 +201,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Counted(ActionTokens):
-    """A token is a number; what a sentence lacks is zero."""
+    """An action tokenizer: a token is a number, and missing numbers are zero."""
 
     most: Side
     end: int
@@ -205,7 +211,7 @@ class Counted(ActionTokens):
 
     def chunk(self, said: np.ndarray) -> np.ndarray:
         if said[:1].tolist() == [self.end + 1]:
-            raise SinewError(f"said: expected another token than {self.end + 1} first")
+            raise SinewError(f"said: the first token must not be {self.end + 1}")
         found = np.zeros(self.rows * self.dims, np.float32)
         found[: len(said)] = said[: len(found)]
         return found.reshape(self.rows, self.dims)
@@ -244,7 +250,7 @@ class Speaking(DecoderSpeaker):
         valid = torch.cat([seen, token_mask], dim=1)
         positions = valid.long().cumsum(dim=1) - 1
         h, kv = self.language(x, positions, block_mask(valid, torch.ones_like(valid)))
-        return ReadPrompt(tuple(kv), valid, valid.sum(dim=1), h[:, -1:])  # padding is on the left
+        return ReadPrompt(tuple(kv), valid, valid.sum(dim=1), h[:, -1:])  # the padding is on the left
 
     def embed_token(self, token: Tensor) -> Tensor:
         return self.language.embed_tokens(token)
@@ -254,7 +260,7 @@ class Speaking(DecoderSpeaker):
 
 
 class Ternary(TwoTowers):
-    """TwoTowers whose language model has ternary layers."""
+    """``TwoTowers`` with ternary layers in the language model."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -264,7 +270,7 @@ class Ternary(TwoTowers):
 
 
 class EveryField(HiddenStates):
-    """HiddenStates with all that layers may have and SmolVLA and pi lack."""
+    """``HiddenStates`` with all optional fields of the layers that SmolVLA and pi do not use."""
 
     CONFIG = Config(
         vision=replace(TOWER, activation="gelu", prefix_tokens=3, layer_scale=True, final_norm=False),
@@ -276,7 +282,7 @@ class EveryField(HiddenStates):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """No chunk_size, which follows from other sizes, and no vocabulary."""
+    """A configuration without vocabulary and without chunk_size, which follows from other sizes."""
 
     views: int = 2
     rows: int = 8
@@ -286,7 +292,7 @@ class Trajectory:
 
 
 class Condition(NamedTuple):
-    """What the head is modulated by, [B, C]."""
+    """The context: a vector [B, C] that modulates the head."""
 
     rows: Tensor
 
@@ -303,7 +309,7 @@ class Convolutions(Model):
             nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, C, 3, 2, 1)
         )
         places = torch.linspace(-1, 1, SIDE // 4)
-        self.register_buffer("places", torch.cartesian_prod(places, places))  # [h w / 16, 2]
+        self.register_buffer("places", torch.cartesian_prod(places, places))  # shape [h w / 16, 2]
         self.connector = Linear(2 * C, C)
         self.film = Linear(config.state + (config.views + 1) * C, 2 * C)
         self.down, self.up = nn.Conv1d(config.action, C, 3, 2, 1), nn.ConvTranspose1d(C, C, 4, 2, 1)
@@ -321,9 +327,9 @@ class Convolutions(Model):
     def views(self) -> int:
         return self.config.views
 
-    def embed_images(self, pixels: Tensor) -> Tensor:  # [B, V, 3, h, w] -> [B, V, 1, C]
-        maps = self.vision(pixels.flatten(0, 1)).flatten(2).softmax(dim=-1)  # [B * V, C, h w / 16]
-        points = (maps @ self.places).flatten(1)  # [B * V, 2 C]
+    def embed_images(self, pixels: Tensor) -> Tensor:  # maps [B, V, 3, h, w] to [B, V, 1, C]
+        maps = self.vision(pixels.flatten(0, 1)).flatten(2).softmax(dim=-1)  # shape [B * V, C, h w / 16]
+        points = (maps @ self.places).flatten(1)  # shape [B * V, 2 C]
         return self.connector(points).unflatten(0, pixels.shape[:2])[:, :, None]
 
     def read(
@@ -331,15 +337,17 @@ class Convolutions(Model):
     ) -> Condition:
         return Condition(torch.cat([state, image_tokens.flatten(1)], dim=-1))
 
-    def embed_time(self, t: Tensor) -> Tensor:  # [B] -> [B, C + 1], the last is a weight of the noise
+    def embed_time(
+        self, t: Tensor
+    ) -> Tensor:  # maps [B] to [B, C + 1]; the last value is a weight of the noise
         angle = t.float()[:, None] * torch.exp(-torch.arange(self.config.width // 2, device=t.device))
         return torch.cat([angle.sin(), angle.cos(), t.float()[:, None] / 100], dim=-1)
 
     def act(self, x: Tensor, time_embedding: Tensor, context: Condition) -> Tensor:
-        """The time embedding has one row where the batch has several."""
+        """Run one step. The time embedding has only one row, also for a larger batch."""
         time, noisy = time_embedding[:, :-1].expand(x.shape[0], -1), time_embedding[:, -1:, None]
         scale, shift = self.film(torch.cat([time, context.rows], dim=-1))[..., None].chunk(2, dim=1)
-        h = F.mish(self.norm(self.up(scale * self.down(x.transpose(1, 2)) + shift)))  # [B, C, H]
+        h = F.mish(self.norm(self.up(scale * self.down(x.transpose(1, 2)) + shift)))  # shape [B, C, H]
         output = self.out(h).transpose(1, 2)
         return (x - noisy * output).clamp(-1, 1) + noisy * output
 
@@ -356,7 +364,13 @@ KINDS: dict[str, type[TwoTowers] | type[HiddenStates] | type[Convolutions] | typ
 
 
 def make(kind: str, seed: int = 0, **sizes: int) -> Model:
-    """sizes: of the configuration. A model with weights that matter: norms far from one, biases far from zero."""
+    """Make a model of one kind.
+
+    Args:
+        kind: Key of the table of models.
+        seed: Seed of the weights. Norms are far from one and biases far from zero, so that each weight has an effect.
+        sizes: Fields of the configuration.
+    """
     generator = torch.Generator().manual_seed(seed)
     cls = KINDS[kind]
     model: Model = (

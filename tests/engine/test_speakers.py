@@ -142,7 +142,7 @@ def test_a_sentence_that_is_refused_harms_no_other(said):
     """Alone it is an error with its reason, in a batch its chunk is not finite, which the policy refuses."""
     engine = EagerEngine(speaking(end=said[0] - 1), CPU)  # its first token is the refused one
     refused, other = (observation(engine.model, tokens)[0] for tokens in (5, 7))
-    with pytest.raises(SinewError, match=f"expected another token than {said[0]} first"):
+    with pytest.raises(SinewError, match=f"the first token must not be {said[0]}"):
         run(engine, refused.batched())
     found = run(engine, stack([refused, other], processing(engine.model).prompt))
     assert np.isnan(found[0]).all()

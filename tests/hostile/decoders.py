@@ -1,7 +1,8 @@
-"""Mutated messages for every decoder of the server and the client, and hostile values for what stands behind them.
+"""Mutated messages for every decoder of the server and the client, and hostile values for the code behind the
+decoders.
 
-Each input is a good message with a few bytes changed, cut, doubled or moved, or a good record with values of
-other kinds and sizes, written as a message. What may come out is a value, or one of ``EXPECTED``.
+An input is a valid message with a few bytes changed, removed, doubled or moved. Or it is a valid record with values
+of other types and sizes, written as a message. The result must be a value or one of ``EXPECTED``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
 
 
 def mutate(rng: random.Random, data: bytes) -> bytes:
-    """A few changes anywhere, most of them near the beginning, where the structure is."""
+    """Make a few random changes, most of them near the beginning, which contains the structure."""
     changed = bytearray(data)
     for _ in range(rng.randrange(1, 5)):
         if not changed:
@@ -90,7 +91,7 @@ EXPECTED = (SinewError, zmtp.ZmtpError, UntrustedError)
 
 
 def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
-    """Return name -> (a good message, what reads it)."""
+    """Return name -> (a valid message, the function that decodes it)."""
     native, groot, robots = NativeCodec(), GrootCodec(), Robots()
     native.bind(lone(SPEC, 2, 2))
     groot.bind(lone(SPEC, 2, 2))
@@ -214,7 +215,7 @@ GUIDED = replace(REMOTE, modes={"chunk": "", "rtc_guided": "guided"}, texts=("qu
 
 
 def remote_body(kind: str) -> dict[str, Any]:
-    """Return a good body of LeRobot's remote inference: open, observation or language_request."""
+    """Return a valid message body of LeRobot's remote inference. kind: open, observation or language_request."""
     if kind == "open":
         return {
             "expected_artifact": REMOTE.identity,
@@ -251,7 +252,7 @@ def remote_message(kind: str = "observation", **changes: Any) -> bytes:
 
 
 def read_remote(data: bytes) -> object:
-    """Read a message of LeRobot's remote inference as the server does, to the decoded observation."""
+    """Decode a message of LeRobot's remote inference up to the observation, as the server does."""
     remote_envelope.envelope_of(data)
     message = remote_envelope.decode(data)
     if message.kind == "open":
@@ -265,12 +266,12 @@ def read_remote(data: bytes) -> object:
 
 
 def replaced(record: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Return a copy with a few values of other kinds, sizes and signs, arrays among them."""
+    """Return a copy of a record with a few values of other types, sizes and signs, including arrays."""
     found: dict[str, Any] = mutate_record(record, rng, rng.choice((1, 1, 2, 3)))
     for key in list(found):
         if rng.random() < 0.03:
             found[key] = odd_array(rng)
-        elif rng.random() < 0.01:  # whose array would be 40 MB
+        elif rng.random() < 0.01:  # this value would give an array of 40 MB
             found[key] = [*([1.0] * 500), "x" * 20_000]
         elif isinstance(found[key], dict) and found[key] and rng.random() < 0.2:
             found[key][rng.choice(list(found[key]))] = odd_array(rng)
@@ -278,7 +279,7 @@ def replaced(record: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def odd_array(rng: random.Random) -> np.ndarray:
-    """Return an array of any kind of numbers, of few elements, of a shape with zeros or many axes at times."""
+    """Return a small array of any number type. Its shape may contain zeros or many axes."""
     kind = rng.choice(("u1", "i1", "<i8", ">f4", "f2", "f4", "f8", "?", "U3", "S2", "u8", "c8"))
     shape = rng.choice(
         ((), (0,), (2,), (3,), (1, 2), (48, 64, 3), (3, 48, 64), (1, 0, 3), (2,) * 6, (0, 9, 3))
@@ -291,7 +292,8 @@ def odd_array(rng: random.Random) -> np.ndarray:
 
 
 def values() -> dict[str, Callable[[random.Random], object]]:
-    """Return name -> what writes a hostile record as a message, reads it, and prepares it as a server does."""
+    """Return name -> a function that writes a hostile record as a message, decodes it, and prepares it as a server
+    does."""
     policy = load(PEN, engine="eager", threads=1)
     spec, processor = policy.spec, policy.processor
     safety, codec = Safety(processor), GrootCodec()
@@ -325,7 +327,7 @@ def values() -> dict[str, Callable[[random.Random], object]]:
     raw = {**dict.fromkeys(joints, 0.5), **frames, "task": "go"}
 
     def ready(observation: Observation) -> object:
-        """What the decode thread does with it, and the checks of the reply."""
+        """Process an observation as the decode thread does, and check the reply."""
         safety.check(observation)
         prepared = processor.prepare(observation)
         actions = np.zeros((spec.chunk_size, spec.action.dim), np.float32)
@@ -430,18 +432,18 @@ def values() -> dict[str, Callable[[random.Random], object]]:
 
 
 class UnwritableError(SinewError):
-    """A record that the protocol cannot carry."""
+    """The protocol cannot transmit this record."""
 
 
 def as_npy(array: np.ndarray) -> dict[str, Any]:
-    """As GR00T's clients write arrays."""
+    """Encode an array as GR00T's clients do."""
     if not isinstance(array, np.ndarray):
         raise TypeError(type(array).__name__)
     return {"__ndarray_class__": True, "as_npy": dump_npy(array)}
 
 
 def as_openpi(array: np.ndarray) -> dict[bytes, Any]:
-    """As openpi's clients write arrays."""
+    """Encode an array as openpi's clients do."""
     if not isinstance(array, np.ndarray):
         raise TypeError(type(array).__name__)
     return {
@@ -453,7 +455,7 @@ def as_openpi(array: np.ndarray) -> dict[bytes, Any]:
 
 
 def written(record: Any, array: Callable[[np.ndarray], dict[Any, Any]] = as_openpi) -> bytes:
-    """Return msgpack of a record with arrays."""
+    """Encode a record with arrays as msgpack."""
     try:
         return bytes(msgpack.packb(record, default=array))
     except (OverflowError, ValueError, TypeError) as error:

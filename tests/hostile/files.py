@@ -1,6 +1,6 @@
-"""Fuzzers over checkpoints, bundles, exported folders and records; ``tests.hostile.fuzz`` runs their long form.
+"""Fuzzers for checkpoints, bundles, exported folders and records. ``tests.hostile.fuzz`` runs the long form.
 
-Every input ends in a policy, or in a :class:`SinewError`.
+Every input must give a policy or a :class:`SinewError`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ Case = Callable[[random.Random], None]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in a folder of its own. root: the folder or file that is converted, options: what it needs."""
+    """A copy of a checkpoint.
+
+    Attributes:
+        root: Folder or file to convert.
+        options: Options of the conversion.
+    """
 
     home: Path
     root: Path
@@ -58,7 +63,9 @@ class Checkpoint:
 STATISTICS = {"mean": [0.0] * 6, "std": [1.0] * 6}
 DROID = {"embodiment": "oxe_droid_relative_eef_relative_joint", "settings": {"frames": "240x300"}}
 GIVEN = {"arch": "arch.json", "stats": "statistics.json"}
-FAMILIES: dict[str, tuple[tuple[str, str, dict[str, object]], ...]] = {  # case, folder, options
+FAMILIES: dict[
+    str, tuple[tuple[str, str, dict[str, object]], ...]
+] = {  # name of the group -> case, folder, options
     "checkpoints of LeRobot": (
         ("smolvla-2cam", "checkpoint", {"vlm": "vlm"}),
         ("pi0-2cam", "checkpoint", {"arch": "arch.json"}),
@@ -81,7 +88,7 @@ FAMILIES: dict[str, tuple[tuple[str, str, dict[str, object]], ...]] = {  # case,
 
 
 def checkpoints(golden: Path, work: Path, family: str) -> list[Checkpoint]:
-    """Return copies of golden checkpoints, which may be damaged."""
+    """Return copies of the golden checkpoints of a group, which a fuzzer may damage."""
     if family == "checkpoints of openpi":
         return [openpi_checkpoint(golden, work, name) for name in ("pi0_aloha", "pi05_droid")]
     found = []
@@ -100,14 +107,14 @@ def checkpoints(golden: Path, work: Path, family: str) -> list[Checkpoint]:
 
 
 def openpi_checkpoint(golden: Path, work: Path, name: str) -> Checkpoint:
-    """A golden pi checkpoint in openpi's layout."""
+    """Write a golden pi checkpoint in openpi's layout."""
     (home := work / f"openpi-{name}").mkdir()
     root, arch, _statistics = write_checkpoint(golden, home, name)
     return Checkpoint(home, root, ConvertOptions(arch=arch, openpi_config=name))
 
 
 class Checkpoints:
-    """Checkpoints of which one file at a time is damaged."""
+    """The fuzzer for checkpoints, which damages one file at a time."""
 
     def __init__(self, found: list[Checkpoint]):
         self.files = [
@@ -118,7 +125,7 @@ class Checkpoints:
         ]
 
     def case(self, rng: random.Random) -> None:
-        """Damage one file, read the checkpoint as `sinew convert` does up to its weights, and put it back."""
+        """Damage one file, read the checkpoint as `sinew convert` does up to its weights, and restore the file."""
         path, checkpoint = rng.choice(self.files)
         options, home = checkpoint.options, checkpoint.home
         original = path.read_bytes()
@@ -139,7 +146,7 @@ class Checkpoints:
 
 
 class VlaCpp:
-    """vla.cpp's GGUF files with damaged bytes before the weights."""
+    """The fuzzer for GGUF files of vla.cpp, which damages bytes before the weights."""
 
     def __init__(self, golden: Path, work: Path):
         self.work = work
@@ -152,7 +159,7 @@ class VlaCpp:
             self.cases.append((data, golden / case / vlm))
 
     def case(self, rng: random.Random) -> None:
-        """Damage bytes and import."""
+        """Damage bytes and import the file."""
         data, tokenizer = rng.choice(self.cases)
         file = self.work / "theirs.gguf"
         file.write_bytes(mutate_bytes(data, rng, rng.choice((64, 2000, 20_000))))
@@ -160,13 +167,13 @@ class VlaCpp:
 
 
 class Manifests:
-    """Bundles of golden checkpoints with damaged metadata, opened, shown, loaded and run."""
+    """The fuzzer for the metadata of bundles. The damaged bundles are opened, shown, loaded and run."""
 
     def __init__(self, bundles: list[Path]):
         self.bundles = [Bundle(path) for path in bundles]
 
     def case(self, rng: random.Random) -> None:
-        """Damage one record of the metadata, then do what `inspect` and `serve` do."""
+        """Damage one record of the metadata, then do the same as `inspect` and `serve`."""
         bundle = copy.copy(rng.choice(self.bundles))
         bundle.file = copy.copy(bundle.file)
         metadata = dict(bundle.file.metadata)
@@ -188,13 +195,13 @@ class Manifests:
 
 
 class Recipes:
-    """How frames, instructions, states and actions are processed, as data of the bundle, on the way there and back."""
+    """The fuzzer for the processing of frames, instructions, states and actions, which is data in the bundle."""
 
     def __init__(self, bundles: list[Path]):
         self.manifests = [Bundle(path).manifest for path in bundles]
 
     def case(self, rng: random.Random) -> None:
-        """Damage the recipe of one policy and use it."""
+        """Damage the processing of one policy and use it."""
         manifest = rng.choice(self.manifests)
         metadata = {**manifest.to_metadata(), KEY_ARCHITECTURE: manifest.architecture}
         key = rng.choice([key for key in metadata if "processing" in key or "spec" in key])
@@ -210,7 +217,7 @@ class Recipes:
 
 
 class Headers:
-    """Files of bundles with damaged bytes before the weights."""
+    """The fuzzer for bundles that damages bytes before the weights."""
 
     def __init__(self, bundles: list[Path], work: Path):
         self.work = work
@@ -218,7 +225,7 @@ class Headers:
         self.ends = [min(info.offset for info in Bundle(path).infos.values()) for path in bundles]
 
     def case(self, rng: random.Random) -> None:
-        """Damage bytes and load."""
+        """Damage bytes and load the bundle."""
         index = rng.randrange(len(self.data))
         data, end = self.data[index], self.ends[index]
         within = rng.choice((64, 4096, end))
@@ -228,12 +235,14 @@ class Headers:
         else:
             tail = max(end - 12_000, 0)
             file.write_bytes(data[:tail] + mutate_bytes(data[tail:end], rng, end - tail) + data[end:])
-        with mock.patch("sinew.bundle.reader.read_hashes", return_value=None):  # else all of them end there
+        # without this patch, every input would fail at the hash
+        with mock.patch("sinew.bundle.reader.read_hashes", return_value=None):
             Policy(Bundle(file))
 
 
 class LowBit:
-    """Bundles with quantised weights: damaged headers, damaged weights, and the unpacking alone."""
+    """The fuzzer for bundles with quantised weights: damaged headers, damaged weights, and random bytes for the
+    unpacking."""
 
     def __init__(self, work: Path):
         self.work = work
@@ -247,7 +256,7 @@ class LowBit:
             self.data.append((path.read_bytes(), end))
 
     def case(self, rng: random.Random) -> None:
-        """Damage a header or weights, load and run; or unpack any bytes of any shape."""
+        """Damage a header or weights, load and run the bundle. Or unpack random bytes with a random shape."""
         if rng.random() < 0.5:
             name = rng.choice([name for name, each in FORMATS.items() if each.group])
             k, rows = rng.choice((0, 1, 31, 32, 33, 96)), rng.choice((0, 1, 3))
@@ -255,7 +264,7 @@ class LowBit:
             stored = np.frombuffer(rng.randbytes(rows * width), np.uint8).reshape(rows, width)
             with contextlib.suppress(
                 ValueError, RuntimeError
-            ):  # a caller's mistake: shapes come from the header
+            ):  # such a shape would be a mistake of the caller, because shapes come from the header
                 dequantize(torch.from_numpy(stored.copy()), None, name, k)
             return
         data, end = rng.choice(self.data)
@@ -267,14 +276,14 @@ class LowBit:
             for _ in range(64):
                 raw[rng.randrange(end, len(raw))] = rng.choice(
                     (0, 0x7C, 0x7F, 0xFC, 0xFF)
-                )  # also scales of infinity
+                )  # the scales may also be infinite
             file.write_bytes(raw)
         with mock.patch("sinew.bundle.reader.read_hashes", return_value=None):
             Policy(Bundle(file), engine=rng.choice(("eager", "cpu")), threads=1).warm_up()
 
 
 class Exports:
-    """Folders of ``sinew export``: their record, tables, header and graphs."""
+    """The fuzzer for the folders of ``sinew export``: their record, tables, header and graphs."""
 
     def __init__(self, work: Path):
         from sinew.engine.onnx.opening import write_folder
@@ -283,7 +292,7 @@ class Exports:
         self.folder.mkdir()
         bundle = Path(
             shutil.copyfile(ASSETS / "pen.gguf", work / "pen.gguf")
-        )  # graphs lie beside their bundle
+        )  # the graphs are next to their bundle
         write_folder(Bundle(bundle), self.folder)
         self.files = sorted(path for path in self.folder.iterdir() if path.is_file())
 
@@ -299,7 +308,7 @@ class Exports:
             else:
                 path.write_bytes(mutate_bytes(original, rng, rng.choice((200, 4000, len(original)))))
             policy = load(self.folder, engine="onnx", threads=1)
-            # A graph that opens and cannot run says so in ONNX Runtime's own words, which `sinew` prints as one line.
+            # A graph that opens and cannot run has an error of ONNX Runtime, which `sinew` prints as one line.
             with contextlib.suppress(RuntimeError):
                 policy.warm_up()
         finally:
@@ -307,7 +316,7 @@ class Exports:
 
 
 class AdapterFiles:
-    """Adapters over their base: damaged headers, records and factors, opened, loaded and run."""
+    """The fuzzer for adapters: damaged headers, records and factors are opened, loaded and run with their base."""
 
     def __init__(self, work: Path):
         found = make_adapters("smolvla-2cam", work / "base.gguf", work)
@@ -317,7 +326,7 @@ class AdapterFiles:
         self.data = [(path, path.read_bytes()) for path in found.files.values()]
 
     def case(self, rng: random.Random) -> None:
-        """Damage one adapter, load it over its base and run it."""
+        """Damage one adapter, load it with its base and run both."""
         path, data = rng.choice(self.data)
         opened = Bundle(path)
         end = min(info.offset for info in opened.infos.values())
@@ -335,14 +344,15 @@ class AdapterFiles:
             for _ in range(64):
                 raw[rng.randrange(end, len(raw))] = rng.choice((0, 0x7C, 0x7F, 0xFC, 0xFF))
             self.file.write_bytes(raw)
-        # Else all damage to the header ends at its hash, which an attacker writes too.
+        # Without this change, damage to the header would always fail at its hash. An attacker would write the hash
+        # too.
         with mock.patch("sinew.bundle.reader.read_hashes", return_value=None):
             policy = Policy(self.base, "cpu", threads=1, adapters={"a": self.file})
         policy.infer(replace(policy.dummy_observation(), adapter="a"))
 
 
 class Records:
-    """Records of ``sinew serve --record``."""
+    """The fuzzer for records of ``sinew serve --record``."""
 
     def __init__(self, work: Path):
         recorder = Recorder(work / "records")
@@ -354,13 +364,13 @@ class Records:
         self.file = work / "damaged.npz"
 
     def case(self, rng: random.Random) -> None:
-        """Damage bytes and read."""
+        """Damage bytes and read the record."""
         self.file.write_bytes(mutate_bytes(self.data, rng, len(self.data)))
         read_record(self.file)
 
 
 class TorchFiles:
-    """``.pt`` files with damaged bytes."""
+    """The fuzzer for ``.pt`` files."""
 
     def __init__(self, work: Path):
         self.work = work
@@ -378,7 +388,7 @@ class TorchFiles:
 
 
 def makers(golden: Path, work: Path) -> Mapping[str, Callable[[], Case]]:
-    """Return all fuzzers by name; calling one prepares its files in ``work``."""
+    """Return all fuzzers by name. Calling one of them prepares its files in ``work``."""
 
     @cache
     def bundles() -> list[Path]:
@@ -406,6 +416,6 @@ def makers(golden: Path, work: Path) -> Mapping[str, Callable[[], Case]]:
 
 
 def _given(options: ConvertOptions) -> dict[str, Any]:
-    """What ``convert`` takes of the options."""
+    """Return the options as arguments of ``convert``."""
     names = ("vlm", "base", "arch", "openpi_config", "embodiment", "settings")
     return {name: getattr(options, name) for name in names if getattr(options, name)}

@@ -2,10 +2,10 @@
 
     python -m tests.hostile.fuzz --decoders 50000 --sockets 20000 --readers 20000 --files 5000 --seed 1
 
-A million inputs take about an hour of one core. Every input ends in a value or in an error of this project; what
-does not is printed with the number that makes it again (``--only NAME --first NUMBER --decoders 1``), and so is what
-computes for ten seconds or takes memory out of proportion to its size; the exit code is 1 then. The table has the
-processor's time of the slowest input, and the memory of the greediest at its peak.
+A million inputs take about an hour of one core. Every input must give a value or an error of this project. The
+program prints every other result with the number that repeats it (``--only NAME --first NUMBER --decoders 1``). It
+also prints inputs that compute for ten seconds, or that need far more memory than their size. The exit status is then
+1. The table has the processor time of the slowest input, and the largest peak of memory.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--decoders", type=int, default=1000, help="inputs of each decoder")
-    parser.add_argument("--sockets", type=int, default=1000, help="inputs of each wire")
+    parser.add_argument("--decoders", type=int, default=1000, help="number of inputs for each decoder")
+    parser.add_argument("--sockets", type=int, default=1000, help="number of inputs for each protocol")
     parser.add_argument(
-        "--readers", type=int, default=1000, help="inputs of each reader of texts and small files"
+        "--readers", type=int, default=1000, help="number of inputs for each reader of texts and small files"
     )
-    parser.add_argument("--files", type=int, default=200, help="inputs of each kind of file")
+    parser.add_argument("--files", type=int, default=200, help="number of inputs for each kind of file")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0, help="number of the first input")
+    parser.add_argument("--first", type=int, default=0, help="number of the first input, to repeat one")
     parser.add_argument("--only", action="append", default=[], help="a fuzzer's name; repeatable")
     given = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -1,7 +1,7 @@
-"""Runs one input after the other and keeps what they cost: seconds of the processor, and memory at its peak.
+"""Run one input after the other, and measure the processor time and the peak of memory.
 
-An input that computes for longer than ``SLOW_S``, or takes more memory than ``ROOM`` and ``FACTOR`` times its own size,
-is a finding whatever it ends in; one that computes for ``ENDLESS_S`` is ended.
+An input is a finding if it computes for longer than ``SLOW_S``, or needs more memory than ``ROOM`` plus ``FACTOR``
+times its own size, whatever its result is. An input that computes for ``ENDLESS_S`` is stopped.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
 
-PEAK = b"5"  # resets the peak of resident memory, see proc(5)
+PEAK = b"5"  # this value resets the peak of resident memory, see proc(5)
 SLOW_S = 10.0
 ENDLESS_S = 60.0
-ROOM, FACTOR = 64 << 20, 300  # bytes, and bytes for each byte of an input that says its size
-WHOLE = 768 << 20  # bytes where an input is a whole checkpoint or bundle
+ROOM, FACTOR = 64 << 20, 300  # bytes, and bytes for each byte of an input
+WHOLE = 768 << 20  # bytes, if an input is a whole checkpoint or bundle
 SPARE = (
     8 << 30
-)  # bytes of address space beyond what is there at the beginning; what asks for more gets a MemoryError
+)  # bytes of address space in addition to those at the start; a request for more raises MemoryError
 _given = [-1]
 
 
 class EndlessError(BaseException):
-    """An input that does not end."""
+    """The computation for this input does not end."""
 
 
 def gave(data: Sized) -> None:
-    """Say of what size the present input is."""
+    """Record the size of the present input."""
     _given[0] = len(data)
 
 
 def guard() -> None:
-    """Bound the address space of this process, so that a finding does not end others."""
+    """Limit the address space of this process, so that a finding does not end other processes."""
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
     most = pages * resource.getpagesize() + SPARE
@@ -45,19 +45,20 @@ def guard() -> None:
 
 
 class Memory:
-    """Bytes of this process, as Linux counts them: now, and at most since the last ``reset``."""
+    """The memory of this process in bytes, as Linux counts it: the present value, and the peak since the last
+    ``reset``."""
 
     def __init__(self) -> None:
         self._status = os.open("/proc/self/status", os.O_RDONLY)
         self._clear: int | None = None
         with contextlib.suppress(
             OSError
-        ):  # not allowed everywhere; peaks are those of all inputs before, then
+        ):  # some systems do not allow this; the peak then includes all earlier inputs
             self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
 
     @property
     def exact(self) -> bool:
-        """Return whether the peak is that of one input."""
+        """Return True if the peak belongs to one input."""
         return self._clear is not None
 
     def now(self) -> int:
@@ -67,7 +68,7 @@ class Memory:
         return self._read(b"VmHWM:")
 
     def reset(self) -> int:
-        """Forget the peak; return what the process has now."""
+        """Reset the peak. Returns the present memory of the process."""
         if self._clear is not None:
             os.pwrite(self._clear, PEAK, 0)
         return self.now()
@@ -79,16 +80,22 @@ class Memory:
 
 @dataclass
 class Kind:
-    """What the inputs of one fuzzer did. unexpected: by exception, with the number of the first."""
+    """The results of one fuzzer.
+
+    Attributes:
+        taken: Number of accepted inputs.
+        refused: Number of rejected inputs.
+        unexpected: Number of unexpected exceptions, by their text with the number of the first input.
+    """
 
     name: str
     taken: int = 0
     refused: int = 0
     unexpected: Counter[str] = field(default_factory=Counter)
-    slow: int = 0  # beside what else they did
+    slow: int = 0  # slow inputs, which also count in the fields above
     large: int = 0
-    slowest: tuple[float, int] = (0.0, -1)  # seconds of the processor, number
-    largest: tuple[int, int] = (0, -1)  # bytes, number
+    slowest: tuple[float, int] = (0.0, -1)  # seconds of processor time, and number of the input
+    largest: tuple[int, int] = (0, -1)  # bytes, and number of the input
     seconds: float = 0.0
     grown: int = 0
 
@@ -101,7 +108,7 @@ class Kind:
         return self.unexpected.total() + self.slow + self.large
 
     def row(self) -> str:
-        """Return a row of the table."""
+        """Return the row of the table."""
         return (
             f"| {self.name} | {self.inputs:,} | {self.taken:,} | {self.refused:,} | {self.bad} |"
             f" {1e3 * self.slowest[0]:.0f} ms | {self.largest[0] / (1 << 20):.0f} MiB |"
@@ -118,7 +125,7 @@ HEAD = (
 def measure(
     name: str, case: Callable[[int], object], numbers: range, expected: tuple[type[BaseException], ...]
 ) -> Kind:
-    """Run inputs by number. Every one ends in a value or in an expected exception; the rest is printed."""
+    """Run inputs by number, and print those that give neither a value nor an expected exception."""
     kind = Kind(name)
     memory = Memory()
     begun, before = time.perf_counter(), memory.now()
@@ -153,7 +160,7 @@ def _run(
         seconds = time.process_time() - start
         if seconds > SLOW_S:
             kind.slow += 1
-            print(f"  {kind.name}, number {number}: {seconds:.0f} s of the processor", flush=True)
+            print(f"  {kind.name}, number {number}: {seconds:.0f} s of processor time", flush=True)
         kind.slowest = max(kind.slowest, (seconds, number))
         taken, most = memory.peak() - here, WHOLE if _given[0] < 0 else ROOM + FACTOR * _given[0]
         if taken > most and memory.exact:
@@ -164,13 +171,14 @@ def _run(
 
 @contextlib.contextmanager
 def _ended() -> Iterator[None]:
-    """Raise EndlessError in what computes for ``ENDLESS_S``; on the main thread alone, where Python takes signals."""
+    """Raise EndlessError in code that computes for ``ENDLESS_S``. Only on the main thread, where Python receives
+    signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(_number: int, _frame: object) -> None:
-        raise EndlessError(f"more than {ENDLESS_S:g} s of the processor")
+        raise EndlessError(f"more than {ENDLESS_S:g} s of processor time")
 
     before = signal.signal(signal.SIGVTALRM, end)
     try:

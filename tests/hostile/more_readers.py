@@ -1,7 +1,7 @@
-"""More fuzzers over texts and small files: the bounded reader itself, records in this user's caches, descriptions of
-arms, and what an evaluation leaves behind.
+"""More fuzzers for texts and small files: the bounded reader, records in the user's caches, descriptions of arms, and
+the files of an evaluation.
 
-As in :mod:`tests.hostile.readers`, an input ends in a value or in one of ``readers.EXPECTED``.
+As in :mod:`tests.hostile.readers`, an input must give a value or one of ``readers.EXPECTED``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OPTIONS = {
 
 
 def bounded(read: Callable[[], object]) -> object:
-    """Return what a reader returns, its own error as one of the product."""
+    """Call a reader, and raise its own error as an error of the product."""
     try:
         return read()
     except UntrustedError as error:
@@ -66,7 +66,7 @@ def bounded(read: Callable[[], object]) -> object:
 
 
 def texts(rng: random.Random) -> object:
-    """JSON, TOML and YAML through the bounded reader."""
+    """Read JSON, TOML and YAML with the bounded reader."""
     record = mutate_record(RECORD, rng, rng.choice((0, 1, 2, 4)))
     kind = rng.choice(("json", "toml", "yaml"))
     write = {"json": dumps, "toml": toml, "yaml": lambda record: yaml_tree(rng, record)}[kind]
@@ -84,7 +84,7 @@ def texts(rng: random.Random) -> object:
 
 
 def lines(work: Path) -> Case:
-    """JSON lines through the bounded reader."""
+    """Read JSON lines with the bounded reader."""
     text = Text(
         work / "lines.jsonl",
         lambda rng: "\n".join(dumps(mutate_record(RECORD, rng, rng.choice((0, 1, 2)))) for _ in range(3)),
@@ -94,7 +94,7 @@ def lines(work: Path) -> Case:
 
 
 def archives(work: Path) -> Case:
-    """Zip archives and arrays through the bounded reader."""
+    """Read zip archives and arrays with the bounded reader."""
     buffer = io.BytesIO()
     np.savez_compressed(buffer, a=np.arange(6.0).reshape(2, 3), **{"b/c": np.array("text")})
     packed = buffer.getvalue()
@@ -113,7 +113,7 @@ def archives(work: Path) -> Case:
 
     def case(rng: random.Random) -> object:
         data, read = rng.choice(readers)
-        start = rng.choice((0, max(len(data) - 200, 0)))  # the directory stands at the end
+        start = rng.choice((0, max(len(data) - 200, 0)))  # the directory of a zip archive is at its end
         data = data[:start] + mutate_bytes(data[start:], rng, len(data))
         path.write_bytes(data)
         gave(data)
@@ -123,7 +123,7 @@ def archives(work: Path) -> Case:
 
 
 def messages(rng: random.Random) -> object:
-    """MessagePack through the bounded reader."""
+    """Read MessagePack with the bounded reader."""
     record = mutate_record({**RECORD, "f": [b"x" * 40] * 3}, rng, rng.choice((0, 1, 2)))
     try:
         data = msgpack.packb(record)
@@ -135,7 +135,7 @@ def messages(rng: random.Random) -> object:
 
 
 def arms(work: Path) -> Case:
-    """Descriptions of arms, and options of the end effector."""
+    """Read descriptions of arms, and options of the end effector."""
     description = ARM.read_text()
     text = Text(work / "arm.urdf", lambda rng: description, lambda path: read_chain(path, "tool0"))
 
@@ -148,7 +148,7 @@ def arms(work: Path) -> Case:
 
 
 def own_records(work: Path) -> Case:
-    """Proofs, findings, digests and agreements in this user's folders."""
+    """Read the files in the user's folders: verification results, findings, hashes, and accepted conditions."""
     os.environ["XDG_CACHE_HOME"] = str(work / "cache")
     spec = Bundle(PEN).manifest.spec
     proof = {"passed": True, "sinew": "0", "hardware": "cpu", "engine": "onnx"}
@@ -288,7 +288,7 @@ def surfaces(work: Path) -> Case:
 
 
 def targets(work: Path) -> dict[str, Callable[[], Case]]:
-    """Return name -> what prepares a fuzzer in ``work`` and gives its case."""
+    """Return name -> a function that prepares a fuzzer in ``work`` and returns its case."""
     return {
         "bounded texts": lambda: texts,
         "bounded lines": lambda: lines(work),

@@ -1,4 +1,4 @@
-"""Mutations of JSON records and of bytes, drawn from a seed: what a hostile or careless writer leaves behind."""
+"""Mutations of JSON records and of bytes from a seed, as a hostile or careless writer would leave them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NASTY: tuple[Any, ...] = (
 
 
 def places(record: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the paths of all values of a nested record, long arrays by their first entries."""
+    """Return the paths of all values in a nested record. Of a long array, only the first entries count."""
     found = [path] if path else []
     items = (
         record.items()
@@ -66,7 +66,7 @@ def places(record: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def mutate_record(record: Any, rng: random.Random, times: int) -> Any:
-    """Return a copy with ``times`` values replaced, removed, doubled or joined by unknown ones."""
+    """Return a copy in which ``times`` values are replaced, removed, doubled or extended by unknown values."""
     out = copy.deepcopy(record)
     for _ in range(times):
         known = places(out)
@@ -92,7 +92,8 @@ def mutate_record(record: Any, rng: random.Random, times: int) -> Any:
 
 
 def mutate_bytes(data: bytes, rng: random.Random, within: int) -> bytes:
-    """Return bytes with some of the first ``within`` flipped, set, cut out or doubled, or the end cut off."""
+    """Return bytes with some of the first ``within`` bytes flipped, set, removed or doubled, or with the end
+    removed."""
     raw = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4, 8)) if raw else 0):
         place = rng.randrange(max(min(within, len(raw)), 1))
@@ -114,10 +115,10 @@ def mutate_bytes(data: bytes, rng: random.Random, within: int) -> bytes:
 
 
 def spliced(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """Return the beginning of one text and the end of another."""
+    """Return the beginning of one text followed by the end of another."""
     return data[: rng.randrange(len(data) + 1)] + other[rng.randrange(len(other) + 1) :]
 
 
 def dumps(record: Any) -> str:
-    """Return JSON text, lone surrogates and numbers that are not finite included."""
+    """Return JSON text, which may contain lone surrogates and numbers that are not finite."""
     return json.dumps(record)

@@ -1,8 +1,9 @@
-"""Mutated texts and small files for every reader beside the wires: recordings, contexts, journals, contracts, fleets,
-limits, settings, adapters, caches, exports, names of the hub, messages of streams.
+"""Mutated texts and small files for every reader except the protocols: recordings, contexts, decision logs,
+contracts, fleets, limits, settings, adapters, caches, exports, names on the hub, and messages of streams.
 
-An input is a good record with a few values of other kinds, written the way its writer does, or a good text with bytes
-changed, cut, doubled, spliced with another or stood on its head. What may come out is a value, or one of ``EXPECTED``.
+An input is a valid record with a few values of other types, written as its writer does. Or it is a valid text with
+bytes changed, removed, doubled, joined with another text, or reversed. The result must be a value or one of
+``EXPECTED``.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ STATISTICS = {"mode": "quantiles", "stats": {"q01": [0.0] * 3, "q99": [1.0] * 3}
 
 
 def journal() -> list[dict[str, Any]]:
-    """Return the events of a run that hands over twice, holds, pauses and goes on."""
+    """Return the events of a run with two take-overs, holds, and pauses."""
     chunk = [[0.1 * k, 0.2] for k in range(8)]
     settings = {"hz": 20.0, "handover": "aligned", "replan": "4", "limits": LIMITS, "max_age": 1.0}
     found: list[dict[str, Any]] = [{"event": "begin", "schema": SCHEMA, "settings": settings, "dim": 2}]
@@ -144,7 +145,7 @@ def journal() -> list[dict[str, Any]]:
 
 
 def toml(record: dict[str, Any], table: str = "") -> str:
-    """Return TOML of nested tables; what TOML cannot say is left out."""
+    """Return nested tables as TOML, without the values that TOML does not support."""
     lines, below = [], []
     for key, value in record.items():
         name = json.dumps(str(key))
@@ -167,7 +168,7 @@ def _toml_value(value: Any) -> str:
 
 
 def yaml_tree(rng: random.Random, record: Any) -> str:
-    """Return YAML of a damaged record, at times with anchors, aliases and tags where its values were."""
+    """Return a damaged record as YAML. Some values are replaced by anchors, aliases and tags."""
     text: str = yaml.safe_dump(mutate_record(record, rng, rng.choice((0, 1, 1, 2, 4))), allow_unicode=True)
     for _ in range(rng.choice((0, 0, 0, 1, 2, 8))):
         lines = text.split("\n")
@@ -235,12 +236,13 @@ LIMITS_OF_PYTHON = (
 
 
 class Text:
-    """A reader of one text file, which is written anew for each input."""
+    """The fuzzer for one kind of text file, which writes a new file for each input."""
 
     def __init__(self, file: Path, write: Callable[[random.Random], str], read: Callable[[Path], object]):
         self._file, self._write, self._read = file, write, read
         rng = random.Random(0)
-        self._good = [write(rng).encode(errors="surrogatepass") for _ in range(8)]  # to splice
+        # valid texts, which the fuzzer joins with other texts
+        self._good = [write(rng).encode(errors="surrogatepass") for _ in range(8)]
 
     def case(self, rng: random.Random) -> object:
         data = self._write(rng).encode(errors="surrogatepass")
@@ -257,7 +259,7 @@ class Text:
 
 
 class Recordings:
-    """Records of --record through all that reads them: arrays, what they say of themselves, and the archive itself."""
+    """The fuzzer for records of --record: their arrays, their descriptions, and the archive itself."""
 
     def __init__(self, work: Path):
         self.folder = work / "recordings"
@@ -323,7 +325,7 @@ def odd_array(rng: random.Random) -> np.ndarray:
 
 
 class Contexts:
-    """Contexts of a split policy on their way: damaged bytes, and heads of other kinds and sizes."""
+    """The fuzzer for the contexts of split inference: damaged bytes, and headers with other types and sizes."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -342,7 +344,9 @@ class Contexts:
         else:
             end = 4 + int.from_bytes(data[:4], "little")
             heads = mutate_record(msgpack.unpackb(data[4:end]), rng, rng.choice((1, 1, 2)))
-            with contextlib.suppress(ValueError, OverflowError, TypeError):  # what msgpack cannot say
+            with contextlib.suppress(
+                ValueError, OverflowError, TypeError
+            ):  # msgpack does not support these values
                 head = msgpack.packb(heads)
                 data = len(head).to_bytes(4, "little") + head + data[end:]
         gave(data)
@@ -350,7 +354,7 @@ class Contexts:
 
 
 class StreamMessages:
-    """Messages of a stream as the server takes them, and windows as a robot does."""
+    """The fuzzer for messages of a stream: messages that the server reads, and windows that a robot reads."""
 
     def __init__(self, work: Path):
         policy: Policy = load(write_bundle(work), engine="eager", threads=1)
@@ -408,7 +412,7 @@ STREAM_FIELDS: tuple[tuple[str, tuple[Any, ...]], ...] = (
 
 
 def fields(rng: random.Random, data: bytes) -> bytes:
-    """Return a message with bytes changed, or with further fields of any number and kind."""
+    """Return a message with changed bytes, or with further fields of any number and type."""
     if rng.random() < 0.5:
         return mutate_bytes(data, rng, len(data))
     for _ in range(rng.randrange(1, 4)):
@@ -500,7 +504,7 @@ def exports(work: Path) -> Case:
 
 
 def rules(rng: random.Random) -> object:
-    """Settings, motions, hand-overs and rules as a program gives them, each refused with a ValueError of its own."""
+    """Parse settings, motions, methods of chunk merging and rules. Each parser must raise its own ValueError."""
     kind = rng.randrange(4)
     if kind == 0:
         found = mutate_record(SETTINGS, rng, rng.choice((1, 1, 2)))
@@ -514,12 +518,12 @@ def rules(rng: random.Random) -> object:
         if kind == 1:
             return parse_motion(mutate_record(SETTINGS["motion"], rng, rng.choice((1, 2))))
         return parse_handover(text) if kind == 2 else parse_rule(text)
-    except ValueError as error:  # as they say
+    except ValueError as error:  # the parsers document this error
         raise ClientError(str(error)) from None
 
 
 def statistics(rng: random.Random) -> object:
-    """Manifests as a converter makes them, with values of any kind."""
+    """Read manifests as a converter makes them, with values of any type."""
     manifest = _pen()
     processing = mutate_record({"action": STATISTICS, "image": {"mean": [0.5] * 3, "std": [0.5] * 3}}, rng, 1)
     made = dataclasses.replace(manifest.processing)
@@ -547,7 +551,7 @@ def hub_names(rng: random.Random) -> object:
 
 
 def metadata(rng: random.Random) -> object:
-    """What a server says of itself, and the limits that a robot takes from it."""
+    """Read the metadata of a server, and the limits that a robot derives from it."""
     text = dumps(mutate_record(METADATA, rng, rng.choice((1, 1, 2))))
     if rng.random() < 0.3:
         text = mutate_bytes(text.encode(), rng, len(text)).decode("utf-8", "replace")
@@ -557,13 +561,13 @@ def metadata(rng: random.Random) -> object:
     if isinstance(policy, dict) and isinstance(policy.get("action"), dict):
         with contextlib.suppress(
             KeyError, TypeError, ValueError, AttributeError
-        ):  # a client's own reading of fields
+        ):  # the field is one that a client reads itself
             return Limits.from_metadata(policy)
     return found
 
 
 def targets(work: Path) -> dict[str, Callable[[], Case]]:
-    """Return name -> what prepares a fuzzer in ``work`` and gives its case."""
+    """Return name -> a function that prepares a fuzzer in ``work`` and returns its case."""
 
     def damaged(record: Any) -> Callable[[random.Random], str]:
         return lambda rng: dumps(mutate_record(record, rng, rng.choice((1, 1, 2, 4))))

@@ -1,4 +1,4 @@
-"""Mutated messages through the sockets of a running server, and a robot on every wire that must get its own answer."""
+"""Mutated messages for the sockets of a running server, and a robot on every protocol that must get its own answer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from tests.hostile.decoders import mutate, targets
 from tests.serve.puppet import GOOD, GREETING, WAIT_S, connect, desk, frame
 from tests.serve.test_bounded_work import body, post
 
-EVERY = 50  # inputs between two answers that are looked at
+EVERY = 50  # number of inputs between two checks of the robots' answers
 READY = frame(b"\x05READY\x0bSocket-Type\0\0\0\x03REQ", 4)
-SHORT_S = 0.02  # for an answer, before the next input: most garbage gets none
+SHORT_S = (
+    0.02  # seconds to wait for an answer before the next input, because most invalid messages get no answer
+)
 UPGRADE = (
     b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
@@ -25,7 +27,7 @@ UPGRADE = (
 
 
 def websocket_frame(data: bytes) -> bytes:
-    """One binary frame of a client, its mask of zeros."""
+    """Return one binary frame of a WebSocket client, with a mask of zeros."""
     size = len(data)
     head = bytes((0x82, 0x80 | size)) if size < 126 else b"\x82\xfe" + struct.pack(">H", size)
     if size >= 1 << 16:
@@ -35,7 +37,10 @@ def websocket_frame(data: bytes) -> bytes:
 
 @contextlib.contextmanager
 def server() -> Iterator[dict[str, Callable[[random.Random], None]]]:
-    """Name of a wire -> one input of it. The server is in this process, so that its memory is looked at."""
+    """Run a server. Yields name of a protocol -> a function that sends one input.
+
+    The server is in this process, so that its memory is measured.
+    """
     good = {name: message for name, (message, _read) in targets().items()}
     with desk(("native", "groot", "web")) as at:
         at.asked = 0
@@ -82,7 +87,7 @@ def server() -> Iterator[dict[str, Callable[[random.Random], None]]]:
 
 
 def answered(at: SimpleNamespace) -> None:
-    """A robot on each wire gets its own answer."""
+    """Check that a robot on each protocol gets its own answer."""
     at.asked += 1
     with Client(at.native, timeout=WAIT_S) as robot:
         assert (robot.infer({**GOOD, "state": [at.asked, 0]}).actions == at.asked).all()

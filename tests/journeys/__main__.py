@@ -1,7 +1,7 @@
-"""Walk the pages: ``python -m tests.journeys [PAGE ...]`` (make journeys).
+"""Run the documentation: ``python -m tests.journeys [PAGE ...]`` (make journeys).
 
-Makes an environment with the install lines of README.md, unless ``--python`` names one, types every line of every
-page there, and ends with 1 where an outcome is not what the page promises.
+The program creates an environment with the install commands in README.md, unless ``--python`` names one. It types
+every line of every page there. The exit status is 1 if a result is not as the page states.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.journeys.walk import Walk
 
 
 def install(home: Path) -> Path:
-    """Make an environment with the install lines of README.md, and return its interpreter."""
+    """Create an environment with the install commands in README.md. Returns its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", home], check=True)
     for line in lines("README.md"):
         if line.startswith("pip install"):
@@ -31,19 +31,19 @@ def install(home: Path) -> Path:
 
 
 def refusal(pages: list[str]) -> str:
-    """Return why these pages cannot be walked; empty if each has a story."""
+    """Return the reason why these pages cannot be run. "" if each of them has a story."""
     unknown = [page for page in pages if page not in STORIES]
     if not unknown:
         return ""
     silent = [page for page in unknown if page in PAGES]
-    why = f" ({', '.join(silent)}: nothing to type there)" if silent else ""
-    return f"expected pages that have a story, got {', '.join(unknown)}{why}; there are {', '.join(STORIES)}"
+    why = f" ({', '.join(silent)}: these pages contain no commands)" if silent else ""
+    return f"no story for {', '.join(unknown)}{why}; use one of {', '.join(STORIES)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("pages", nargs="*", default=list(STORIES), help="all if absent")
-    parser.add_argument("--python", type=Path, help="interpreter of an environment that has sinew")
+    parser.add_argument("pages", nargs="*", default=list(STORIES), help="default: all")
+    parser.add_argument("--python", type=Path, help="interpreter of an environment with sinew")
     chosen = parser.parse_args()
     if why := refusal(chosen.pages):
         parser.error(why)

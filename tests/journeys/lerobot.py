@@ -1,9 +1,9 @@
-"""The page of LeRobot's plugin, as a reader follows it: ``python3.12 -m tests.journeys.lerobot 0.6.1`` (make lerobot).
+"""Run the commands on the page of LeRobot's plugin: ``python3.12 -m tests.journeys.lerobot 0.6.1`` (make lerobot).
 
-Makes an environment by the page's line for that release of LeRobot, with the interpreter that runs this, and runs the
-page's commands in it as they stand there: ten episodes against a server and ten in LeRobot's own process, at least
-eight of each successes, and a robot. Two things are exchanged: the port, and the arm, for a gantry that is simulated.
-Needs a package index; torch from PyPI is the build with CUDA, 5.6 GB on the disk.
+The program creates an environment with the page's command for that release of LeRobot, and runs the page's commands
+there: ten episodes with a server, ten episodes in LeRobot's own process, and a robot. At least eight of ten episodes
+must succeed. It replaces the port, and the arm by a simulated gantry. It needs a package index. The torch on PyPI is
+the build with CUDA, which needs 5.6 GB on the disk.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "packages" / "lerobot_policy_sinew" / "README.md"
 ROBOT = ROOT / "tests" / "serve" / "lerobot_blocks.py"
-ADDRESS, ARM_TASK = "tcp://127.0.0.1:5555", "pick up the cube"  # as the page has them
+ADDRESS, ARM_TASK = "tcp://127.0.0.1:5555", "pick up the cube"  # the address and the instruction on the page
 TASK = "put the red block into the left bin"
 EPISODES, SUCCESSES = 10, 8
 
 
 def documented(program: str) -> list[str]:
-    """Return the page's lines that begin with a program's name, with their comments."""
+    """Return the page's lines that begin with the name of a program, with their comments."""
     blocks = re.findall(r"^```\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     lines = re.sub(r" *\\\n *", " ", "".join(blocks)).splitlines()
     return [line for line in lines if line.startswith(f"{program} ")]
 
 
 def robot_line(release: str, bundle: Path, folder: Path) -> str:
-    """Return the page's line that drives an arm, for a simulated gantry that is put into ``folder``."""
+    """Return the page's line that drives an arm, for a simulated gantry, whose module is written to ``folder``."""
     line = documented("lerobot-record" if release.startswith("0.4.") else "lerobot-rollout")[0]
     words = shlex.split(line.replace(ARM_TASK, TASK))
     words = [word for word in words if not word.startswith(("--robot.", "--policy.bundle="))]
@@ -52,7 +52,11 @@ def robot_line(release: str, bundle: Path, folder: Path) -> str:
 
 
 def check_evaluation(folder: Path, episodes: int = EPISODES, least: int = SUCCESSES) -> str:
-    """Return the successes of LeRobot's evaluation in words. Raises AssertionError where they are too few."""
+    """Return the number of successes in LeRobot's evaluation, as text.
+
+    Raises:
+        AssertionError: Too few episodes succeeded.
+    """
     found = json.loads((folder / "eval_info.json").read_text())
     (task,) = found["per_task"]
     wins = task["metrics"]["successes"]
@@ -62,7 +66,7 @@ def check_evaluation(folder: Path, episodes: int = EPISODES, least: int = SUCCES
 
 
 class Reader:
-    """Somebody in a shell whose first words are an environment's, in the checkout."""
+    """A shell in the checkout, whose programs come from an environment."""
 
     def __init__(self, home: Path):
         self.home, self.work = home, home / "work"
@@ -77,7 +81,7 @@ class Reader:
         }
 
     def run(self, line: str, status: int = 0) -> None:
-        """Run a line; it has to end with ``status``."""
+        """Run a line, whose exit status must be ``status``."""
         print(f"$ {line}", flush=True)
         started = time.monotonic()
         log = self.work / "log.txt"
@@ -91,7 +95,8 @@ class Reader:
 
     @contextmanager
     def serving(self, line: str) -> Iterator[None]:
-        """Run ``sinew serve ...`` while inside; it has to say that it is ready, and to end with 0."""
+        """Run ``sinew serve ...`` until the end of the block. It must print that it is ready, and exit with status
+        0."""
         print(f"$ {line} &", flush=True)
         with (self.work / "server.txt").open("w+") as log:
             server = subprocess.Popen(
@@ -106,14 +111,14 @@ class Reader:
                     time.sleep(0.1)
                 yield
             finally:
-                server.terminate()  # an interrupt is ignored below a shell in the background
+                server.terminate()  # a program in the background of a shell ignores an interrupt
                 server.wait(timeout=60)
         if server.returncode != 0:
             sys.exit(f"{line}\nended with {server.returncode}")
 
 
 def install(release: str, home: Path) -> None:
-    """Make an environment by the page's line for this release."""
+    """Create an environment with the page's command for this release."""
     (line,) = (line for line in documented("pip install") if f"# LeRobot {release}," in line)
     wanted = tuple(map(int, re.findall(r"Python (\d+)\.(\d+)", line)[0]))
     if sys.version_info[:2] < wanted:
@@ -123,7 +128,7 @@ def install(release: str, home: Path) -> None:
 
 
 def follow(release: str, home: Path) -> list[str]:
-    """Run the page's commands and return what came of each."""
+    """Run the page's commands. Returns one sentence for each result."""
     reader = Reader(home)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -136,7 +141,8 @@ def follow(release: str, home: Path) -> list[str]:
             reader.run(f"{line.replace(ADDRESS, f'tcp://127.0.0.1:{port}')} --output_dir={out}")
             found.append(f"{line}: {check_evaluation(out)}")
     line = robot_line(release, ROOT / "sinew" / "assets" / "blocks.gguf", reader.work)
-    # The gantry interrupts the program at its episode's end: lerobot-rollout ends in order, lerobot-record with 130.
+    # At the end of its episode, the gantry interrupts the program: lerobot-rollout then exits with 0, lerobot-record
+    # with 130.
     reader.run(line, status=130 if line.startswith("lerobot-record") else 0)
     log = json.loads((reader.work / "robot.json").read_text())
     assert log["success"], log
@@ -147,7 +153,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("release", nargs="?", default="0.6.1", help="of LeRobot: 0.6.1 or 0.4.4")
     parser.add_argument(
-        "--environment", type=Path, help="one that was made before; else one is made and removed"
+        "--environment",
+        type=Path,
+        help="an existing environment (default: a new one, which is removed at the end)",
     )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="sinew-lerobot-") as folder:

@@ -1,4 +1,4 @@
-"""What the documents tell a reader to type: the command lines and the programs of every page."""
+"""Read the command lines and the programs that a page of the documentation tells the reader to type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGES = {
     str(path.relative_to(ROOT)): path
     for path in [
         ROOT / "README.md",
-        *sorted((ROOT / "docs").glob("*.md")),  # research/log tells of the past
+        *sorted((ROOT / "docs").glob("*.md")),  # research/log describes the past, so it is left out
         *sorted((ROOT / "packages").glob("*/README.md")),
         ROOT / "eval" / "README.md",
         ROOT / "perf" / "README.md",
@@ -36,14 +36,23 @@ TOOLS = (
 LEROBOT = ("lerobot-eval", "lerobot-record", "lerobot-rollout")
 LANGUAGES = ("cargo", "g++", "./ask", "node")
 COMMANDS = frozenset((*TOOLS, *LEROBOT, *LANGUAGES, "rerun", "ros2", "sinew", "sinew-ros"))
-DATA = frozenset(("json", "toml", "yaml", "ini", "text", "js"))  # languages of blocks that nobody types
+DATA = frozenset(
+    ("json", "toml", "yaml", "ini", "text", "js")
+)  # languages of blocks that contain no commands
 SHELL = frozenset(("", "bash", "sh", "console"))
 BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<body>.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: the page that it stands on, the number of its first line there, its language and its text."""
+    """A fenced block of a page.
+
+    Attributes:
+        page: The page.
+        first: Number of its first line on the page.
+        language: Language of the block.
+        text: Its text.
+    """
 
     page: str
     number: int
@@ -64,10 +73,12 @@ def blocks(page: str) -> list[Block]:
 
 
 def lines(page: str) -> list[str]:
-    """Return the command lines of a page, without comments and prompts, with continued lines joined.
+    """Return the command lines of a page, without comments and prompts. Continued lines are joined.
 
-    A block without a language is a shell's where its first line begins with one of ``COMMANDS``. Raises
-    ``AssertionError`` for a block that is neither a shell's, a program nor data.
+    A block without a language is a shell block if its first line begins with one of ``COMMANDS``.
+
+    Raises:
+        AssertionError: A block is neither a shell block nor a program nor data.
     """
     return [line for block in blocks(page) for line in typed(block)]
 
@@ -75,26 +86,28 @@ def lines(page: str) -> list[str]:
 def typed(block: Block) -> list[str]:
     """Return the command lines of one block."""
     if block.language not in SHELL:
-        assert block.language in DATA | {"python"}, f"{block}: nobody knows what {block.language} is"
+        assert block.language in DATA | {"python"}, (
+            f"{block}: unknown language {block.language}; add it to pages.py"
+        )
         return []
     joined = [
         without_comment(line) for line in re.sub(r" *\\\n *", " ", block.text).splitlines() if line.strip()
     ]
-    if block.language == "console":  # answers stand between the lines
+    if block.language == "console":  # the outputs are between the command lines
         return [line.removeprefix("$ ") for line in joined if line.startswith("$ ")]
     found = [line for line in joined if line]
     if not found or found[0].split()[0] not in COMMANDS:
         return []
     for line in found:
-        assert line.split()[0] in COMMANDS, f"{block}: {line}: no command that this test knows"
+        assert line.split()[0] in COMMANDS, f"{block}: {line}: unknown command; add it to COMMANDS"
     return found
 
 
 def without_comment(line: str) -> str:
-    """Return a line without its comment, which two blanks or the line's start set apart."""
+    """Return a line without its comment, which follows two blanks or begins the line."""
     return re.sub(r"(^|\s)#( .*|$)", "", line).strip()
 
 
 def programs(page: str, language: str = "python") -> list[str]:
-    """Return the Python programs of a page, or its blocks of another language."""
+    """Return the Python programs of a page, or its blocks in another language."""
     return [block.text for block in blocks(page) if block.language == language]

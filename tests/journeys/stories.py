@@ -1,4 +1,4 @@
-"""The story of each page: in which order its lines are typed, beside which server, and what must come of them."""
+"""The story of each page: the order of its lines, the server that they need, and the required results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from PIL import Image
 for number, name in enumerate(("front.jpg", "wrist.png")):
     Image.linear_gradient("L").resize((640, 480)).rotate(90 * number).convert("RGB").save(name)
 """
-# What the programs of the pages take for granted: a robot's frames and joints.
+# The programs on the pages assume these variables: the frames and joints of a robot.
 ROBOT = """
 import numpy as np
 front = wrist = frame1 = frame2 = np.zeros((480, 640, 3), np.uint8)
@@ -34,7 +34,7 @@ observation = {"images": {"camera1": front, "camera2": wrist}, "state": state, "
 """
 GANTRY = (
     ROBOT.replace("zeros(6,", "zeros(4,") + 'frames = {"front": front, "wrist": wrist}\n'
-)  # the one of blocks
+)  # the policy of the blocks task
 OPENPI = """
 import numpy as np
 frame = np.zeros((180, 320, 3), np.uint8)
@@ -55,7 +55,7 @@ observation = {
     "prompt": "clean the table",
 }
 """
-# A question of which every frame is a pixel: a PNG in base64.
+# A question whose frames have one pixel each: a PNG in base64.
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC"
 QUESTION = json.dumps(
     {
@@ -79,7 +79,8 @@ ONE_MACHINE = (
     "<AllowMulticast>false</AllowMulticast></General><Discovery><ParticipantIndex>auto</ParticipantIndex>"
     '<Peers><Peer address="127.0.0.1"/></Peers></Discovery></Domain></CycloneDDS>'
 )
-# What a reader fills in, for the robot of tests/ros/twin.py: what stands in the contract -> its topics.
+# The changes that a reader makes in the contract, for the robot of tests/ros/twin.py: text in the contract -> its
+# topics.
 TOPICS = {
     r"prompt: .*": "prompt: put the red block into the left bin",
     r"start: false": "start: true",
@@ -90,7 +91,7 @@ TOPICS = {
     r"topic: /arm_controller/joint_trajectory": "topic: /arm",
     r"max_age: 0.2": "max_age: 1.0",
 }
-# Without a picture, which the policy wants.
+# This request has no picture, which the policy requires.
 CALL = """
 from sinew_ros.dds import Dds
 from sinew_ros.service import KIND, NAME
@@ -103,7 +104,8 @@ for label in ("configure", "activate"):
     asked = {"transition": {"label": label}}
     print(label, dds.call("/sinew_policy/change_state", "lifecycle_msgs/srv/ChangeState", asked, 60.0).success)
 """
-# That robot wants a simulator and DDS: the environment of this page, and behind it what the robot's own has.
+# The robot needs a simulator and DDS: the environment of this page, and then the packages in the robot's own
+# environment.
 TWIN = f"""
 import glob, runpy, site, sys
 site.addsitedir(glob.glob("robot/lib/python*/site-packages")[0])
@@ -113,23 +115,23 @@ runpy.run_module("tests.ros.twin", run_name="__main__")
 """
 
 
-# ----------------------------------------------------------------------------- what must come of a line
+# ----------------------------------------------------------------------------- required results of a line
 
 
 def won(ran: Ran, least: int, of: int) -> None:
-    """Episodes were played to the end, and at least so many of them won."""
+    """Check that all episodes were played, and that at least ``least`` of them succeeded."""
     assert ran.result["episodes"] == of, ran
     assert ran.result["successes"] >= least, ran
 
 
 def evaluated(ran: Ran, least: float) -> None:
-    """Every variant of an evaluation won at least this share of its episodes."""
+    """Check that every variant of an evaluation reached at least this success rate."""
     for variant in ran.result["variants"]:
         assert variant["success"] >= least, ran
 
 
 def played(ran: Ran, episodes: int) -> None:
-    """So many episodes were played to their end, by a policy of seconds of training, which plays badly."""
+    """Check that the episodes were played to their end. The policy was trained for seconds and rarely succeeds."""
     (variant,) = ran.result["variants"]
     assert variant["episodes"] == episodes, ran
     assert variant["chunks"] > 0, ran
@@ -137,49 +139,55 @@ def played(ran: Ran, episodes: int) -> None:
 
 
 def written(walk: Walk, folder: str, episodes: int) -> None:
-    """A data set of LeRobot's with so many episodes lies there."""
+    """Check that a LeRobot data set with this number of episodes exists."""
     info = json.loads((walk.folder / folder / "meta" / "info.json").read_text())
     assert info["total_episodes"] == episodes, info
     assert info["total_frames"] > episodes, info
 
 
 def streamed(ran: Ran) -> None:
-    """Windows came for as long as the robot ran, none failed, and commands were executed."""
+    """Check that windows arrived during the whole run, that none failed, and that the robot executed commands."""
     assert ran.result["errors"] == 0, ran
     assert ran.result["windows"] > 0, ran
     assert ran.result["executed"] > 0, ran
 
 
 def drove(ran: Ran) -> None:
-    """Commands were executed, and no request failed."""
+    """Check that the robot executed commands and that no request failed."""
     assert ran.result["executed"] > 0, ran
     assert ran.result["failed_requests"] == 0, ran
 
 
-# ----------------------------------------------------------------------------- what lies in the folder
+# ----------------------------------------------------------------------------- files that the pages assume
 
 
 def arm(walk: Walk) -> None:
-    """A checkpoint of SmolVLA's for an arm of six joints and two cameras, the files of its language model, pictures."""
+    """Write a SmolVLA checkpoint for an arm with six joints and two cameras, its language model files, and pictures."""
     walk.copy(FIXTURES / "smolvla-2cam" / "checkpoint", "my_smolvla")
     walk.copy(FIXTURES / "smolvla-2cam" / "vlm", "SmolVLM2-500M-Video-Instruct")
     walk.run(f"python -c '{PICTURES}'")
 
 
 def arm_policy(walk: Walk) -> None:
-    """That checkpoint as policy.gguf."""
+    """Convert that checkpoint to policy.gguf."""
     arm(walk)
     walk.run("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
 
 
 def blocks(walk: Walk) -> None:
-    """The trained policy of the embedded task as policy.gguf."""
+    """Copy the trained policy of the built-in blocks task to policy.gguf."""
     walk.copy(ASSETS / "blocks.gguf", "policy.gguf")
 
 
 def my_robot(walk: Walk, cameras: tuple[str, ...], dim: int, most: int = 0) -> None:
-    """my_robot.py: the class of docs/control.md over a camera and a bus that are simulated. most: commands after which
-    it ends a run itself, however long that takes here; 0: as many as come."""
+    """Write my_robot.py: the class in docs/control.md with a simulated camera and bus.
+
+    Args:
+        walk: The reader.
+        cameras: Names of the cameras.
+        dim: Number of joints.
+        most: Number of commands after which the robot ends the run. 0: no limit.
+    """
     body = programs("docs/control.md")[0]
     arm_class = body[body.index("class Arm") : body.index("report = ")]
     images = ", ".join(f'"{name}": camera.read()' for name in cameras)
@@ -218,7 +226,7 @@ Arm.act = ends
 
 
 def openpi_client(walk: Walk) -> None:
-    """openpi's client, installed as the pages say."""
+    """Install openpi's client with the commands on the pages."""
     walk.run("python -m pip install -q --no-deps openpi-client")
     walk.run("python -m pip install -q dm-tree msgpack pillow typing-extensions websockets")
 
@@ -332,12 +340,13 @@ def quick_start(walk: Walk) -> None:
 
 
 def adding_a_model(walk: Walk) -> None:
-    # tests/cli/test_documented_commands.py compares the page's code with the template, whose package runs here
+    # tests/cli/test_documented_commands.py compares the code on the page with the template, whose package runs here.
     walk.walked |= {f"program {number}" for number in range(len(programs(walk.page)))}
     walk.type(
         "sinew new family my_arm", says=("the family my_arm. It already works. To install and test it, run:",)
     )
-    into = "python -m pip install -q --disable-pip-version-check --target site"  # this environment has no such family
+    # this environment does not contain the new family
+    into = "python -m pip install -q --disable-pip-version-check --target site"
     walk.type(
         "pip install -e './my-arm[test]'", instead=("pip install -e './my-arm[test]'", f"{into} pytest")
     )
@@ -425,7 +434,7 @@ def limits(walk: Walk) -> None:
         of=2,
     )
     (page,) = programs(walk.page, "toml")
-    walk.write("joints.toml", page)  # of three numbers, which this policy does not have
+    walk.write("joints.toml", page)  # the file has three numbers, which do not fit this policy
     walk.run("sinew run blocks --robot blocks --limits joints.toml", status=1, says=("expected 4 numbers",))
 
 
@@ -482,7 +491,7 @@ def guidance(walk: Walk) -> None:
     walk.copy(FIXTURES / "pi05-2cam" / "arch.json", "arch.json")
     walk.type(
         "sinew convert checkpoint recap.gguf --set advantage=positive,negative --set usual_advantage=positive",
-        adds="--arch arch.json",  # of miniature widths, which have no name
+        adds="--arch arch.json",  # the checkpoint has miniature widths, which have no name
     )
     with walk.serving("sinew serve recap.gguf"):
         drove(
@@ -495,7 +504,7 @@ def guidance(walk: Walk) -> None:
 
 
 def health_of(ran: Ran) -> dict:
-    """Return the last health in the events of a server."""
+    """Return the last health report in the events of a server."""
     return json.loads(re.findall(r"^event: health\ndata: (.*)$", ran.text, re.MULTILINE)[-1])
 
 
@@ -513,7 +522,7 @@ def dashboard(walk: Walk) -> None:
             )
         return
     blocks(walk)
-    # without a window, for a machine that has none; it ends as whoever started it asks
+    # the viewer has no window here, and it is ended with a signal
     viewer = walk.meant(
         "rerun --bind 127.0.0.1 &", ("rerun --bind 127.0.0.1 &", "rerun --serve-grpc --bind 127.0.0.1")
     )
@@ -543,9 +552,10 @@ def dashboard(walk: Walk) -> None:
 
 
 def deployment(walk: Walk) -> None:
-    """As root and systemd do it, in this folder: what is installed, who reads the settings, what the unit starts."""
+    """Check the deployment without root and systemd, in this folder: the installation, the settings, and the unit's
+    command."""
     walk.copy(ASSETS / "blocks.gguf", "policy.gguf")
-    # `make roles` runs the page's role; the client's is the same script, and seconds
+    # `make roles` runs the page's role. The role of the client uses the same script and takes seconds.
     walk.type(
         "sudo docker/install.sh cpu /opt/sinew",
         instead=("sudo docker/install.sh cpu /opt/sinew", f"{ROOT}/docker/install.sh client opt/sinew"),
@@ -641,11 +651,12 @@ with Client("{NATIVE}", timeout=120) as client:
 
 
 def suites(walk: Walk) -> None:
-    """Without their interpreters, which are gigabytes: each line says which is missing, and how it is made."""
+    """Check the suites without their interpreters, which need gigabytes. Each command must name the missing
+    interpreter."""
     blocks(walk)
     walk.environment |= {
         "SINEW_SIMS": str(walk.folder / "sims")
-    }  # those of this checkout would play for hours
+    }  # the interpreters of this checkout would play for hours
     walk.leaves("sinew eval --setup aloha", f"{SIMULATOR}; eval/tests play in those that were made")
     for line, name in (
         ("sinew eval BUNDLE --env gym_aloha/AlohaTransferCube-v0", "aloha"),
@@ -736,7 +747,9 @@ def farm(walk: Walk) -> None:
         0.6,
     )
     walk.leaves("sinew eval --join http://head:7777 --shards 8", "eval/tests/test_farm.py joins by address")
-    walk.environment |= {"RAY_ADDRESS": f"{LOOPBACK}:9"}  # nothing answers there, or Ray is not installed
+    walk.environment |= {
+        "RAY_ADDRESS": f"{LOOPBACK}:9"
+    }  # no cluster answers at this address, or Ray is not installed
     walk.type(
         "sinew eval blocks --episodes 2000 --shards 6 --hosts ray --out runs/ray",
         status=1,
@@ -747,7 +760,9 @@ def farm(walk: Walk) -> None:
 
 def learning(walk: Walk) -> None:
     blocks(walk)
-    with walk.server("sinew serve policy.gguf --record records/"):  # every other step asks
+    with walk.server(
+        "sinew serve policy.gguf --record records/"
+    ):  # the robot sends a request in every second step
         walk.run(
             f"sinew run {NATIVE} --robot dry --prompt 'move the red cube' --hz 20 --replan 1 --seconds 4"
         )
@@ -761,7 +776,9 @@ def learning(walk: Walk) -> None:
         instead=("50", "3"),
     )
     written(walk, "build/demonstrations", 3)
-    walk.environment |= {"SINEW_SIMS": str(walk.folder / "sims")}  # those of this checkout would play
+    walk.environment |= {
+        "SINEW_SIMS": str(walk.folder / "sims")
+    }  # the interpreters of this checkout would play
     walk.type(
         "sinew recording dataset expert build/libero --env libero_object/3",
         status=1,
@@ -792,7 +809,8 @@ def batches(walk: Walk) -> None:
                 "sinew run tcp://10.0.0.5:5555,tcp://10.0.0.6:5555 --robot ...",
                 instead=("--robot ...", GYM),
             ),
-            1,  # in real time, where the load of this machine decides how many; README.md's wants eight of ten
+            # the load of this machine decides in real time, so one success is enough; README.md requires eight of ten
+            1,
             of=5,
         )
         walk.program(0, after="assert client.metadata()['policy']['name'] == 'blocks'")
@@ -830,7 +848,7 @@ def edge_and_cloud(walk: Walk) -> None:
                 " --config examples/modes/cloud-adapter.toml ...",
                 instead=("...", GYM),
             ),
-            1,  # of an adapter for answers that are seconds late, which wins 76 of 100
+            1,  # one success is enough, because the adapter refines answers that are seconds late (76 of 100 succeed)
             of=5,
         )
         assisted = walk.type(
@@ -839,7 +857,7 @@ def edge_and_cloud(walk: Walk) -> None:
         )
         won(
             assisted, 1, of=5
-        )  # the mode's second may pass on a busy machine; the loop then holds, and goes on
+        )  # on a busy machine, the time limit of the mode may pass; the loop then holds and continues
         assert assisted.result["assist"]["answered"] > 0, assisted
         assert "chunks from the far policy" in assisted.text, assisted
     with walk.serving("sinew serve policy.gguf --engine plan --context bf16 --context int8"):
@@ -869,7 +887,7 @@ def edge_and_cloud(walk: Walk) -> None:
 
 
 def cluster(walk: Walk) -> None:
-    """The page's configuration on a cluster of this machine, with fewer replicas."""
+    """Run the page's configuration on a Ray cluster of this machine, with fewer replicas."""
     line = "sinew fleet up fleet.yaml --wire native --wire http --api-key-file key"
     if not walk.has("ray"):
         walk.leaves(
@@ -899,7 +917,7 @@ def cluster(walk: Walk) -> None:
 
 
 def gpu(walk: Walk) -> None:
-    """On a machine without a GPU, where it says so; and what is carried to one, unpacked."""
+    """Run the page on a machine without a GPU, and unpack the archive for a machine with a GPU."""
     here = f"make -C {ROOT} PYTHON_GPU={walk.python}"
     walk.type("make gpu", instead=("make", here), status=2, says=("nothing was measured",))
     walk.type("python3 -m benchmarks.gpu --help", says=("--budget",))
@@ -928,7 +946,8 @@ def hardening(walk: Walk) -> None:
 
 
 def jetson(walk: Walk) -> None:
-    """The table's line for each of its policies: what is printed is what comes, and a dash is what does not fit."""
+    """Run the table's line for each policy, and compare the output with the table. A dash means that the policy does
+    not fit."""
     line = "sinew perf run smolvla --hardware orin-nano --hardware orin-nx --hardware agx-orin --hardware thor-measured"
     rows = re.findall(r"^\| (\S.*?) ((?:\| (?:\d+|-) ){4})\|$", (ROOT / walk.page).read_text(), re.MULTILINE)
     assert len(rows) == 8, rows
@@ -1036,7 +1055,7 @@ def perf(walk: Walk) -> None:
         " --cost edge=0.3 --cost cloud=0.1 --available edge=0.99 --available cloud=0.97 --failure-cost 5",
         instead=("--failure-cost 5", "--failure-cost 0.01"),
     ).result
-    assert chosen["chosen"] == "cloud", chosen  # failures cost next to nothing
+    assert chosen["chosen"] == "cloud", chosen  # a failure costs almost nothing
     line = "sinew perf scenario pi0 --device agx-orin --server h200 --network wifi7 --codec jpeg"
     scenario = walk.type(line).result
     assert {"robot", "server", "split"} <= {row["where"] for row in scenario["rows"]}, scenario
@@ -1059,7 +1078,7 @@ def perf(walk: Walk) -> None:
     walk.type("sinew perf tiers", says=("GR00T-N1.5",))
     walk.type("sinew perf calibrate policy.gguf")
     walk.run("sinew perf predict policy.gguf", says=("head",))
-    walk.run("sinew perf calibrate policy.gguf --engine plan")  # as docs/batches.md has it
+    walk.run("sinew perf calibrate policy.gguf --engine plan")  # with engine plan, as docs/batches.md does
     walk.run("sinew perf fleet policy.gguf --hz 10 --deadline-ms 100", says=("robots at 10 Hz", "predicted"))
     walk.run("sinew perf machines", says=("orin-nano", "wifi7"))
     (board,) = programs(walk.page, "toml")
@@ -1099,7 +1118,7 @@ for verb in ("embed_images", "read", "embed_time", "act"):
 
 
 def ros(walk: Walk) -> None:
-    """Over DDS: a server, the bridge in the robot's own environment, and a robot that knows topics only."""
+    """Run the page over DDS: a server, the bridge in the robot's own environment, and a robot with topics only."""
     blocks(walk)
     walk.run("python -m venv robot")
     bare = "pip install ./packages/sinew-client './packages/sinew_ros[dds,bag]'"
@@ -1141,7 +1160,8 @@ def ros(walk: Walk) -> None:
                 walk.run(f"robot/bin/python -c '{MANAGE}'", says=("configure True", "activate True"))
             assert '"state": "finalized"' in node.text
             with walk.beside(walk.meant("sinew-ros run robot.yaml --transport dds --action", here)) as driven:
-                # Nothing is seen, as no robot is there any more: it holds, and the goal comes to its limit.
+                # The robot has ended, so there are no observations. The node holds until the goal reaches its time
+                # limit.
                 asked = 'sinew-ros goal "stack them" --time-limit 30'
                 walk.type(asked, instead=here, adds="--hold-limit 1", status=1, says=("hold limit",))
             assert '"hold limit": 1' in driven.text
@@ -1160,7 +1180,7 @@ def sim(walk: Walk) -> None:
     walk.type(
         "python -m research.policies.blocks --cpu-seconds 3000 --out runs/blocks",
         instead=("3000", "20"),
-        adds="--episodes 40",  # of 3,600, which take eight minutes of a processor
+        adds="--episodes 40",  # 40 of 3,600 episodes, which would take eight minutes of processor time
         timeout=600,
     )
     played(walk.type("sinew eval runs/blocks/blocks.gguf --episodes 200", instead=("200", "2")), 2)
@@ -1193,7 +1213,7 @@ def stream(walk: Walk) -> None:
     )
     walk.copy(FIXTURES / "pi05-2cam" / "checkpoint", "my_pi05")
     walk.copy(FIXTURES / "pi05-2cam" / "arch.json", "arch.json")
-    # the checkpoint's miniature widths have no name
+    # the checkpoint has miniature widths, which have no name
     walk.type("sinew convert my_pi05/ pi05.gguf --set lm_head=true", adds="--arch arch.json")
     walk.write("question.json", f"{QUESTION}\n")
     with walk.serving("sinew serve pi05.gguf --wire native --wire http"):
@@ -1202,7 +1222,7 @@ def stream(walk: Walk) -> None:
 
 
 def adapter_files(walk: Walk) -> None:
-    """Two adapters of that checkpoint, and the language model beside it."""
+    """Write two adapters of that checkpoint, and the language model next to it."""
     arm(walk)
     for seed, name in enumerate(("kitchen", "lab"), start=1):
         write_folder("smolvla-2cam", walk.folder / name, seed, ATTENTION)
@@ -1227,7 +1247,7 @@ def sources(walk: Walk) -> None:
 
 
 def certificate(walk: Walk) -> None:
-    """A certificate of this machine: cert.pem and key.pem."""
+    """Write a certificate of this machine: cert.pem and key.pem."""
     walk.run(
         "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 1 -subj /CN=localhost"
         " -addext subjectAltName=DNS:localhost"
@@ -1302,7 +1322,7 @@ def tutorial_openpi(walk: Walk) -> None:
     walk.type(
         "sinew convert checkpoints/pi05_droid/29999 pi05.gguf --openpi-config pi05_droid"
         " --tokenizer paligemma_tokenizer.model",
-        # PaliGemma's own tokenizer cannot be had here; the checkpoint's miniature widths have no name
+        # PaliGemma's own tokenizer is not available here. The checkpoint has miniature widths, which have no name.
         instead=("--tokenizer paligemma_tokenizer.model", "--arch made/arch.json"),
     )
     walk.type("sinew inspect pi05.gguf", says=("droid",))
@@ -1369,9 +1389,10 @@ def client(walk: Walk) -> None:
 
 
 def language(walk: Walk) -> None:
-    """Clients in C++, Rust and JavaScript, beside a server: a row of actions in each line."""
+    """Run the clients in C++, Rust and JavaScript with a server. Each line of their output must be one action."""
     arm_policy(walk)
-    rustup = os.environ.get("RUSTUP_HOME", f"{os.environ['HOME']}/.rustup")  # not in this page's home
+    # the home folder of this page does not contain rustup
+    rustup = os.environ.get("RUSTUP_HOME", f"{os.environ['HOME']}/.rustup")
     walk.environment |= {"CARGO_TARGET_DIR": str(walk.folder / "target"), "RUSTUP_HOME": rustup}
     pixels = b"P6\n64 48\n255\n" + bytes(64 * 48 * 3)
     for name in ("front.ppm", "wrist.ppm"):
@@ -1388,10 +1409,10 @@ def language(walk: Walk) -> None:
 
 
 def protocol_lerobot(walk: Walk) -> None:
-    """LeRobot's client as the server prints its command, with the page's flags, and an arm that is simulated."""
+    """Run LeRobot's client with the command that the server prints, with the page's flags and a simulated arm."""
     for line in walk.lines:
         if line.startswith("python "):
-            why = f"{ARM}; below the same flags as the server prints them, for one that is simulated"
+            why = f"{ARM}; the same flags run below with a simulated arm"
             walk.leaves(line, why)
     if (release := lerobot_folder(RELEASES[-1])) is None:
         print(
@@ -1412,14 +1433,16 @@ def protocol_lerobot(walk: Walk) -> None:
         walk.run(
             f"ROBOT_LOG=robot.json ROBOT_STEPS=40 PYTHONPATH={release} {CLIENTS}"
             f" {ROOT}/tests/serve/lerobot_robot.py {shlex.join(words[2:])} > client.txt 2>&1; tail -n 3 client.txt",
-            says=("KeyboardInterrupt",),  # with which that arm ends LeRobot's loop, as a user would
+            says=(
+                "KeyboardInterrupt",
+            ),  # the simulated arm ends LeRobot's loop with this exception, as a user would
         )
     seen = json.loads((walk.folder / "robot.json").read_text())
     assert len(seen["executed"]) == 40, seen
 
 
 def protocol_lerobot_remote(walk: Walk) -> None:
-    """The page's program; LeRobot 0.7 was not on the index, and tests/serve/lerobot_remote_client.py stands for it."""
+    """Run the page's program. LeRobot 0.7 was not on the index, so tests/serve/lerobot_remote_client.py replaces it."""
     for line in walk.lines:
         if line.startswith("lerobot-rollout "):
             walk.leaves(line, "LeRobot 0.7 was not on the index")
@@ -1443,7 +1466,7 @@ def protocols(walk: Walk) -> None:
         pass
     with walk.serving("sinew serve policy.gguf --wire native:ipc:///tmp/sinew.sock"):
         line = "sinew bench ipc:///tmp/sinew.sock --runs 3"
-        walk.run(line, says=("raw, in the message",))  # 64 x 64 is too small to share
+        walk.run(line, says=("raw, in the message",))  # frames of 64 x 64 are too small for shared memory
         walk.run(f"{line} --image-size 480x640", says=("raw, shared memory",))
     with walk.serving(
         "sinew serve policy.gguf --host 0.0.0.0 --api-key-file key.txt --tls-cert cert.pem --tls-key key.pem",
@@ -1485,7 +1508,7 @@ def protocol_http(walk: Walk) -> None:
 
 
 def protocol_groot(walk: Walk) -> None:
-    """With a stand-in for NVIDIA's package, which sends the same messages."""
+    """Run the page with a replacement for NVIDIA's package, which sends the same messages."""
     walk.copy(ROOT / "tests" / "serve" / "groot_client.py", "gr00t/policy/server_client.py")
     with walk.serving("sinew serve blocks --wire groot"):
         walk.program(
@@ -1522,7 +1545,7 @@ def wiring(walk: Walk) -> None:
     walk.write(
         "arm.toml", "still = [0.0, 0.0, 0.0, 1.0]\n"
     )  # the state does not contain the gripper's command
-    # The bus of this walk answers with the last command, which is a delta action here, and so follows nothing.
+    # The simulated bus returns the last command, which is a delta action here, so it follows no command.
     walk.type(
         "sinew doctor policy.gguf --observe my_robot:Arm --limits arm.toml --delays",
         instead=("--delays", "--delays --seconds 6"),

@@ -83,8 +83,8 @@ def test_a_page_without_a_story_is_refused_before_anything_is_installed() -> Non
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     said = " ".join(done.stderr.split())
-    assert "expected pages that have a story, got docs/controll.md, docs/concepts.md" in said
-    assert "(docs/concepts.md: nothing to type there); there are README.md, " in said
+    assert "no story for docs/controll.md, docs/concepts.md" in said
+    assert "(docs/concepts.md: these pages contain no commands); use one of README.md, " in said
     assert done.stdout == ""
 
 

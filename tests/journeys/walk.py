@@ -1,4 +1,4 @@
-"""A reader at a shell, who types the lines of a page as they stand and looks at what comes of them."""
+"""A reader at a shell, who types the lines of a page unchanged and checks the results."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from typing import IO, Any
 from tests import processes
 from tests.journeys.pages import ROOT, lines, programs
 
-# Hosts that pages name; here all of them are this machine.
+# All hosts on the pages are replaced by this machine.
 HOSTS = re.compile(r'(?<=[/"])(server|gpu|cloud|box|robot-gpu|gpu-machine|10\.0\.0\.[56])(?=:)')
 WRONG = (
     "Traceback",
     "internal error",
     "fault of this program",
-)  # never printed where a line does what it says
+)  # a working command never prints these texts
 LOOPBACK = "127.0.0.1"
-PORTS = {5555: "native", 8000: "openpi"}  # what `sinew serve` listens on unless it is told otherwise
+PORTS = {5555: "native", 8000: "openpi"}  # the default ports of `sinew serve`
 
 
 @dataclass
 class Ran:
-    """What became of a line: exit status, all that it printed, and its result where it wrote one as JSON."""
+    """The result of a line: its exit status, its output, and its JSON result if there is one."""
 
     line: str
     status: int
@@ -46,15 +46,19 @@ class Ran:
 
 
 class Walk:
-    """A page's lines in one folder.
+    """The lines of a page in one folder.
 
-    page: as in ``pages.PAGES``. folder: where the lines run; the checkout's own folders lie in it. python: an
-    interpreter of an environment with ``sinew`` beside it. ``type``, ``serving`` and ``leaves`` want a line as the
-    page has it, and ``instead`` says what of it is replaced here, for instance a number of episodes; ``run`` and
-    ``server`` take any line, for what a page takes for granted. quick: plain lines of ``sinew`` run in processes that
-    begin with torch imported (tests/processes.py); python is then this interpreter, and the usual ports of servers,
-    which somebody else on this machine may have, are two that nobody has. checkout: False where only what was
-    installed may be found.
+    The methods ``type``, ``serving`` and ``leaves`` require a line exactly as on the page. ``instead`` replaces a
+    part of the line, such as a number of episodes. ``run`` and ``server`` accept any line, for the preconditions of a
+    page.
+
+    Args:
+        page: A page of ``pages.PAGES``.
+        folder: Folder in which the lines run. It links to the folders of the checkout.
+        python: Interpreter of an environment with ``sinew``.
+        quick: True to run plain lines of ``sinew`` in processes that start with torch imported (tests/processes.py).
+            ``python`` is then this interpreter, and servers use free ports instead of the default ports.
+        checkout: False to hide the checkout, so that only installed packages are found.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class Walk:
             for key, value in os.environ.items()
             if not key.startswith(("SINEW_", "PYTHON", "HF_", "PYTEST"))
         }
-        if "PYTHONPATH" in os.environ:  # of a checkout that is not the installed one
+        if "PYTHONPATH" in os.environ:  # a checkout that is not installed
             kept["PYTHONPATH"] = os.environ["PYTHONPATH"]
         self.environment = kept | {
             "PATH": f"{python.parent}:{os.environ['PATH']}",
@@ -113,31 +117,46 @@ class Walk:
     ) -> Ran:
         """Type a line and wait for its end.
 
-        adds: what is typed behind it. says: patterns that must be printed. Raises ``AssertionError`` where it ends
-        with another status, does not say that, or shows a fault.
+        Args:
+            line: The line on the page.
+            instead: A text in the line, and its replacement.
+            adds: Text to append to the line.
+            says: Patterns that the output must contain.
+            status: Required exit status.
+            timeout: Seconds.
+
+        Raises:
+            AssertionError: The status or the output is not as required, or the output contains an internal error.
         """
         return self.run(self._written(line, instead, adds), says=says, status=status, timeout=timeout)
 
     def serving(
         self, line: str, *, instead: tuple[str, str] | None = None, adds: str = "", says: tuple[str, ...] = ()
     ) -> contextlib.AbstractContextManager[Ran]:
-        """Run the page's ``sinew serve ...`` while inside, as ``server`` does."""
+        """Run a ``sinew serve ...`` of the page until the end of the block, as ``server`` does."""
         return self.server(self._written(line, instead, adds), says=says)
 
     def meant(self, line: str, instead: tuple[str, str]) -> str:
-        """Return a line of the page as it is typed here, by ``server`` or ``beside``."""
+        """Return a line of the page with its replacement, for ``server`` or ``beside``."""
         return self._written(line, instead, "")
 
     def leaves(self, line: str, why: str) -> None:
-        """Say of a line that it is not typed here, and why."""
+        """State why a line of the page is not typed here."""
         self._written(line, None, "")
         print(f"  - {line}\n    not typed: {why}", flush=True)
 
     def program(self, number: int, *instead: tuple[str, str], before: str = "", after: str = "") -> Ran:
-        """Run the page's program ``number`` between ``before``, what it takes for granted, and ``after``."""
+        """Run a program of the page.
+
+        Args:
+            number: Number of the program on the page.
+            instead: Texts in the program, and their replacements.
+            before: Code that the program assumes.
+            after: Code that checks the result.
+        """
         body = self._here(HOSTS.sub(LOOPBACK, programs(self.page)[number]))
         for old, new in instead:
-            assert old in body, f"{self.page}, program {number}: {old!r} is not in it"
+            assert old in body, f"{self.page}, program {number}: the text {old!r} is not in it"
             body = body.replace(old, new)
         self.walked.add(f"program {number}")
         name = f"program{number}.py"
@@ -145,12 +164,12 @@ class Walk:
         return self.run(f"python {name}")
 
     def has(self, module: str) -> bool:
-        """Return True if the environment of this walk has an optional package."""
+        """Return True if the environment contains an optional package."""
         found = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
         return subprocess.run([self.python, "-c", found], cwd=self.folder, check=False).returncode == 0
 
     def left(self) -> list[str]:
-        """Return the lines and programs of the page that nothing was said of."""
+        """Return the lines and programs of the page that no story has mentioned."""
         numbered = [f"program {number}" for number in range(len(programs(self.page)))]
         return [each for each in [*self.lines, *numbered] if each not in self.walked]
 
@@ -179,7 +198,8 @@ class Walk:
 
     @contextlib.contextmanager
     def server(self, line: str, *, says: tuple[str, ...] = ()) -> Iterator[Ran]:
-        """Run ``sinew serve ...`` while inside: it says that it is ready, and ends with 0 when it is told to."""
+        """Run ``sinew serve ...`` until the end of the block. It must print that it is ready, and exit with 0 after a
+        signal."""
         print(f"  $ {line} &", flush=True)
         for port in self.ports.values():
             with socket.socket() as probe:
@@ -206,7 +226,7 @@ class Walk:
 
     @contextlib.contextmanager
     def beside(self, line: str, says: tuple[str, ...] = ()) -> Iterator[Ran]:
-        """Run a line while inside, and end it with SIGTERM, as whoever started it would: it ends with 0."""
+        """Run a line until the end of the block, and end it with SIGTERM. It must exit with 0."""
         print(f"  $ {line} &", flush=True)
         log = self.folder / ".beside.log"
         ran = Ran(line, -1, "")
@@ -226,7 +246,7 @@ class Walk:
         self._judge(ran, 0, says)
 
     def copy(self, source: Path, name: str) -> None:
-        """Put a file or folder where the lines look for it."""
+        """Copy a file or folder into the folder of the lines."""
         target = self.folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
@@ -235,7 +255,7 @@ class Walk:
             shutil.copyfile(source, target)
 
     def write(self, name: str, text: str) -> None:
-        """Write a file where the lines look for it."""
+        """Write a file into the folder of the lines."""
         target = self.folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
@@ -253,7 +273,7 @@ class Walk:
         return re.sub(r"(?<=:)(\d{4})\b", lambda at: str(self.ports.get(int(at[1]), at[1])), text)
 
     def _start(self, line: str, output: IO[str]) -> subprocess.Popen[str] | processes.Process:
-        """Start a line of a shell, which writes all that it says to ``output``."""
+        """Start a shell line, and write its output to ``output``."""
         words = shlex.split((line := self._here(line)).removeprefix("exec "))
         if self.quick and words[0] == "sinew":
             command: list[object] = [sys.executable, "-m", *words]

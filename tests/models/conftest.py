@@ -1,4 +1,4 @@
-"""Golden cases of every family, by name."""
+"""The golden cases of every family, by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.golden import Golden
 
 @pytest.fixture(scope="session")
 def open_case(golden: Path, case_bundle: Callable[[str], Path]) -> Callable[[str], tuple[Policy, Golden]]:
-    """``open_case("pi0-2cam")``: the policy, loaded anew on eager in float32, and what its reference gave."""
+    """Return ``open_case``. ``open_case("pi0-2cam")`` loads the policy on eager in float32, and the outputs of its
+    reference."""
 
     def open_(case: str) -> tuple[Policy, Golden]:
         policy = load(case_bundle(case), dtype="float32", engine="eager", allow_missing_cameras=True)

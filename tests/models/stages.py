@@ -1,7 +1,8 @@
-"""The stages of every family, in the order in which they are computed, beside what its reference stored.
+"""The stages of every family in the order of their computation, with the outputs that the reference stored.
 
-``stages(case, policy, golden)`` computes a golden case, and again with noise, and yields each stored tensor. The parity
-tests want all of them close; the planted errors (test_planted_errors.py) say which one refuses first.
+``stages(case, policy, golden)`` computes a golden case, and computes it again with noise. It yields each stored
+tensor. The parity tests require that all of them agree. The planted errors (test_planted_errors.py) state which
+tensor must differ first.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.golden import Golden, integrate
 
 
 class Stage(NamedTuple):
-    """A tensor of ours, and the reference's."""
+    """A tensor of Sinew, and the same tensor of the reference."""
 
     name: str
     found: Tensor
@@ -45,17 +46,18 @@ CASES = (
     *("act-sizes", "act-3cam"),
     *("turbovla", "turbovla-3cam"),
 )
-LARGE = ("evo1-mint", "vla-adapter", "diffusion-ddpm")  # a third of the time of all
+LARGE = ("evo1-mint", "vla-adapter", "diffusion-ddpm")  # these cases take a third of the time of all cases
 
 
 def each(cases: Collection[str]) -> pytest.MarkDecorator:
-    """Parametrize a test by ``case``; the large ones are slow."""
+    """Parametrize a test by ``case``. The large cases are slow."""
     params = [pytest.param(case, marks=[pytest.mark.slow] * (case in LARGE)) for case in cases]
     return pytest.mark.parametrize("case", params)
 
 
 def stages(case: str, policy: Policy, g: Golden) -> Iterator[tuple[str, Rounding, Tensor]]:
-    """Yield name, ours with what rounding does to it, and the reference's, of every stage of a golden case."""
+    """Yield the name, Sinew's result with its rounding, and the reference's result, for every stage of a golden
+    case."""
     plainly, (noisily,) = runs(1)
     every = zip(computed(case, policy, g, plainly), computed(case, policy, g, noisily), strict=True)
     for (name, found, expected), (_, noisy, _) in every:
@@ -64,21 +66,19 @@ def stages(case: str, policy: Policy, g: Golden) -> Iterator[tuple[str, Rounding
 
 
 def computed(case: str, policy: Policy, g: Golden, run: Run) -> Iterator[Stage]:
-    """Yield every stage, each computed by ``run``; the actions of the whole policy last."""
+    """Yield every stage, computed with ``run``. The last stage is the actions of the whole policy."""
     family = next(steps for prefix, steps in FAMILIES.items() if case.startswith(prefix))
     given = observation(case, g)
     yield from family(policy, g, given, run)
     found = torch.from_numpy(run(policy.infer, given).actions)
-    if (
-        policy.facts.chooses_tokens
-    ):  # equal ids, of which numpy makes a chunk: it rounds, where no noise comes
+    if policy.facts.chooses_tokens:  # numpy makes a chunk from equal token ids, and its rounding has no noise
         found = run(torch.mul, found, 1.0)
     expected = g["actions"].reshape(-1, g["actions"].shape[-1])[:, : found.shape[1]]
     yield Stage("actions", found, expected)
 
 
 def observation(case: str, g: Golden) -> Observation:
-    """Return the observation that the reference saw."""
+    """Return the observation that the reference got."""
     if case.startswith("groot"):
         return groot_observation(g)
     if case.startswith("evo1"):
@@ -114,7 +114,7 @@ def fast_observation(g: Golden, number: int) -> Observation:
 
 
 def moments_observation(g: Golden, noise: np.ndarray) -> Observation:
-    """Return that of a policy that reads several moments."""
+    """Return the observation of a policy with an observation history."""
     moments = [
         Moment(
             {name.removeprefix("observation.images."): g.numpy(f"frame.{name}")[i] for name in g.cameras},
@@ -128,7 +128,7 @@ def moments_observation(g: Golden, noise: np.ndarray) -> Observation:
 
 
 def diffusion_noise(g: Golden) -> np.ndarray:
-    """Return Diffusion Policy's noise, with that of each step where the sampler draws it."""
+    """Return the noise of Diffusion Policy, including the noise of each step if the sampler needs it."""
     noise = g.numpy("noise")[0]
     if "step_noise" in g.tensors:
         noise = np.concatenate([noise[None], g.numpy("step_noise")[:, 0]])
@@ -136,7 +136,7 @@ def diffusion_noise(g: Golden) -> np.ndarray:
 
 
 def code_noise(g: Golden, draws: int | None = 0) -> np.ndarray:
-    """Return VQ-BeT's noise of a set of draws; None: that of the most likely codes. Spare numbers are not read."""
+    """Return VQ-BeT's noise for a set of draws. None gives the most likely codes. Further numbers are not read."""
     rows, dim = g["actions"].shape[1:]
     layers, codes = g["code_noise"].shape[2:]
     noise = np.ones((max(rows, layers), max(dim, codes)), np.float32)
@@ -146,7 +146,8 @@ def code_noise(g: Golden, draws: int | None = 0) -> np.ndarray:
 
 
 def memory_observation(g: Golden, step: int = 5, moments: int = 3, stride: int = 2) -> Observation:
-    """Return what a control step of the episode of pi0.5 with memory sees: fewer moments at its start."""
+    """Return the observation at a control step of pi0.5 with memory. At the start of the episode, its history is
+    shorter."""
     *earlier, newest = (
         Moment(
             {name.removeprefix("observation.images."): g.numpy(f"frame.{name}")[at] for name in g.cameras},
@@ -160,7 +161,12 @@ def memory_observation(g: Golden, step: int = 5, moments: int = 3, stride: int =
 
 
 def navigation_observation(g: Golden, goal: int | None = None) -> Observation:
-    """Return OmniVLA-edge's: a frame of each moment, the pictures of the goal with all of them. goal: its number."""
+    """Return the observation of OmniVLA-edge: a frame for each observation step, and the pictures of the goal.
+
+    Args:
+        g: The golden case.
+        goal: Number of the goal.
+    """
     named = [name.partition(".") for name in g.cameras]
     still = {name: g.numpy(f"frame.{name}") for name, dot, _ in named if not dot}
     state = g.numpy("state_raw").copy()
@@ -173,7 +179,7 @@ def navigation_observation(g: Golden, goal: int | None = None) -> Observation:
 
 
 def evo1_observation(g: Golden, **changes: Any) -> Observation:
-    """Return Evo-1's. The original server swaps the colours of what its clients send: they send BGR."""
+    """Return the observation of Evo-1. Its original server swaps the colours, because its clients send BGR."""
     cameras = [name for name in g.cameras if f"frame.{name}" in g.tensors]
     order = -1 if g.metadata["family"] == "evo1-mint" else 1
     frames = {name: np.ascontiguousarray(g.numpy(f"frame.{name}")[..., ::order]) for name in cameras}
@@ -182,14 +188,14 @@ def evo1_observation(g: Golden, **changes: Any) -> Observation:
 
 
 def arguments(policy: Policy, given: Observation, padded: bool = False) -> tuple[Tensor, ...]:
-    """Return pixels, camera mask, tokens, token mask and state as the model takes them, with a batch axis."""
+    """Return pixels, camera mask, tokens, token mask and state as inputs of the model, with a batch axis."""
     inputs = policy.processor.inputs(given, padded=padded)
     arrays = (inputs.pixels, inputs.camera_mask, inputs.tokens, inputs.token_mask, inputs.state)
     return tuple(torch.from_numpy(np.asarray(array))[None] for array in arrays)
 
 
 class Outputs(list[Tensor]):
-    """What modules give while it is entered."""
+    """Within the block, record the outputs of modules."""
 
     def __init__(self, modules: Any):
         super().__init__()
@@ -208,7 +214,7 @@ class Outputs(list[Tensor]):
 
 
 class Inputs(Outputs):
-    """What modules are given while it is entered."""
+    """Within the block, record the inputs of modules."""
 
     def _note(self, _module: Any, inputs: Any, _output: Any) -> None:
         self.append(inputs[0])
@@ -245,14 +251,15 @@ def pi(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stag
 def of_the_prefix(
     model: Any, g: Golden, image_tokens: Tensor, rest: list[Tensor], run: Run
 ) -> Iterator[Stage]:
-    """The prefix, what the language model leaves of it, and what the time leaves. rest: arguments of ``read``."""
+    """Yield the prefix, the outputs of the language model, and the time embeddings. rest: further arguments of
+    ``read``."""
     x, valid, _ = run(model.embed_prefix, image_tokens, *rest)
     assert torch.equal(valid, g["prefix_pad_masks"])
     yield Stage("prefix_embs", x, g["prefix_embs"])
     mask = model.prefix_mask(valid, torch.zeros_like(valid))
     _, cache = run(model.language, x, valid.long().cumsum(1) - 1, mask)
     for layer, (k, v) in enumerate(cache):
-        # Padded rows hold what nobody reads; upstream's differ by how its mask rounds.
+        # The padded rows are never read, and upstream's differ because its mask rounds differently.
         yield Stage(f"kv.{layer}.k", k[valid], g[f"kv.{layer}.k"].transpose(1, 2)[valid])
         yield Stage(f"kv.{layer}.v", v[valid], g[f"kv.{layer}.v"].transpose(1, 2)[valid])
     if "adarms_cond" in g.tensors:
@@ -261,13 +268,14 @@ def of_the_prefix(
 
 
 def memory(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
-    """From the reference's own pixels on; ours are in test_pi_memory.py."""
+    """Yield the stages from the reference's own pixels on. test_pi_memory.py compares Sinew's pixels."""
     model: Any = policy.engine.model
     _, *rest = arguments(policy, given, padded=True)
     pixels = torch.stack([g[f"pixel_values.{name}"][0] for name in g.cameras], dim=1).flatten(0, 1)[None]
     with Outputs(layer.attn.o_proj for layer in model.vision.layers[1::2]) as outputs:
         image_tokens = run(model.embed_images, pixels)
-    for index, output in enumerate(outputs):  # of the first camera; of the last such layer the newest frame
+    # the outputs of the first camera; the last such layer has only the newest frame
+    for index, output in enumerate(outputs):
         found, stored = output[: len(output) // len(g.cameras)], g[f"space_time.{index}"]
         found = found.reshape(-1, *stored.shape[2:])
         yield Stage(f"vision.space_time.{index}", found, stored[0, -len(found) :])
@@ -278,8 +286,10 @@ def memory(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[
 
 
 def views(policy: Policy, g: Golden, run: Run) -> Iterator[Stage]:
-    """Of the reference's own pixels."""
-    pixels = torch.stack([g[f"pixel_values.{camera}"][0] for camera in g.cameras])[None]  # [1, V, 3, H, W]
+    """Yield the stages of the vision tower, from the reference's own pixels."""
+    pixels = torch.stack([g[f"pixel_values.{camera}"][0] for camera in g.cameras])[
+        None
+    ]  # shape [1, V, 3, H, W]
     image_tokens = run(policy.engine.model.embed_images, pixels)
     for view, camera in enumerate(g.cameras):
         yield Stage(f"image_tokens.{camera}", image_tokens[:, view], g[f"image_tokens.{camera}"])
@@ -287,7 +297,7 @@ def views(policy: Policy, g: Golden, run: Run) -> Iterator[Stage]:
 
 
 def velocities(policy: Policy, g: Golden, run: Run, prefix: Any) -> Iterator[Stage]:
-    """At the reference's own points, then the whole integration."""
+    """Yield the velocities at the reference's own points, then the result of the whole integration."""
     model: Any = policy.engine.model
     for step, (t, x_t, v_t) in enumerate(zip(g["t"], g["x_t"], g["v_t"], strict=True)):
         yield Stage(f"v_t.{step}", run(model.velocity, x_t, t, prefix), v_t)
@@ -348,7 +358,7 @@ def jepa(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[St
 
 
 def outputs_of_the_head(model: Any, g: Golden, context: Any, run: Run) -> Iterator[Stage]:
-    """At each of the reference's own points."""
+    """Yield the outputs of the head at each of the reference's own points."""
     for step, (time, x_t, v_t) in enumerate(zip(model.solver.times(4), g["x_t"], g["v_t"], strict=True)):
         x = x_t.reshape(1, *x_t.shape[-2:])
         yield Stage(f"v_t.{step}", run(model.act, x, embed_time(model, time, run), context), v_t)
@@ -366,7 +376,7 @@ def evo1(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[St
     dims = policy.spec.action.dim
     every = torch.from_numpy(policy.processor.inputs(given, padded=True).pixels)
     assert len(every) == 3
-    if "vision_last_hidden" in g.tensors:  # with the class token
+    if "vision_last_hidden" in g.tensors:  # the result includes the class token
         yield Stage("vision_last_hidden", run(model.vision, every), g["vision_last_hidden"][:, 1:])
     else:
         stored = g["vision_last_hidden_head"][:1, 1:]
@@ -374,14 +384,16 @@ def evo1(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[St
         yield Stage("vision_last_hidden_head", found, stored)
     pixels, cameras, tokens, mask, state = arguments(policy, given)
     image_tokens = run(model.embed_images, pixels)
-    if model.config.blank:  # the black one comes first
+    if model.config.blank:  # the black view comes first
         yield Stage("image_tokens", image_tokens[0][:, ::8], g["image_tokens"][[2, 0, 1]])
     else:
         yield Stage("image_tokens", image_tokens[0], g["image_tokens"][: len(image_tokens[0])])
     x, valid = run(model.embed, image_tokens, cameras, *model.filled(tokens, mask))
     with Outputs(model.language.layers) as outputs:
         features = run(model.features, x, valid)
-    if "rows" in g.tensors:  # every row counts, those of padding and of the black view too
+    if (
+        "rows" in g.tensors
+    ):  # this case compares every row, including the rows of padding and of the black view
         yield Stage("backbone_features", features[:, g["rows"]], g["backbone_features"])
     else:
         seen = valid[0]
@@ -408,7 +420,7 @@ def act(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Sta
     pixels, cameras, tokens, mask, state = arguments(policy, given)
     behind = model.all_places(len(g.cameras))[model.first_tokens :]
     for view, camera in enumerate(g.cameras):
-        height, width = g[f"pixel_values.{camera}"].shape[-2:]  # the rest is not read
+        height, width = g[f"pixel_values.{camera}"].shape[-2:]  # only the last two sizes are needed
         yield Stage(
             f"pixel_values.{camera}", pixels[:, view, :, :height, :width], g[f"pixel_values.{camera}"]
         )
@@ -444,7 +456,9 @@ def diffusion(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterat
     model: Any = policy.engine.model
     pixels, cameras, tokens, mask, state = arguments(policy, given)
     for camera, name in enumerate(g.cameras):
-        own = pixels[0, camera :: len(g.cameras)]  # [T, 3, h, w]; numpy made them, where no noise comes
+        own = pixels[
+            0, camera :: len(g.cameras)
+        ]  # shape [T, 3, h, w]; numpy made these pixels, so they have no noise
         yield from keypoints(model.vision[camera % len(model.vision)], own, g, name, run)
     image_tokens = run(model.embed_images, pixels)
     for camera, name in enumerate(g.cameras):
@@ -479,7 +493,7 @@ def diffusion(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterat
 
 
 def keypoints(encoder: Any, pixels: Tensor, g: Golden, name: str, run: Run) -> Iterator[Stage]:
-    """The stages of a camera's frames, up to their keypoints."""
+    """Yield the stages of one camera's frames, up to their keypoints."""
     first = run(encoder.tower.begin, pixels)
     stored = g[f"backbone.maxpool.{name}"]
     yield Stage(f"backbone.maxpool.{name}", first[:, : stored.shape[1]], stored)
@@ -496,7 +510,7 @@ def keypoints(encoder: Any, pixels: Tensor, g: Golden, name: str, run: Run) -> I
 
 
 def vqbet(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
-    """Up to the newest observation step: the reference also computes action tokens of the future."""
+    """Yield the stages up to the newest observation step. The reference also computes action tokens of the future."""
     model: Any = policy.engine.model
     pixels, cameras, tokens, mask, state = arguments(policy, given)
     (name,) = g.cameras
@@ -531,7 +545,9 @@ def multi_task(policy: Policy, g: Golden, given: Observation, run: Run) -> Itera
     model: Any = policy.engine.model
     pixels, cameras, tokens, mask, state = arguments(policy, given)
     for camera, name in enumerate(g.cameras):
-        own = pixels[0, camera :: len(g.cameras)]  # [T, 3, h, w]; numpy made them, where no noise comes
+        own = pixels[
+            0, camera :: len(g.cameras)
+        ]  # shape [T, 3, h, w]; numpy made these pixels, so they have no noise
         tower = model.vision[camera % len(model.vision)]
         embedded = f"vision_embeddings.{name}"
         yield Stage(embedded, run(tower.embed, own), g[embedded])
@@ -572,7 +588,8 @@ def multi_task(policy: Policy, g: Golden, given: Observation, run: Run) -> Itera
 
 
 def qwen25_tower(model: Any, pixels: Tensor, g: Golden, run: Run) -> Iterator[Stage]:
-    """The reference sorts the patches of all views by window; ours are view after view, in the order of tokens."""
+    """Yield the stages of the tower. The reference sorts the patches of all views by window, and Sinew keeps the
+    token order."""
     area, frames = model.config.vision.merge**2, model.config.frames
     counts = [rows * cols for rows, cols in model.config.grids]
     order = torch.argsort(g["vision.window_index"])
@@ -619,7 +636,7 @@ def eo1(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Sta
 def turbovla(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
     model: Any = policy.engine.model
     pixels, cameras, tokens, mask, state = arguments(policy, given)
-    # The reference multiplies by 1/255 and Sinew divides: the last bit of a pixel may differ.
+    # The reference multiplies by 1/255 and Sinew divides by 255, so the last bit of a pixel may differ.
     torch.testing.assert_close(pixels[0], g["pixel_values"], rtol=0, atol=5e-7)
     yield Stage("state_normalized", state[0], g["state_normalized"])
     count = len(g["tokens"])
@@ -655,7 +672,8 @@ def turbovla(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterato
 
 
 def wallx(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
-    """The reference computes prompt and chunk in one sequence in each step. Ours computes the prompt once."""
+    """Yield the stages. The reference computes prompt and chunk in one sequence in each step. Sinew computes the
+    prompt once."""
     model: Any = policy.engine.model
     pixels, cameras, tokens, mask, state = arguments(policy, given)
     yield from qwen25_tower(model, pixels, g, run)
@@ -667,7 +685,7 @@ def wallx(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[S
     yield Stage("state", state[:, None], g["proprioception"])
     yield Stage("propri_token", run(model.state_row, state)[:, None], g["propri_token"])
     x = run(model.embed, image_tokens, tokens, mask, state)
-    stored = g["step0_inputs_embeds"].shape[1] - chunk  # the last tokens of the prompt
+    stored = g["step0_inputs_embeds"].shape[1] - chunk  # the last stored tokens of the prompt
     yield Stage("step0_inputs_embeds", x[:, -stored:], g["step0_inputs_embeds"][:, :stored])
     positions, following = model.positions(tokens, mask)
     assert torch.equal(positions.permute(2, 0, 1), g["position_ids"][..., :count])
@@ -694,10 +712,12 @@ def wallx(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[S
 
 
 def xvla(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
-    """From the reference's own pixels on. Ours are made by numpy, where no noise comes: tests/convert/test_xvla.py."""
+    """Yield the stages from the reference's own pixels on. tests/convert/test_xvla.py compares Sinew's pixels, which
+    numpy makes without noise.
+    """
     model: Any = policy.engine.model
     _, cameras, tokens, mask, state = arguments(policy, given)
-    pixels = g["pixel_values"][:, : len(g.cameras)]  # [1, V, 3, h, w]
+    pixels = g["pixel_values"][:, : len(g.cameras)]  # shape [1, V, 3, h, w]
     x = pixels[0]
     for index, stage in enumerate(model.vision.stages):
         x = run(stage.begin, x)
@@ -742,7 +762,7 @@ def prismatic(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterat
     stored = g["vit_features"].reshape(-1, features.shape[1])
     first = (
         len(features) - len(stored)
-    ) // 2  # where not all are stored, those in the middle are: of two views
+    ) // 2  # if only some rows are stored, they are those in the middle, between the two views
     yield Stage("vit_features", features[first : first + len(stored)], stored)
     image_tokens = run(model.embed_images, pixels)
     yield Stage("image_tokens", image_tokens[0], g["image_tokens"])
@@ -754,9 +774,7 @@ def prismatic(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterat
         yield Stage("action_hidden", context.queries[-1, 0, :-1], g["action_hidden"])
     elif hasattr(context, "hidden"):
         yield Stage("action_hidden", context.hidden, g["action_hidden"])
-    if (
-        "action_logits" in g.tensors
-    ):  # the bins of each token in turn; what is said is compared as ids elsewhere
+    if "action_logits" in g.tensors:  # compare the bins of each token; another test compares the token ids
         with Outputs([model.lm_head]) as outputs:
             run(said, model, context)
         end, bins = model.config.action_tokens_end, g["action_logits"].shape[1]
@@ -770,7 +788,8 @@ def prismatic(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterat
 
 
 def cogact(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
-    """Of the patches, the first of a view are stored; of the language model, the last row."""
+    """Yield the stages. Of the patches, the first ones of a view are stored. Of the language model, the last row is
+    stored."""
     model: Any = policy.engine.model
     pixels, cameras, tokens, mask, state = arguments(policy, given)
     yield Stage("vit_features", run(model.vision.features, pixels[0])[0, :16], g["vit_features"])
@@ -796,8 +815,9 @@ def cogact(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[
 
 
 def poses(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
-    """Of the patches, the last of the first view and the first of the second are stored; of the language model, the
-    rows of actions."""
+    """Yield the stages. Stored patches are the last ones of the first view and the first ones of the second view. Of
+    the language model, the rows of actions are stored.
+    """
     model: Any = policy.engine.model
     pixels, cameras, tokens, mask, state = arguments(policy, given)
     yield Stage("pixel_rows", pixels[0].flatten(0, 1)[:, 100:102], g["pixel_rows"])
@@ -817,7 +837,9 @@ def poses(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[S
 
 
 def navigation(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
-    """Of the pictures, rows are stored, and of the first map that words change each ninth place."""
+    """Yield the stages. Of the pictures, only some rows are stored. Of the first map that words change, every ninth
+    position is stored.
+    """
     model: Any = policy.engine.model
     pixels, cameras, tokens, mask, state = arguments(policy, given)
     large, side = model.config.large_side, model.config.side
@@ -845,7 +867,8 @@ def navigation(policy: Policy, g: Golden, given: Observation, run: Run) -> Itera
     yield Stage("chunk_normalized", chunk, g["chunk_normalized"])
 
 
-# ----------------------------------------------------------------------------- pi0-FAST, and others that speak
+# ----------------------------------------------------------------------------- pi0-FAST, and others that generate
+# text
 
 
 def fast(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
@@ -863,7 +886,7 @@ def fast(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[St
 
 
 def said(model: AutoregressiveModel, context: Any, count: int = 0) -> Tensor:
-    """Return so many tokens, or the longest sentence's, int64 [B, n]."""
+    """Return the generated tokens, int64 [B, n], up to ``count`` or to the end of the longest sentence."""
     spoken = model.first(context)
     tokens = [spoken.token]
     while len(tokens) < (count or model.action_tokens.most):

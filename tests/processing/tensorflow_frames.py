@@ -1,7 +1,8 @@
-"""Frames by rule, and what TensorFlow makes of them: tests/fixtures/tf_preprocess.json has the SHA-256 of every stage.
+"""Generated frames, and the hashes of TensorFlow's results: tests/fixtures/tf_preprocess.json has the SHA-256 of
+every stage.
 
-``PYTHONPATH=. python -m tests.processing.tensorflow_frames`` writes that file again where TensorFlow and this package's
-dependencies are installed: OpenVLA-OFT's evaluation, encode, decode, resize, crop, function by function.
+``PYTHONPATH=. python -m tests.processing.tensorflow_frames`` writes this file again. It needs TensorFlow and the
+dependencies of this package. The stages are those of OpenVLA-OFT's evaluation: encode, decode, resize, crop.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ SIZES = [(256, 256), (240, 320), (480, 640)]
 
 
 def frame(image: int) -> np.ndarray:
-    """Draw frame 0, 1 or 2, uint8 [height, width, 3]: a wave of its own in each colour, under noise."""
+    """Return frame 0, 1 or 2, uint8 [height, width, 3]: a different wave in each colour, with noise."""
     height, width = SIZES[image]
     waves = [wave(height, width, 90, 5 + 17 * colour + 3 * image, 31 - 9 * colour) for colour in range(3)]
     return with_noise(np.stack(waves, axis=-1), 40 + image, 0, 8)
 
 
 def sha256(array: np.ndarray) -> str:
-    """Return the SHA-256 of an array's bytes in C order, in hexadecimal digits."""
+    """Return the SHA-256 of an array's bytes in C order, as hexadecimal digits."""
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
 def record() -> dict[str, dict[str, str]]:
-    """Return the SHA-256 of each stage of each frame, as the installed TensorFlow computes it."""
+    """Return the SHA-256 of each stage of each frame, computed with the installed TensorFlow."""
     import tensorflow as tf
 
     stages = {}

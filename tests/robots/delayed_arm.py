@@ -1,4 +1,4 @@
-"""An arm with known delays, in a time that only its clock moves."""
+"""A simulated arm with known delays, and a clock that only the arm moves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from sinew_client.control.facts import RobotFacts
 
 FPS = 30.0
-READ_S = 0.002  # seconds that a look takes
+READ_S = 0.002  # seconds that one observation takes
 
 
 class Clock:
@@ -22,19 +22,19 @@ class Clock:
         return self.time
 
     def sleep(self, seconds: float) -> None:
-        """Let the time pass."""
+        """Advance the time."""
         self.time += max(seconds, 1e-6)
 
 
 class DelayedArm:
-    """Two joints and a camera.
+    """An arm with two joints and a camera.
 
     Args:
-        clock: Its time.
-        actuation: Seconds from a command until the arm is there.
+        clock: The clock of the arm.
+        actuation: Seconds from a command until the arm has reached its target.
         camera: Seconds from the exposure of a frame until it is in memory.
         waits: Let ``observe`` wait for the next frame.
-        clock_error: Seconds by which the times that it states are later than the exposure; None to state none.
+        clock_error: Seconds by which the stated times are later than the exposure. None states no times.
         follows: False for an arm that does not move.
 
     Attributes:
@@ -56,11 +56,11 @@ class DelayedArm:
         self.noise = np.random.default_rng(0)
 
     def facts(self) -> RobotFacts:
-        """Return what it states of itself."""
+        """Return the facts that the arm states."""
         return RobotFacts(joints=["lift", "turn"], motion={"kind": "absolute"}, concurrent_hold=False)
 
     def pose(self, time: float) -> np.ndarray:
-        """Return where the arm is at a time, [2]."""
+        """Return the position of the arm at a time, [2]."""
         last = self.sent[0][1]
         for when, row in reversed(self.sent) if self.follows else ():
             if when <= time - self.actuation:
@@ -82,7 +82,7 @@ class DelayedArm:
         return seen
 
     def act(self, row: np.ndarray) -> None:
-        """Take a command."""
+        """Receive a command."""
         self.sent.append((self.clock.now(), np.array(row, np.float64)))
 
     def hold(self) -> None:
@@ -90,7 +90,7 @@ class DelayedArm:
 
 
 def picture(pose: np.ndarray, number: int) -> np.ndarray:
-    """Return a frame uint8 [48, 64, 3]: a spot where the arm is, and the noise of one frame."""
+    """Return a frame uint8 [48, 64, 3] with a spot at the position of the arm, and the noise of one frame."""
     rows, columns = np.mgrid[:48, :64]
     spot = np.exp(-((rows - 24 - 40 * pose[1]) ** 2 + (columns - 32 - 40 * pose[0]) ** 2) / 18)
     noise = np.random.default_rng(number).normal(0, 3, (48, 64, 1))

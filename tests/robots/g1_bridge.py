@@ -1,7 +1,8 @@
-"""LeRobot's bridge on a Unitree G1 as its clients see it: JSON over ZeroMQ, and motors that follow their targets.
+"""A simulation of LeRobot's bridge on a Unitree G1: JSON over ZeroMQ, and motors that follow their targets.
 
-Written from the bridge's messages (lerobot/robots/unitree_g1/run_g1_server.py), from nothing of examples/robots/g1.py.
-A motor in mode 1 goes towards its target at a motor's speed where its stiffness is above 0; any other is limp.
+It is written from the messages of the bridge (lerobot/robots/unitree_g1/run_g1_server.py), and shares nothing with
+examples/robots/g1.py. A motor in mode 1 moves to its target at a limited speed if its stiffness is above 0. Any other
+motor is limp.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from PIL import Image
 
 MOTORS, SLOTS = 29, 35
 PERIOD = 0.004
-FASTEST = 10.0  # rad/s of each motor
+FASTEST = 10.0  # largest speed of each motor in rad/s
 FRAME = np.full((48, 64, 3), 90, np.uint8)
 SILENT = {"gyroscope": [0.0] * 3, "accelerometer": [0.0, 0.0, 9.81], "rpy": [0.0] * 3, "temperature": 30.0}
 
 
 class Bridge:
-    """Begins with every joint at ``start``, radians. ports: of commands, state and camera."""
+    """The bridge. Every joint starts at ``start``, in radians. ports: those of commands, state and camera."""
 
     def __init__(self, start: float = 0.1):
         self.joints, self.targets = np.full(MOTORS, start), []
-        self.limp: set[int] = set()  # motors that were without a command since the first one
+        self.limp: set[int] = set()  # motors that have had no command since the first command
         self.garbled = False
-        self.heard: dict[str, Any] = {}  # the newest command, and the state as it was said last
+        self.heard: dict[str, Any] = {}  # the newest command, and the state that was sent last
         self.said = b""
         self._open = True
         self._context = zmq.Context()
@@ -60,9 +61,9 @@ class Bridge:
             while commands.poll(0):
                 message = json.loads(commands.recv())
                 if message["topic"] != "rt/lowcmd":
-                    continue  # as the bridge does
+                    continue  # the real bridge ignores such a message, too
                 data: dict[str, Any] = message["data"]
-                assert data["mode_machine"] == 5, "the kind of robot is sent back"
+                assert data["mode_machine"] == 5, "the client must send back the kind of robot"
                 motors, self.heard = data["motor_cmd"], message
                 assert len(motors) == SLOTS
                 assert all(
@@ -82,7 +83,8 @@ class Bridge:
             self.said = said = json.dumps({"topic": "rt/lowstate", "data": data}).encode()
             states.send(said[:-9] if self.garbled else said)
             if ticks % 8 == 0:
-                images = {"head_camera": picture} if ticks % 16 else {}  # between two new frames it says none
+                # the camera does not send a frame in every tick
+                images = {"head_camera": picture} if ticks % 16 else {}
                 camera.send(json.dumps({"timestamps": {}, "images": images}).encode())
             ticks += 1
             time.sleep(PERIOD)

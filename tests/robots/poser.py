@@ -1,4 +1,4 @@
-"""A policy that answers with one pose, for robots that are to reach it."""
+"""A policy that answers with one pose, for robots that must reach this pose."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ ROWS = 30
 
 
 class Poser(ServedPolicy):
-    """Says ``goal`` [D] in each of its rows. joints: names of its state and of its action. It keeps what it was shown.
+    """A policy whose actions all contain the pose ``goal`` [D]. It stores the observations that it gets.
 
-    cameras: name -> height and width. step: the most by which a number of one row differs from the row before, the
-    first from the state; without one the limits of whoever drives make the way.
+    Args:
+        joints: Names of the values in its state and its action.
+        cameras: Name -> height and width.
+        step: Largest change of a number from one action to the next, where the first action starts at the state.
+            None: no
+            limit, so that only the limits of the loop apply.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""Servos on serial ports, as two makers' published protocols have them: arms for LeRobot's own drivers.
+"""Simulated servos on serial ports, with the published protocols of two makers, as arms for LeRobot's own drivers.
 
-Feetech's (STS3215, an SO-101): FF FF, id, length, instruction, parameters, and the complement of their sum. Dynamixel's
+Feetech (STS3215, an SO-101): FF FF, id, length, instruction, parameters, and the complement of their sum. Dynamixel
 2.0 (XL430 and XL330, a Koch): FF FF FD 00, id, a length and addresses of two bytes, an error in each answer, and a
-CRC-16; what begins like a packet inside one is followed by an FD. Each servo goes to its goal at once; a Dynamixel
-refuses its EEPROM while it has torque and stays where it is without.
+CRC-16. If the start of a packet occurs inside a packet, an FD follows it. Each servo moves to its goal at once. A
+Dynamixel rejects writes to its EEPROM while its torque is on, and does not move while its torque is off.
 
-``python -m tests.robots.servo_bus MAKER ARMS OUT`` prints a port for each arm, and writes all goals to OUT when its
-input ends.
+``python -m tests.robots.servo_bus MAKER ARMS OUT`` prints a port for each arm. It writes all goals to OUT when its
+standard input ends.
 """
 
 from __future__ import annotations
@@ -21,14 +21,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PING, READ, WRITE, STATUS, SYNC_READ, SYNC_WRITE, ALL = 1, 2, 3, 0x55, 0x82, 0x83, 0xFE
-ACCESS = 7  # Dynamixel's error of a register that may not be written now
+ACCESS = 7  # Dynamixel's error for a register that cannot be written at present
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Where a maker's table has what, and how wide: numbers are low byte first.
+    """The register table of a maker. Numbers have their low byte first.
 
-    models: of the servos 1 to 6. begins: registers of a new servo. torque: its register where it counts.
+    Attributes:
+        models: Model numbers of the servos 1 to 6.
+        model: Register of the model number.
+        number: Register of the id.
+        goal: Register of the goal position.
+        present: Register of the present position.
+        width: Bytes of a position.
+        begins: Content of the registers of a new servo.
+        wide: Bytes of the addresses and lengths in a packet.
+        torque: Register of the torque. None if the torque has no effect.
+        eeprom: Registers below this one are in the EEPROM.
     """
 
     models: tuple[int, ...]
@@ -36,11 +46,11 @@ class Maker:
     number: int
     goal: int
     present: int
-    width: int  # of a position
+    width: int  # bytes of a position
     begins: dict[int, bytes]
-    wide: int  # of addresses and lengths in a packet
+    wide: int  # bytes of the addresses and lengths in a packet
     torque: int | None = None
-    eeprom: int = 0  # registers below are kept without power
+    eeprom: int = 0  # registers below this one keep their value without power
 
 
 FEETECH = Maker((777,) * 6, 3, 5, 42, 56, 2, {0: b"\x03\x0a\x00", 11: b"\xff\x0f"}, 1)
@@ -48,7 +58,7 @@ DYNAMIXEL = Maker((1060,) * 2 + (1200,) * 4, 0, 7, 116, 132, 4, {48: b"\xff\x0f\
 
 
 class Servo:
-    """One servo's table of 256 bytes, and the goals that it was given."""
+    """The register table of one servo, 256 bytes, and the goals that it has received."""
 
     def __init__(self, maker: Maker, number: int):
         self.maker, self.table, self.goals = maker, bytearray(256), []
@@ -64,7 +74,7 @@ class Servo:
             self.table[at : at + len(value)] = value
 
     def write(self, at: int, data: bytes) -> int:
-        """Take a register's bytes; returns the error."""
+        """Write bytes to a register. Returns the error."""
         maker = self.maker
         powered = maker.torque is None or self.table[maker.torque] == 1
         if at < maker.eeprom and powered:
@@ -78,20 +88,20 @@ class Servo:
 
 
 def feetech(number: int, body: bytes, error: int = 0) -> bytes:
-    """Return an answer of Feetech's."""
+    """Return an answer in Feetech's protocol."""
     inner = bytes((number, len(body) + 2, error)) + body
     return b"\xff\xff" + inner + bytes((~sum(inner) & 0xFF,))
 
 
 def dynamixel(number: int, body: bytes, error: int = 0) -> bytes:
-    """Return an answer of Dynamixel's."""
+    """Return an answer in Dynamixel's protocol."""
     body = bytes((STATUS, error)) + body.replace(b"\xff\xff\xfd", b"\xff\xff\xfd\xfd")
     whole = b"\xff\xff\xfd\x00" + bytes((number,)) + (len(body) + 2).to_bytes(2, "little") + body
     return whole + crc16(whole).to_bytes(2, "little")
 
 
 def crc16(data: bytes) -> int:
-    """Return the CRC of polynomial 8005 from zero, highest bit first."""
+    """Return the CRC with polynomial 8005, initial value zero and the highest bit first."""
     found = 0
     for byte in data:
         found ^= byte << 8
@@ -101,7 +111,8 @@ def crc16(data: bytes) -> int:
 
 
 def packets(maker: Maker, data: bytes) -> tuple[list[tuple[int, int, bytes]], bytes]:
-    """Return the whole packets in ``data``, each with its id, instruction and parameters, and what is left."""
+    """Return the complete packets in ``data``, each with its id, instruction and parameters, and the remaining
+    bytes."""
     found = []
     start, at = (b"\xff\xff\xfd\x00", 7) if maker is DYNAMIXEL else (b"\xff\xff", 4)
     while (first := data.find(start)) >= 0 and len(data) >= first + at:
@@ -121,7 +132,7 @@ def packets(maker: Maker, data: bytes) -> tuple[list[tuple[int, int, bytes]], by
 
 
 def answer(maker: Maker, servos: dict[int, Servo], data: bytes) -> tuple[bytes, bytes]:
-    """Return what the bus says to the packets in ``data``, and what is left of it."""
+    """Return the answer of the bus to the packets in ``data``, and the remaining bytes."""
     asked, left = packets(maker, data)
     status, wide, said = (dynamixel if maker is DYNAMIXEL else feetech), maker.wide, b""
     for number, kind, given in asked:
@@ -129,7 +140,7 @@ def answer(maker: Maker, servos: dict[int, Servo], data: bytes) -> tuple[bytes, 
         size = int.from_bytes(rest[:wide], "little")
         ones = [number] if number in servos else list(servos) if number == ALL else []
         if kind == PING:
-            for each in ones:  # a Dynamixel says its model and firmware
+            for each in ones:  # a Dynamixel answers with its model and firmware
                 model = servos[each].table[maker.model : maker.model + 2] + b"\x2d"
                 said += status(each, bytes(model) if maker is DYNAMIXEL else b"")
         elif kind == READ:
@@ -158,7 +169,7 @@ def main() -> None:
     data = dict.fromkeys(arms, b"")
     while True:
         ready, _, _ = select.select([*arms, sys.stdin], [], [])
-        if sys.stdin in ready:  # its end is the end
+        if sys.stdin in ready:  # the program ends when its input ends
             break
         for own in ready:
             data[own] += os.read(own, 4096)

@@ -1,7 +1,7 @@
-"""A controller of Universal Robots as its clients see it: RTDE, a port for programs, and joints that move.
+"""A simulated controller of Universal Robots: RTDE, a port for programs, and joints that move.
 
-Written from the published description of the interface, and from nothing of examples/robots/ur.py. What it does of the
-program's language is one thing: a program that follows joints in registers (servoj) makes it follow them.
+It is written from the published description of the interface, and shares nothing with examples/robots/ur.py. It
+supports one kind of program: a program that follows joint positions in registers (servoj).
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ KINDS = {"timestamp": "DOUBLE", "actual_q": "VECTOR6D", "safety_mode": "INT32", 
          "standard_digital_output": "UINT8",
          **{f"input_double_register_{i}": "DOUBLE" for i in range(24, 48)}}  # fmt: skip
 PERIOD = 0.008
-FASTEST = np.pi  # rad/s of each joint
+FASTEST = np.pi  # largest speed of each joint in rad/s
 
 
 class Controller:
-    """Moves joints from ``start`` towards those that a program follows, 125 times a second.
+    """A controller that moves its joints from ``start`` to the joint positions of the program, 125 times a second.
 
-    moved: called after each of these steps with the joints and whether digital output 0 is high; returns the volts of
-    analog input 0. views: name -> a frame, served as NAME.png. patience: how much longer than it is told its watchdog
-    waits, as its clock is that of a machine which does other things.
+    Args:
+        moved: Function that is called after each of these steps with the joints and with the value of digital output
+            0. It
+            returns the voltage of analog input 0.
+        views: Name -> a frame, which is served as NAME.png.
+        patience: Factor by which its watchdog waits longer, because this machine also runs other programs.
     """
 
     def __init__(
@@ -47,11 +50,11 @@ class Controller:
         self.joints = np.array(start, np.float64)
         self.safety, self.stopped, self.programs = 1, "", 0
         self.fastest = 0.0
-        self.garbled = False  # whether it leaves out the end of what it says
+        self.garbled = False  # True to leave out the end of each message
         self._moved, self._views = moved, dict(views or {})
         self._patience = patience
         self._inputs: dict[str, float] = {}
-        self._heard = 0.0  # when the inputs were written last
+        self._heard = 0.0  # time at which the inputs were last written
         self._follows, self._waits, self._at_least = False, False, 0.0
         self._volts = 0.0
         self._lock = threading.Lock()
@@ -122,12 +125,12 @@ class Controller:
             try:
                 channel, _ = self._listeners[0].accept()
             except TimeoutError:
-                self._step()  # it moves on without anybody
+                self._step()  # the simulation continues without clients
                 continue
             except OSError:
                 return
             channel.settimeout(PERIOD)
-            with channel, contextlib.suppress(OSError):  # a client that goes while it is told something
+            with channel, contextlib.suppress(OSError):  # a client may disconnect during a message
                 self._serve(channel)
 
     def _serve(self, channel: socket.socket) -> None:
@@ -173,7 +176,7 @@ class Controller:
     def _written(self, names: list[str], payload: bytes) -> None:
         values = struct.unpack(">B" + "".join(SIZES[KINDS[name]] for name in names), payload)
         if values[0] != 2:
-            raise AssertionError(f"recipe {values[0]} was never agreed on")
+            raise AssertionError(f"recipe {values[0]} is unknown; set it up first")
         with self._lock:
             said = dict(zip(names, values[1:], strict=True))
             if not said.pop("standard_digital_output_mask", 0) & 1:

@@ -1,6 +1,7 @@
-"""Calls of an action, and what a server answers: the same script for rclpy's own server and for that over plain DDS.
+"""Calls of a ROS action, and the answers of a server: one script for the server of rclpy and for Sinew's server over
+DDS.
 
-``python -m tests.ros.acting`` prints what rclpy's answers, of an environment that ``make ros`` has made.
+``python -m tests.ros.acting`` prints the answers of rclpy, in an environment that ``make ros`` has created.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from sinew_ros.messages import time_of
 
 WAIT_S = 60.0
 NEVER = {"sec": 0, "nanosec": 0}
-Call = Callable[[str, dict], Any]  # service, fields of the request -> response
+Call = Callable[
+    [str, dict], Any
+]  # gets the name of a service and the fields of a request, and returns the response
 
 
 class Scripted:
-    """An actor that refuses the goal "no", does not let "stubborn" be cancelled, and ends none by itself."""
+    """An actor that rejects the goal "no", does not let "stubborn" be cancelled, and ends no goal by itself."""
 
     def __init__(self) -> None:
         self.goals: dict[int, Any] = {}
@@ -46,9 +49,9 @@ class Scripted:
 
 
 def transcript(actor: Scripted, call: Call) -> list[Any]:
-    """Return what a server answers to a script."""
+    """Return the answers of a server to the script."""
     said: list[Any] = []
-    after: dict[int, dict[str, int]] = {}  # a moment between this goal and the next
+    after: dict[int, dict[str, int]] = {}  # number of a goal -> a time between this goal and the next one
 
     def uuid(number: int) -> dict[str, Any]:
         return {"uuid": [number] * 16}
@@ -57,7 +60,9 @@ def transcript(actor: Scripted, call: Call) -> list[Any]:
         answer = call("send_goal", {"goal_id": uuid(number), "goal": {"prompt": prompt}})
         said.append(["send", number, prompt, answer.accepted])
         time.sleep(0.02)
-        after[number] = time_of(time.time())  # rcl stamps a goal anew, after that which it answers with
+        after[number] = time_of(
+            time.time()
+        )  # rcl sets the stamp of a goal after its answer, so the time must be later
         time.sleep(0.02)
 
     def cancel(number: int, until: int = 0) -> None:
@@ -79,41 +84,41 @@ def transcript(actor: Scripted, call: Call) -> list[Any]:
             ]
         )
 
-    cancel(0)  # of none
+    cancel(0)  # there are no goals yet
     send(1)
-    send(1)  # the same number
+    send(1)  # the same id again
     send(2, "no")
     send(3, "stubborn")
-    cancel(9)  # of an unknown one
-    cancel(2)  # of a refused one
+    cancel(9)  # an unknown goal
+    cancel(2)  # a rejected goal
     cancel(3)
     cancel(1)
-    cancel(1)  # while it is cancelled
-    cancel(0)  # all: one is being cancelled, the other is stubborn
+    cancel(1)  # the goal is being cancelled
+    cancel(0)  # all goals: one is being cancelled, the other cannot be cancelled
     actor.end(1, CANCELED)
     result(1)
-    actor.end(3, ABORTED)  # rclpy passes over a goal behind one that is not to be cancelled
+    actor.end(3, ABORTED)  # rclpy skips the goals after one that cannot be cancelled
     result(3)
-    cancel(1)  # after its end
-    send(1)  # its number, while its result is kept
+    cancel(1)  # the goal has ended
+    send(1)  # the id of a goal whose result is still stored
     for number in (4, 5, 6):
         send(number)
     cancel(0, until=4)
     send(7)
-    cancel(6, until=4)  # and what is being cancelled already is not told again
-    actor.end(4, ABORTED)  # of which each may come after a cancel
+    cancel(6, until=4)  # goals that are already being cancelled are not reported again
+    actor.end(4, ABORTED)  # each of these terminal states may follow a cancel
     actor.end(6, SUCCEEDED)
     actor.end(5, SUCCEEDED)
     for number in (4, 5, 6, 2, 9):
         result(number)
-    cancel(0)  # all that is left
+    cancel(0)  # all remaining goals
     actor.end(7, CANCELED)
     result(7)
     return said
 
 
 def over_services() -> tuple[list[Any], dict[str, list[int]]]:
-    """Return what the server over services and topics answers, and the states of each goal that it publishes."""
+    """Return the answers of Sinew's server over services and topics, and the states of each goal that it publishes."""
     services: dict[str, Any] = {}
     told: list[Any] = []
     transport = SimpleNamespace(
@@ -136,7 +141,8 @@ def over_services() -> tuple[list[Any], dict[str, list[int]]]:
 
 
 def over_rclpy() -> tuple[list[Any], dict[str, list[int]]]:
-    """Return the same of rclpy's own server, which the node's transport makes, asked by another node."""
+    """Return the same for the server of rclpy, which the transport of the node creates. Another node sends the
+    calls."""
     import rclpy
     from action_msgs.msg import GoalStatusArray
     from action_msgs.srv import CancelGoal
@@ -195,7 +201,7 @@ def _states(told: list[list[tuple[int, int]]]) -> dict[str, list[int]]:
 
 
 def _filled(service: str, fields: dict) -> dict:
-    """Return fields with those that a message would have beside them."""
+    """Return the fields with the further fields that a message would have."""
     if service == "get_result":
         return {"result": {"outcome": 0, "message": "", "steps": 0}, **fields}
     return fields
@@ -208,7 +214,7 @@ def _object(value: Any) -> Any:
 
 
 class Client:
-    """A node of rclpy with its ActionClient."""
+    """A node of rclpy with an ActionClient."""
 
     def __init__(self, name: str):
         import rclpy
@@ -241,7 +247,7 @@ class Client:
 
 
 def killed() -> None:
-    """Be a client that dies as soon as its goal is accepted."""
+    """Run a client that ends as soon as its goal is accepted."""
     import rclpy
 
     rclpy.init()
@@ -250,7 +256,7 @@ def killed() -> None:
 
 
 def asked() -> None:
-    """Ask a node as two clients of rclpy do, and print what came of it; the last goal is to be ended by its end."""
+    """Call a node as two clients of rclpy, and print the results. The node's end must end the last goal."""
     import rclpy
     from action_msgs.msg import GoalStatusArray
     from rclpy.qos import qos_profile_action_status_default
@@ -280,7 +286,7 @@ def asked() -> None:
         GoalStatusArray, f"{NAME}/_action/status", lambda each: states.append(each.status_list[-1].status),
         qos_profile_action_status_default,
     )  # fmt: skip
-    one.until(lambda: states)  # although none has changed since
+    one.until(lambda: states)  # no state has changed since then
     said["exit of the killed"] = subprocess.run(
         [sys.executable, "-m", "tests.ros.acting", "killed"], check=False
     ).returncode

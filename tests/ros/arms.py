@@ -1,7 +1,7 @@
-"""Arms of ROS 2 topics, over DDS or in a node of rclpy: joints that follow what controllers are sent.
+"""Simulated arms with ROS 2 topics, over DDS or in a node of rclpy. Their joints follow the commands of controllers.
 
-A joint goes towards its target at no more than a speed, as ros2_control's and Interbotix's nodes have it: trajectories,
-commands of a group or of a single motor, and goals of a hand, which are accepted or refused.
+A joint moves to its target with limited speed, as with ros2_control and Interbotix. Commands are trajectories,
+commands for a group or a single motor, and goals of a hand, which are accepted or rejected.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ PIXELS = np.full((48, 64, 3), 70, np.uint8)
 
 
 class Arms:
-    """Has the topics of a contract. start: of each joint of a state, in the order of the contract's. moves: topic of
-    commands -> topic of the state whose joints they move, all of its first ones. hands: topic of one command -> what a
-    hand's joint, the last of that state, is at it. speed: of every joint, per second.
+    """Arms with the topics of a contract.
+
+    Args:
+        start: Start position of each joint of a state, in the order of the contract.
+        moves: Topic of commands -> topic of the state whose first joints they move.
+        hands: Topic of a command -> the position of the hand's joint, the last one of that state, for this command.
+        speed: Speed of every joint per second.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class Arms:
         keys = [(topic, name) for topic, names in self._states.items() for name in names]
         self.at = dict(zip(keys, start, strict=True))
         self._targets, self._speed, self.accepts = dict(self.at), speed, True
-        self._way: Any = None  # the newest trajectory: joints, when it came, times and places
+        self._way: Any = None  # the newest trajectory: its joints, its arrival time, its times and positions
         self.commands: dict[str, list[Any]] = {output.topic: [] for output in contract.outputs}
         self._publish = {topic: self._transport.publisher(topic, JOINT_STATE) for topic in self._states}
         self._cameras = [self._transport.publisher(camera.topic, camera.type) for camera in contract.cameras]
@@ -95,7 +99,7 @@ class Arms:
             self._targets.update({key: float(x) for key, x in zip(keys, numbers, strict=False)})
 
     def _serve(self, name: str, kind: str, take: Callable[[Any], None]) -> None:
-        """Be the half of an action server that takes goals."""
+        """Serve an action, but only the part that receives goals."""
         from cyclonedds.pub import DataWriter
         from cyclonedds.sub import DataReader
         from sinew_ros import dds_types
@@ -109,7 +113,7 @@ class Arms:
         )
 
         def goal(call: Any) -> None:
-            assert any(call.goal_id.uuid), "a goal has a number"
+            assert any(call.goal_id.uuid), "a goal needs an id"
             if self.accepts:
                 take(call)
             replies.write(response(call.guid, call.seq, self.accepts))
@@ -141,7 +145,7 @@ class Arms:
 
 
 def main() -> None:
-    """Be the arms of a contract as a node of rclpy, until SIGTERM; everything that is commanded is a joint's place."""
+    """Run the arms of a contract as a node of rclpy, until SIGTERM. Every command is the position of a joint."""
     from sinew_ros.contract import read
     from sinew_ros.node import Rclpy
 

@@ -1,7 +1,7 @@
-"""A robot of ROS 2 topics without ROS: the simulated blocks task behind DDS, in real time, in a process of its own.
+"""A robot with ROS 2 topics, without ROS: the simulated blocks task over DDS, in real time, in its own process.
 
-It publishes two cameras and joint states at the control rate and follows the trajectories that it is sent, as a joint
-trajectory controller does. ``python -m tests.ros.twin`` prints what happened as JSON.
+It publishes two cameras and joint states at the control rate. It follows trajectories as a joint trajectory
+controller does. ``python -m tests.ros.twin`` prints the results as JSON.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from sinew_ros.messages import header
 
 NAMES = ["x", "y", "z", "grip"]
 STEP = 0.02  # metres per unit of the environment's action
-STEP_S = 0.05  # a control step
-LARGE = 7  # times as many rows and columns
+STEP_S = 0.05  # seconds of a control step
+LARGE = 7  # factor by which --large enlarges the frames
 
 
 class Follower:
-    """The newest trajectory and when it came."""
+    """The newest trajectory and the time of its arrival."""
 
     def __init__(self) -> None:
-        self.arrivals: list[tuple[float, list[list[float]]]] = []  # when, and its points
+        self.arrivals: list[
+            tuple[float, list[list[float]]]
+        ] = []  # arrival time and points of each trajectory
         self._points, self._began, self._period = np.zeros((0, 4)), 0.0, STEP_S
 
     def take(self, message: Any) -> None:
@@ -39,11 +41,11 @@ class Follower:
         self.arrivals.append((time.time(), self._points.tolist()))
 
     def stop(self) -> None:
-        """Forget the trajectory: the world is another one."""
+        """Drop the trajectory, because a new episode has begun."""
         self._points = self._points[:0]
 
     def target(self) -> np.ndarray | None:
-        """Return where to be now, [4]; the last point when the trajectory has ended."""
+        """Return the present target position, [4]. After the end of the trajectory, this is its last point."""
         points = self._points
         if not len(points):
             return None
@@ -52,7 +54,7 @@ class Follower:
 
 
 def picture(frame: np.ndarray, form: str) -> dict[str, Any]:
-    """Return the fields of a picture's message beside its header. frame: uint8 [height, width, 3]."""
+    """Return the fields of an image message without its header. frame: uint8 [height, width, 3]."""
     height, width = frame.shape[:2]
     if form == "raw":
         shape = {"height": height, "width": width, "encoding": "rgb8", "is_bigendian": 0, "step": 3 * width}
@@ -69,15 +71,18 @@ GOAL = {"color": "red", "side": "left", "phrasing": 0}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--messages", type=int, default=1000, help="to send, whatever happens")
+    parser.add_argument("--messages", type=int, default=1000, help="number of frames to send before the end")
     parser.add_argument(
-        "--steps", type=int, default=600, help="after which it gives up before the first success"
+        "--steps",
+        type=int,
+        default=600,
+        help="number of episodes without success after which the program ends",
     )
     parser.add_argument("--seed", type=int, default=5000)
     parser.add_argument(
         "--cameras", choices=("raw", "jpeg", "large"), default="raw", help="large: JPEG of 448 x 448"
     )
-    parser.add_argument("--arrivals", action="store_true", help="print when each trajectory came")
+    parser.add_argument("--arrivals", action="store_true", help="print the arrival time of each trajectory")
     given = parser.parse_args()
     env = gymnasium.make("sinew/Blocks-v0", disable_env_checker=True).unwrapped
     seen, info = env.reset(seed=given.seed, options=dict(GOAL))
@@ -87,7 +92,7 @@ def main() -> None:
     joints = transport.publisher("/joint_states", "sensor_msgs/msg/JointState")
     transport.subscribe("/arm", "trajectory_msgs/msg/JointTrajectory", "command", follower.take)
     sent = steps = successes = 0
-    moved: list[float] = []  # millimetres from one target to the next, of an episode
+    moved: list[float] = []  # distances between two targets of an episode, in millimetres
     before: np.ndarray | None = None
     due = time.monotonic()
     while sent < given.messages or (not successes and steps < given.steps):
@@ -100,7 +105,7 @@ def main() -> None:
         due += STEP_S
         time.sleep(max(0.0, due - time.monotonic()))
         target = follower.target()
-        if target is None:  # nobody commands yet: the world waits
+        if target is None:  # without commands, the simulation waits
             continue
         if before is not None:
             moved.append(1e3 * float(np.linalg.norm(target[:3] - before[:3])))

@@ -1,15 +1,15 @@
-"""ROS 2's topics over DDS between two hosts, with loss and delay between them: what arrives, in which order, how late.
+"""Measure ROS 2 topics over DDS between two hosts with loss and delay: lost messages, their order and their ages.
 
     python -m tests.ros.two_hosts --loss 0.1 --delay 0.05 --messages 200
     python -m tests.ros.two_hosts --loss 0.1 --delay 0.02 --drive --cameras jpeg --quick
 
-The robot's host sends joint states as sensors do (best effort) and trajectories as commands (reliable), 50 a second of
-each; the other counts them. Two network namespaces (``benchmarks.network``), a process and a CycloneDDS participant in
-each; discovery as well goes over the line. The last line is JSON.
+The host of the robot sends joint states like a sensor (best effort) and trajectories like commands (reliable), 50 of
+each per second. The other host counts them. Each host is a network namespace (``benchmarks.network``) with a process
+and a CycloneDDS participant. Discovery uses the same network. The last line of the output is JSON.
 
-With ``--drive`` the robot's host has the simulated arm of ``tests.ros.twin``, cameras and all, and the other one
-`sinew serve` with the trained blocks policy and `sinew-ros run --transport dds`: what came of each topic, how late the
-trajectories were, whether the control period was kept, and blocks in their bin.
+With ``--drive``, the host of the robot runs the simulated arm of ``tests.ros.twin`` with its cameras. The other host
+runs `sinew serve` with the trained blocks policy and `sinew-ros run --transport dds`. The output then has the
+messages of each topic, the ages of the trajectories, the control period, and the blocks in their bins.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ LINE = (
 
 
 def send(count: int) -> None:
-    """Send once somebody has enabled it, as a robot's driver waits for its controller."""
+    """Send messages after the other host has enabled the robot, as a driver waits for its controller."""
     from sinew_ros.dds import Dds
 
     transport, begun = Dds(), threading.Event()
     transport.subscribe("/sinew/enable", "std_msgs/msg/Bool", "command", lambda _: begun.set())
     state, command = transport.publisher("/joint_states", JOINTS), transport.publisher("/arm", TRAJECTORY)
-    assert begun.wait(START_S), "nobody has enabled the robot"
+    assert begun.wait(START_S), "the robot was not enabled"
     for index in range(count):
         moment = time.time()
         stamp = {"sec": int(moment), "nanosec": int(moment % 1 * 1e9)}
@@ -57,12 +57,12 @@ def send(count: int) -> None:
         state({"header": header, "name": ["a"], "position": [0.0], "velocity": [], "effort": []})
         command({"header": header, "joint_names": ["a"], "points": []})
         time.sleep(PERIOD)
-    time.sleep(QUIET_S)  # what was lost is asked for again
+    time.sleep(QUIET_S)  # DDS requests lost messages again
     transport.close()
 
 
 def receive() -> None:
-    """Enable the robot until something comes; print what came once nothing has for three seconds."""
+    """Enable the robot until the first message arrives. Print the messages after three seconds without a message."""
     from sinew_ros.dds import Dds
 
     transport = Dds()
@@ -101,7 +101,7 @@ def side(between: Network, name: str, *command: object, quick: bool = False) -> 
 
 
 def measure(way: Way, count: int, seed: int = 0) -> dict[str, Any]:
-    """Return, of each topic, how many of ``count`` messages came, whether in order, and their ages in ms."""
+    """Return for each topic the number of messages that arrived, whether they were in order, and their ages in ms."""
     with network(way, way, seed) as between:
         robot = side(between, between.robot, "tests.ros.two_hosts", "--send", count)
         other = side(between, between.server, "tests.ros.two_hosts", "--receive")
@@ -125,7 +125,7 @@ def measure(way: Way, count: int, seed: int = 0) -> dict[str, Any]:
 
 
 def spread(ages: Sequence[float]) -> dict[str, float]:
-    """Return p50, p95 and max of ages, in the milliseconds that they are in."""
+    """Return p50, p95 and max of ages in milliseconds."""
     found = sorted(ages)
     if not found:
         return {}
@@ -140,8 +140,11 @@ def driven(
     way: Way, folder: Path, cameras: str = "raw",
     steps: int = 400, quick: bool = False, seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return how a policy drove the simulated arm over the line for ``steps`` of its control steps. quick: with
-    config/cyclonedds.xml on both."""
+    """Return how a policy drove the simulated arm over the network for ``steps`` control steps.
+
+    Args:
+        quick: Use config/cyclonedds.xml on both hosts.
+    """
     kind = "sensor_msgs/msg/Image" if cameras == "raw" else "sensor_msgs/msg/CompressedImage"
     contract = {
         "server": "tcp://127.0.0.1:5555",
@@ -198,7 +201,7 @@ def driven(
     for moment, points in came:
         while at < len(published) and published[at][1] != points:
             at += 1
-        assert at < len(published), "a trajectory came that was not sent, or before an older one"
+        assert at < len(published), "a trajectory arrived that was not sent, or in the wrong order"
         ages.append(1e3 * (moment - published[at][0]))
         at += 1
     control = report["control"]
@@ -238,7 +241,7 @@ def driven(
 
 
 def trajectories(bag: Path) -> list[tuple[float, list[list[float]]]]:
-    """Return when each trajectory of a bag was sent, and its points."""
+    """Return the time and the points of each trajectory in a bag."""
     from rosbags.rosbag2 import Reader
     from sinew_ros.bag import types
 
@@ -254,16 +257,18 @@ def trajectories(bag: Path) -> list[tuple[float, list[list[float]]]]:
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--loss", type=float, default=0.1)
-    parser.add_argument("--delay", type=float, default=0.05, help="seconds, of each direction")
+    parser.add_argument("--delay", type=float, default=0.05, help="delay of each direction in seconds")
     parser.add_argument("--messages", type=int, default=200)
     parser.add_argument("--send", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--drive", action="store_true", help="a policy drives an arm over the line")
+    parser.add_argument("--drive", action="store_true", help="let a policy drive an arm over the network")
     parser.add_argument(
         "--cameras", choices=("raw", "jpeg", "large"), default="raw", help="large: JPEG of 448 x 448"
     )
-    parser.add_argument("--quick", action="store_true", help="config/cyclonedds.xml on both hosts")
-    parser.add_argument("--steps", type=int, default=400, help="control steps of the robot, 20 a second")
+    parser.add_argument("--quick", action="store_true", help="use config/cyclonedds.xml on both hosts")
+    parser.add_argument(
+        "--steps", type=int, default=400, help="number of control steps of the robot, at 20 Hz"
+    )
     options = parser.parse_args(given)
     if options.send:
         send(options.send)

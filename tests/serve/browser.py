@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its DevTools protocol over a WebSocket; nothing else is installed for it."""
+"""A headless Chromium, controlled with its DevTools protocol over a WebSocket. It needs no further package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def find() -> str | None:
 
 
 class Page:
-    """One tab. ``errors`` has the exceptions and console errors that it reported."""
+    """One tab. ``errors`` contains its exceptions and console errors."""
 
     def __init__(self, socket: Any):
         self._socket, self._numbers = socket, itertools.count(1)
@@ -50,22 +50,23 @@ class Page:
         return message
 
     def reload(self) -> None:
-        """Load the page again; what is asked while it goes would have no answer."""
+        """Load the page again. Calls during the navigation would get no answer."""
         before = self._loads
         self.call("Page.reload")
         while self._loads == before:
             self._hear()
 
     def evaluate(self, script: str) -> Any:
-        """Return the value of an expression in the page; a promise is awaited."""
+        """Return the value of an expression in the page. If the value is a promise, wait for its result."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def wait(self, script: str) -> Any:
-        """Return the expression's value once it is true."""
+        """Return the value of an expression once it is true."""
         end = time.monotonic() + START_S
-        guarded = f"(() => {{ try {{ return {script}; }} catch (error) {{ return false; }} }})()"  # it may still load
+        # the page may still be loading
+        guarded = f"(() => {{ try {{ return {script}; }} catch (error) {{ return false; }} }})()"
         while not (found := self.evaluate(guarded)):
             assert time.monotonic() < end, f"{script}: {self.evaluate('document.body.innerText')[:2000]}"
             time.sleep(0.05)
@@ -73,14 +74,14 @@ class Page:
 
     def press(self, key: str, code: int) -> None:
         """Press and release one key."""
-        text = {"text": "\r"} if key == "Enter" else {}  # which submits a form
+        text = {"text": "\r"} if key == "Enter" else {}  # this text submits a form
         self.call(
             "Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=code, **text
         )
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=code)
 
     def size(self, width: int, height: int) -> None:
-        """Give the window a size, as a phone has it."""
+        """Set the size of the window, for example to that of a phone."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=True
         )
@@ -88,7 +89,7 @@ class Page:
 
 @contextmanager
 def browsing(address: str, folder: Path) -> Iterator[Page]:
-    """A browser with one page of ``address`` open while inside; its profile lies in ``folder``."""
+    """Open a browser with one page of ``address`` until the end of the block. ``folder`` gets its profile."""
     import urllib.request
 
     from websockets.sync.client import connect

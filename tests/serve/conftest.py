@@ -1,4 +1,4 @@
-"""The plugin of packages/lerobot_policy_sinew, for the tests that run it in LeRobot."""
+"""The plugin in packages/lerobot_policy_sinew, for the tests that run it in LeRobot."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ INSTALL = (
 
 @pytest.fixture(scope="session")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The plugin as pip installs it, which is how LeRobot finds it, in a folder of its own."""
+    """Build and unpack the plugin in its own folder, as pip installs it, so that LeRobot finds it."""
     folder = tmp_path_factory.mktemp("plugin")
     found = subprocess.run(
         [sys.executable, "-m", *INSTALL, "--target", folder, PLUGIN], capture_output=True, text=True
     )
     if found.returncode and "hatchling" in found.stderr:
-        pytest.skip("hatchling is not installed here, and the plugin is not built")
+        pytest.skip("hatchling is not installed, so the plugin cannot be built")
     assert found.returncode == 0, found.stderr
     return folder
 
 
 @pytest.fixture(autouse=True)
 def suite_stays_frozen() -> Iterator[None]:
-    """An exchange of policies searches for garbage in everything that was there when the server began.
+    """Exclude the objects of the test suite from the garbage collection of a hot-swap.
 
-    In a worker that is the whole suite: two million objects, more than a CPU second for each exchange. What a test
-    makes itself is not frozen, and is searched.
+    A hot-swap collects garbage among all objects that existed when the server started. In a test worker, these are
+    two million objects, which take more than a CPU second for each hot-swap. Objects of the test itself are still
+    collected.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "unfreeze", lambda: None)

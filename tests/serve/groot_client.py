@@ -1,10 +1,10 @@
-"""A client of GR00T's policy server, written to the public protocol alone: pyzmq, msgpack and numpy, nothing of Sinew.
+"""A client of GR00T's policy server, written from the public protocol: pyzmq, msgpack and numpy, without Sinew.
 
     python groot_client.py ADDRESS DIALECT < requests > replies
 
-Reads one pickle-free stream of ``.npz`` requests from a folder (see ``main``) and writes the replies beside them.
-DIALECT is n1.5, n1.6, n1.6-flat or n1.7: what the three releases of ``PolicyClient`` put on the wire, and the
-simulation wrapper's flat observations.
+It reads ``.npz`` requests from a folder (see ``main``) and writes the replies next to them. DIALECT is n1.5, n1.6,
+n1.6-flat or n1.7: the messages of the three releases of ``PolicyClient``, and the flat observations of the simulation
+wrapper.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zmq
 
 
 class ModalityConfig:
-    """Takes the two fields that every release has; a third one is a TypeError, as with a dataclass."""
+    """Has the two fields that every release has. As with a dataclass, a third field raises TypeError."""
 
     def __init__(self, delta_indices, modality_keys):
         assert isinstance(delta_indices, list)
@@ -52,7 +52,7 @@ def decode_n15(obj):
 
 
 def encode_raw(value):
-    """As msgpack-numpy does, whose keys are bytes."""
+    """Encode an array as msgpack-numpy does, with keys of bytes."""
     if isinstance(value, np.ndarray):
         return {
             b"nd": True,
@@ -84,7 +84,7 @@ HOOKS = {
 
 
 class PolicyClient:
-    """What ``gr00t.policy.server_client.PolicyClient`` does on the wire."""
+    """Sends the same messages as ``gr00t.policy.server_client.PolicyClient``."""
 
     def __init__(self, host="localhost", port=5555, api_token=None, dialect="n1.6", timeout_ms=60_000):
         self.dialect = dialect
@@ -128,8 +128,11 @@ class PolicyClient:
 
 
 def main():
-    """The folder holds ``request-N.npz``: arrays by key ("video.front", ...), "language" texts [B], "seed". Replies go
-    to ``reply-N.npz``; the last line of standard output is what the other endpoints said."""
+    """Send the requests in a folder and write the replies.
+
+    A request is ``request-N.npz``: arrays by key ("video.front", ...), "language" texts [B], "seed". The reply is
+    ``reply-N.npz``. The last line of standard output has the answers of the other endpoints.
+    """
     host, port, dialect, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     assert not any(name.split(".")[0] in ("sinew", "sinew_client", "tests") for name in sys.modules)
     client = PolicyClient(host, port, dialect=dialect)

@@ -1,11 +1,11 @@
-"""The blocks task as a robot of LeRobot's, for ``lerobot-rollout`` and, before 0.5, ``lerobot-record``, and a leader.
+"""The blocks task as a LeRobot robot, for ``lerobot-rollout`` and, before 0.5, ``lerobot-record``, and a leader arm.
 
-Copied into a package ``robots``, it is found with ``--robot.discover_packages_path=robots``. Its joints are the
-gantry's numbers; every command is one control step of the simulation, whatever the clock says. At an episode's end
-the program is interrupted, as a user would do it, and the file that ``ROBOT_LOG`` names says how many commands came
-and whether the block lies in its bin. The file that ``ROBOT_JOURNAL`` names gets a line for each command, with the
-state that it was sent at and how bright its frames were, and for each row that the leader gave: a row that no policy
-says, and that counts them.
+LeRobot finds it in a package ``robots`` with ``--robot.discover_packages_path=robots``. Its joints are the numbers of
+the gantry. Every command is one control step of the simulation, independent of the clock. At the end of an episode,
+the robot interrupts the program, as a user would. It writes the number of commands and the result to the file
+``ROBOT_LOG``. The file ``ROBOT_JOURNAL`` gets a line for each command, with the state and the brightness of the
+frames, and a line for each action of the leader. An action of the leader has a value that no policy returns, and a
+counter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lerobot.robots import Robot, RobotConfig
 from lerobot.teleoperators import Teleoperator, TeleoperatorConfig
 
 JOINTS = ("x.pos", "y.pos", "z.pos", "gripper.pos")
-MOST = 120  # commands of an episode
+MOST = 120  # largest number of commands of an episode
 
 
 def journal(**entry: Any) -> None:
@@ -41,8 +41,8 @@ class BlocksConfig(RobotConfig):
     side: str = "left"
     seed: int = 5000
     most: int = MOST
-    ends: bool = True  # with the episode
-    look_s: float = 0.0  # that a look takes, as one of a camera does
+    ends: bool = True  # interrupt the program at the end of an episode
+    look_s: float = 0.0  # seconds that an observation takes, as with a real camera
 
 
 class Blocks(Robot):

@@ -1,17 +1,24 @@
-"""LeRobot's own factory and commands with the plugin of packages/lerobot_policy_sinew, in the clients' interpreter.
+"""Run LeRobot's own factory and commands with the plugin in packages/lerobot_policy_sinew, in the clients'
+interpreter.
 
-``python lerobot_plugin.py factory FILE.npz OPTIONS...`` makes a policy from each JSON object with LeRobot's factory, as
-its commands do, lets it act on the observations in FILE.npz, and writes its actions, or why there is no such policy;
-the first is also saved, and made again from its folder; of one with a ``spec``, how many rows it executes. ``refusals
-OPTIONS...`` makes a policy from each, begun with LeRobot's settings ``rtc`` where it has them, shows it a frame, which
-its ``batch`` changes, or one for each of its ``steps``, and prints the shape of the last action, or the ``row`` itself,
-or why there is none.
-``resets OPTIONS...`` begins an episode of Blocks-v0 with each JSON object and prints what came of it. ``episodes
-ADDRESS`` prints how many rows LeRobot's rtc engine gets around resets, ``ahead ADDRESS`` the rows of two episodes.
-``guidance CASES...`` solves a toy head with LeRobot's real-time chunking and by what the plugin asks a server for.
-``dataset FOLDER`` opens a data set with LeRobot's class and prints its frames. ``reference FLAGS`` is the plugin's
-module of that name, ``libero FLAGS`` research/policies/libero_reference.py. ``lerobot-eval FLAGS`` is that command, by
-its entry point; so are its others.
+``python lerobot_plugin.py COMMAND ...`` has these commands:
+
+* ``factory FILE.npz OPTIONS...`` makes a policy from each JSON object with LeRobot's factory, and lets it act on the
+  observations in FILE.npz. It writes the actions, or the error. The first policy is also saved and loaded again. For
+  a
+  policy with a ``spec``, it writes the number of executed actions.
+* ``refusals OPTIONS...`` makes a policy from each JSON object, with LeRobot's settings ``rtc`` if there are any. It
+  shows
+  the policy a frame, which ``batch`` changes, or one frame for each of its ``steps``. It prints the shape of the last
+  action, or the ``row`` itself, or the error.
+* ``resets OPTIONS...`` begins an episode of Blocks-v0 with each JSON object and prints the result.
+* ``episodes ADDRESS`` prints how many actions LeRobot's rtc engine gets around resets.
+* ``ahead ADDRESS`` prints the actions of two episodes.
+* ``guidance CASES...`` solves a toy head with LeRobot's real-time chunking, and with the request of the plugin.
+* ``dataset FOLDER`` opens a data set with LeRobot's class and prints its frames.
+* ``reference FLAGS`` runs the module of the plugin with this name.
+* ``libero FLAGS`` runs research/policies/libero_reference.py.
+* ``lerobot-eval FLAGS`` and LeRobot's other commands run by their entry points.
 """
 
 from __future__ import annotations
@@ -81,7 +88,7 @@ def factory(file: str, *options: str) -> None:
 
 
 def act(seen, policy, before, after) -> np.ndarray:
-    """Return what a policy does on the observations, [steps, batch, action_dim]."""
+    """Return the actions of a policy for the observations, [steps, batch, action_dim]."""
     cameras = [name for name in seen.files if name not in ("state", "task")]
     policy.reset()
     rows = []
@@ -117,7 +124,15 @@ def refusals(*options: str) -> None:
 
 
 def batch(frames: int = 1, states: int = 1, tasks: int = 1, value: float = 0.5, step: int = 0) -> dict:
-    """Return what a policy is shown: so many of each, the value of every pixel, and the step as the state."""
+    """Return an observation batch.
+
+    Args:
+        frames: Number of frames.
+        states: Number of states.
+        tasks: Number of instructions.
+        value: Value of every pixel.
+        step: Value of the state.
+    """
     return {
         "observation.images.front": torch.full((frames, 3, 8, 8), value),
         "observation.state": torch.full((states, 2), float(step)),
@@ -156,7 +171,12 @@ def episodes(address: str) -> None:
         found.append(policy.predict_action_chunk(batch(step=step), **asked).shape[1])
 
     policy.reset()
-    for step in (1, 1, 2, 2):  # what may be of before, twice; what is of now, twice
+    for step in (
+        1,
+        1,
+        2,
+        2,
+    ):  # the answers to older frames twice, then the answers to the present frame twice
         ask(step)
     policy.reset()
     for step in (2, 3):
@@ -164,11 +184,11 @@ def episodes(address: str) -> None:
     thread = threading.Thread(target=ask, args=(4,))
     thread.start()
     time.sleep(0.2)
-    policy.reset()  # while that answer is awaited
+    policy.reset()  # reset the policy while it waits for that answer
     thread.join()
     policy.reset()
     began = time.monotonic()
-    while found[-1] == 0:  # a robot that shows the same for ever
+    while found[-1] == 0:  # the robot always shows the same frame
         ask(5)
     print(json.dumps({"rows": found[:7], "last": found[-1], "waited": time.monotonic() - began}))
 
@@ -188,7 +208,8 @@ def ahead(address: str) -> None:
 
 
 def guidance(*options: str) -> None:
-    """Print the largest difference to LeRobot's of each case, LeRobot's to what nobody guides, and how it is asked."""
+    """Print three values for each case: the largest difference to LeRobot, the difference to no guidance, and the
+    request."""
     from lerobot.configs.types import RTCAttentionSchedule
     from lerobot.policies.rtc.modeling_rtc import RTCProcessor
     from lerobot_policy_sinew.rtc import Continued
@@ -232,7 +253,7 @@ def guidance(*options: str) -> None:
         continued = Continued(settings, replace(spec, committed_rows=committed), {})
         state = np.zeros(width, np.float32)
         continued.answered(chunk[0].numpy(), state, continued.episode)
-        padded = torch.zeros(settings.execution_horizon, width)  # as its engine hands them over
+        padded = torch.zeros(settings.execution_horizon, width)  # LeRobot's engine passes a padded array
         padded[: len(left)] = left
         fields = continued.fields(padded.numpy(), delay, state)
         asked = continuation(ContinuationRequest(**fields), spec, Same, (), state, width)

@@ -1,4 +1,4 @@
-"""The releases of LeRobot that tests run, where `make clients` has put them."""
+"""The releases of LeRobot that tests run. `make clients` installs them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ RELEASES = ("0.4.4", "0.6.1")
 
 
 def lerobot_folder(release: str) -> Path | None:
-    """Return what has to be on the path for this release; None where it is not installed."""
+    """Return the folder of a release for the import path. None if it is not installed."""
     home = CLIENTS.parents[1]
     folders = (home / f"lerobot-{release}", *home.glob("lib/python*/site-packages"))
     return next((each for each in folders if (each / f"lerobot-{release}.dist-info").exists()), None)
 
 
-# What LeRobot imports of others, five seconds of each process; LeRobot itself is imported by each.
+# LeRobot imports these modules of other packages, which takes five seconds in each process. Each process imports
+# LeRobot itself.
 THIRD_PARTY = (
     "tests.serve.torchvision_operators",
     *("torchvision.io", "torch._dynamo", "datasets", "pandas", "pyarrow.parquet", "av", "cv2", "accelerate"),
@@ -32,7 +33,7 @@ THIRD_PARTY = (
 
 @cache
 def nursery(release: str) -> Nursery:
-    """Return what processes of this release are forked from: ``tests.processes.run(..., nursery=nursery(release))``."""
+    """Return the nursery for processes of a release: ``tests.processes.run(..., nursery=nursery(release))``."""
     paths = (ROOT, lerobot_folder(release))
     env = {
         **os.environ,
@@ -44,7 +45,7 @@ def nursery(release: str) -> Nursery:
 
 
 def _missing(release: str) -> pytest.MarkDecorator:
-    reason = f"LeRobot {release} is not installed in {CLIENTS.parents[1].name}; `make clients` does it"
+    reason = f"LeRobot {release} is not installed in {CLIENTS.parents[1].name}; run `make clients`"
     return pytest.mark.skipif(lerobot_folder(release) is None, reason=reason)
 
 
@@ -55,7 +56,8 @@ def _releases(*older: pytest.MarkDecorator) -> pytest.MarkDecorator:
 
 
 each_release = _releases()
-older_are_slow = _releases(pytest.mark.slow)  # minutes: `make test` has the newest only
+# the tests of older releases take minutes, so `make test` has only the newest one
+older_are_slow = _releases(pytest.mark.slow)
 newest_release = pytest.mark.parametrize(
     "release", [pytest.param(RELEASES[-1], marks=_missing(RELEASES[-1]))]
 )

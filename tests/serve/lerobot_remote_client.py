@@ -1,4 +1,4 @@
-"""A robot of LeRobot's remote inference: its messages, its order of steps and its checks, without LeRobot.
+"""A robot of LeRobot's remote inference with its messages, its order of steps and its checks, without LeRobot.
 
 LeRobot 0.7 was not on the package index when this was written. The client follows huggingface/lerobot at 88807eb6:
 ``remote_inference/{client,protocol,codec}.py`` and ``transport/zenoh.py``. It shares no code with the server.
@@ -19,12 +19,12 @@ import numpy as np
 import zenoh
 
 ROOT = "lerobot/inference/v1/deployments"
-WAIT_S = 30.0  # for what must happen under load; LeRobot's own limits are shorter
+WAIT_S = 30.0  # seconds to wait on a machine with load; LeRobot's own limits are shorter
 ECHOED = ("artifact_identity", "observation_id", "capture_time", "task", "task_version")
 
 
 class RemoteFault(Exception):  # noqa: N818 - the client's own word: it ends the run
-    """An error envelope, or an answer that LeRobot's client does not accept."""
+    """An error message of the server, or an answer that LeRobot's client does not accept."""
 
     def __init__(self, code: str, message: str, details: Any = None):
         super().__init__(f"{code}: {message}")
@@ -43,7 +43,7 @@ def tensor(value: np.ndarray, order: str = "little") -> dict[str, Any]:
 
 
 def rgb(frame: np.ndarray, data: bytes | None = None) -> dict[str, Any]:
-    """data: of a JPEG file; None for raw pixels."""
+    """Return the message of a frame. data: a JPEG file, or None for raw pixels."""
     return {
         "__lerobot_type__": "rgb",
         "encoding": "raw" if data is None else "jpeg",
@@ -62,14 +62,16 @@ def array(record: Mapping[str, Any]) -> np.ndarray:
 
 
 def direct(callback: Any) -> Any:
-    """Return a callback without a thread of its own, which would keep the process of a test that failed."""
+    """Return a callback that runs without its own thread, because such a thread would keep a failed test's process
+    alive."""
     return zenoh.handlers.Callback(callback, indirect=False)
 
 
 def opened(
     endpoint: str, key: str = "", mode: str = "peer", user: str = "sinew", **settings: Any
 ) -> zenoh.Session:
-    """Connect as the robot does: one endpoint, no discovery. settings: of Zenoh, with __ for /."""
+    """Open a session as the robot does: one endpoint and no discovery. settings: settings of Zenoh, with __ instead
+    of /."""
     config = zenoh.Config()
     for at, value in {
         "mode": mode,
@@ -85,14 +87,14 @@ def opened(
         config.insert_json5(at, json.dumps(value))
     try:
         session = zenoh.open(config)
-        atexit.register(session.close)  # one that a failed test left open would keep the process for ever
+        atexit.register(session.close)  # a session that a failed test left open would keep the process alive
         return session
     except zenoh.ZError as error:
         raise ConnectionError(f"cannot connect, or the key is not accepted: {error}") from error
 
 
 class RemoteRobot:
-    """One robot. features: checked by nobody but the server."""
+    """One robot. ``features`` is only checked by the server."""
 
     def __init__(self, address: str, deployment: str, key: str = "", mode: str = "peer", **settings: Any):
         endpoint = address.replace("://", "/")
@@ -116,7 +118,11 @@ class RemoteRobot:
         }
 
     def query(self, key: str, message: Mapping[str, Any] | bytes, timeout: float = WAIT_S) -> dict[str, Any]:
-        """Ask once a queryable matches, and return the answer. Raises TimeoutError for none."""
+        """Send a query when a queryable matches. Returns the answer.
+
+        Raises:
+            TimeoutError: No answer arrived.
+        """
         payload = message if isinstance(message, bytes) else msgpack.packb(message, use_bin_type=True)
         querier = self.session.declare_querier(
             key, target=zenoh.QueryTarget.ALL, consolidation=zenoh.ConsolidationMode.NONE, timeout=timeout
@@ -125,7 +131,7 @@ class RemoteRobot:
             end = time.monotonic() + timeout
             while not querier.matching_status.matching:
                 if time.monotonic() > end:
-                    raise TimeoutError(f"nobody answers {key}")
+                    raise TimeoutError(f"no server answers {key}")
                 time.sleep(0.005)
             replies = [reply.ok.payload.to_bytes() for reply in querier.get(payload=payload) if reply.ok]
         finally:
@@ -141,7 +147,7 @@ class RemoteRobot:
         return found
 
     def ask(self, key: str, message: Mapping[str, Any], kind: str) -> dict[str, Any]:
-        """A query whose answer must be of a kind and repeat the identity of its request."""
+        """Send a query whose answer must have a kind and repeat the identity of its request."""
         reply = self.query(key, message)
         same = ("instance_id", "request_id", "generation") + (() if kind == "accepted" else ("session_id",))
         if kind != "descriptor":
@@ -209,7 +215,7 @@ class RemoteRobot:
         return body
 
     def begin(self) -> None:
-        """Hear the answers, be present, and reset, as the client does after it was accepted."""
+        """Subscribe to the answers, declare the robot, and reset, as the client does after it was accepted."""
         self.answers: queue.Queue[bytes] = queue.Queue()
         self.texts: queue.Queue[bytes] = queue.Queue()
         self._heard = [
@@ -227,7 +233,7 @@ class RemoteRobot:
         }
         end = time.monotonic() + WAIT_S
         while not all(each.matching_status.matching for each in self._sent.values()):
-            assert time.monotonic() < end, "the server does not hear observations"
+            assert time.monotonic() < end, "the server does not subscribe to observations"
             time.sleep(0.005)
 
     def start(self, mode: str = "chunk", merge: str | None = None, **changes: Any) -> RemoteRobot:
@@ -271,7 +277,7 @@ class RemoteRobot:
     def receive(
         self, message: Mapping[str, Any], texts: bool = False, timeout: float = WAIT_S
     ) -> dict[str, Any]:
-        """Return the answer to a message; answers to older ones are dropped, as the client does."""
+        """Return the answer to a message. Answers to older messages are dropped, as in the client."""
         end = time.monotonic() + timeout
         while (left := end - time.monotonic()) > 0:
             try:
@@ -282,10 +288,10 @@ class RemoteRobot:
             if all(found[name] == message[name] for name in same):
                 raise_error(found)
                 return found
-        raise TimeoutError("no answer")
+        raise TimeoutError("no answer arrived in time")
 
     def infer(self, features: Mapping[str, Any], task: str = "go", **changes: Any) -> dict[str, Any]:
-        """Send an observation, and return the checked body of its action."""
+        """Send an observation. Returns the checked body of its action."""
         body = self.body(features, task, **changes)
         message = self.envelope("observation", body)
         self.send(message)
@@ -313,7 +319,7 @@ class RemoteRobot:
         return array(self.infer(features, task, **changes)["canonical_actions"])
 
     def say(self, features: Mapping[str, Any], kind: str, text: str, **changes: Any) -> dict[str, Any]:
-        """Ask for text, and return the checked body of the result."""
+        """Request text. Returns the checked body of the result."""
         body = self.body(features, delay=..., model_continuation=..., canonical_continuation=..., cursor=...)
         body |= {"kind": kind, "text": text, "intent_generation": 3} | changes
         message = self.envelope("language_request", body)

@@ -1,9 +1,10 @@
-"""A robot without hardware for LeRobot's own client, and that client's command line.
+"""A robot without hardware for LeRobot's own client, and the command line of this client.
 
 ``python tests/serve/lerobot_robot.py FLAGS`` is ``python -m lerobot.async_inference.robot_client FLAGS`` with one
-more robot type, ``without_hardware``, in an environment made of packages/clients.txt. Nothing of LeRobot is
-changed, but for nine lines of syntax under Python 3.11 (lerobot_syntax.py). The robot writes what it saw and did to
-the file named in ROBOT_LOG and leaves after ROBOT_STEPS actions.
+more
+robot type, ``without_hardware``, in an environment made from packages/clients.txt. LeRobot is unchanged, except for
+nine lines of syntax under Python 3.11 (lerobot_syntax.py). The robot writes its observations and commands to the file
+ROBOT_LOG, and ends after ROBOT_STEPS actions.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class WithoutHardware(Robot):
     def send_action(self, action: dict[str, float]) -> dict[str, float]:
         self.executed.append([action[name] for name in JOINTS])
         if len(self.executed) >= int(os.environ["ROBOT_STEPS"]):
-            raise KeyboardInterrupt  # as a user would; the client then stops in order
+            raise KeyboardInterrupt  # an interrupt as by a user; the client then ends normally
         return action
 
     def disconnect(self) -> None:
@@ -80,7 +81,7 @@ class WithoutHardware(Robot):
 
 
 if __name__ == "__main__":
-    # LeRobot looks the robot up in the module of its configuration, and this one will not be __main__ any more.
+    # LeRobot looks for the robot in the module of its configuration, which must not be __main__.
     sys.modules["lerobot_robot"] = sys.modules["__main__"]
     WithoutHardwareConfig.__module__ = "lerobot_robot"
 

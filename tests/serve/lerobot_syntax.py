@@ -1,8 +1,9 @@
-"""LeRobot 0.6 under Python 3.11: ``python -m tests.serve.lerobot_syntax FOLDER``, after an installation into FOLDER.
+"""Change LeRobot 0.6 for Python 3.11: ``python -m tests.serve.lerobot_syntax FOLDER``, after an installation into
+FOLDER.
 
-Its releases since 0.5 ask for Python 3.12, and what they use of it are three statements: ``type NAME = ...``, and type
-parameters of classes and of functions, nine lines in all. They are written here as Python 3.11 has them, which changes
-nothing that runs. A newer Python takes the files as they are. A file that does not compile afterwards is an error.
+The releases since 0.5 require Python 3.12 because of three kinds of statements: ``type NAME = ...``, and type
+parameters of classes and of functions, nine lines in total. This program rewrites these lines for Python 3.11,
+without a change of the behaviour. A newer Python needs no changes. A changed file that does not compile is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _FUNCTION = re.compile(r"^((?:@.*\n)*def \w+)\[([^\]]+)\](?=\()", re.MULTILINE)
 
 
 def lowered(source: str) -> str:
-    """Return a module's text with these statements as Python 3.11 has them."""
+    """Return the text of a module with these statements in the syntax of Python 3.11."""
 
     def a_class(found: re.Match[str]) -> str:
         head, parameters, bases = found.groups()
@@ -33,7 +34,7 @@ def lowered(source: str) -> str:
 
 
 def _variables(parameters: str) -> tuple[list[str], str]:
-    """Return the names of ``T, U: bound``, and the lines that make variables of them."""
+    """Return the names in ``T, U: bound``, and the lines that define them as type variables."""
     names, lines = [], "import typing\n"
     for parameter in parameters.split(","):
         name, _, bound = (part.strip() for part in parameter.partition(":"))

@@ -1,4 +1,4 @@
-"""A server in this process around a policy that does what its instruction says, for tests of what is around it."""
+"""A server in this process with a policy whose instruction selects its behaviour, for tests of the server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires
 
-WAIT_S = 60.0  # for what must happen; nothing is decided by how fast it does
+WAIT_S = 60.0  # seconds to wait; no test depends on the speed of the machine
 SPEC = PolicySpec(
     architecture="puppet",
     name="puppet",
@@ -52,12 +52,16 @@ GOOD = {"images": {"front": FRAME}, "state": np.zeros(2), "prompt": "go"}
 
 
 class Panic(BaseException):
-    """What ``except Exception`` does not catch."""
+    """An exception that ``except Exception`` does not catch."""
 
 
 class Puppet(ServedPolicy):
-    """Instructions: wait (until ``release``, or until it is cancelled), hang (until ``release``), fail, panic, exit,
-    memory; anything else is answered with the state's first number in every action."""
+    """A policy whose instruction selects its behaviour.
+
+    The instruction "wait" waits until ``release`` or until it is cancelled. "hang" waits until ``release``. "fail",
+    "panic", "exit" and "memory" raise exceptions. For any other instruction, each value of each action is the first
+    number of the state.
+    """
 
     spec = SPEC
 
@@ -65,7 +69,7 @@ class Puppet(ServedPolicy):
         self.release = threading.Event()
         self.computed: list[str] = []
         self.warm_ups = 0
-        self.sick: BaseException | None = None  # raised by everything
+        self.sick: BaseException | None = None  # every method raises this exception
 
     def warm_up(self) -> None:
         self.warm_ups += 1
@@ -74,7 +78,7 @@ class Puppet(ServedPolicy):
 
     def prepare(self, observation: Observation) -> Observation:
         shape = np.shape(observation.state)
-        if shape != (self.spec.state.dim,):  # the words of sinew.processing
+        if shape != (self.spec.state.dim,):  # the message is that of sinew.processing
             raise ObservationError("state", f"shape [{self.spec.state.dim}]", f"shape {list(shape)}")
         return observation
 
@@ -111,8 +115,18 @@ def desk(
     device_lock: DeviceLock | None = None,
     **options: Any,
 ) -> Iterator[SimpleNamespace]:
-    """wires: names, or web for openpi and http on one port. policy: in the puppet's place. Yields puppet, service,
-    scheduler and the address of each wire."""
+    """Run a server.
+
+    Args:
+        wires: Names of protocols, or "web" for openpi and http on one port.
+        listen: Settings of the sockets.
+        queue: Length of the queue.
+        stuck_s: Seconds after which an inference counts as stuck.
+        policy: A policy instead of the puppet.
+
+    Yields:
+        The puppet, the service, the scheduler and the address of each protocol.
+    """
     puppet = policy or Puppet()
     scheduler = Scheduler(puppet, queue_size=queue, supervisor=Supervisor(stuck_s), device_lock=device_lock)
     scheduler.start()
@@ -139,12 +153,12 @@ def desk(
 
 
 def lone(spec: PolicySpec, state_dim: int, action_dim: int, policy: Any = None, safety: Any = None) -> Any:
-    """Return a service of one policy that computes nothing, for codecs. state_dim, action_dim: padded."""
+    """Return a service with one policy that computes nothing, for codecs. state_dim, action_dim: padded sizes."""
     scheduler: Any = SimpleNamespace(policy=policy, device_lock=None)
     deployment = Deployment(scheduler, spec, {}, safety, state_dim, action_dim)
     return SimpleNamespace(
         spec=spec,
-        supervisor=SimpleNamespace(thread=lambda _name, _run: threading.current_thread()),  # nothing runs
+        supervisor=SimpleNamespace(thread=lambda _name, _run: threading.current_thread()),  # no thread runs
         policies=Policies(deployment),
         check_session=lambda _name: None,
         keeps_frames=lambda _deployment: False,
@@ -161,22 +175,22 @@ def enqueue(
     session: str = "",
     deadline: float | None = None,
 ) -> ServingJob:
-    """Give a scheduler a request that comes from no wire."""
+    """Pass a request to a scheduler without a protocol."""
     return scheduler.submit(
         ServingJob(Request("", decode, session=session, connection=client), deadline), on_done
     )
 
 
-def until(condition: Callable[[], Any], what: str = "it to happen") -> Any:
+def until(condition: Callable[[], Any], what: str = "the condition") -> Any:
     end = time.monotonic() + WAIT_S
     while not (found := condition()):
-        assert time.monotonic() < end, f"waited in vain for {what}"
+        assert time.monotonic() < end, f"the time limit ended while the test waited for {what}"
         time.sleep(0.005)
     return found
 
 
 def connect(address: str) -> socket.socket:
-    """A plain TCP connection to a wire."""
+    """Open a plain TCP connection to a server."""
     host, _, port = address.rpartition("//")[2].rpartition(":")
     return socket.create_connection((host, int(port)), timeout=WAIT_S)
 
@@ -185,14 +199,14 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + byt
 
 
 def frame(body: bytes, flags: int = 0, size: int | None = None) -> bytes:
-    """A ZMTP frame; ``size``: what its head says, if not the truth."""
+    """Return a ZMTP frame. ``size`` is the size in its header, if it differs from the real size."""
     size = len(body) if size is None else size
     head = bytes((flags, size)) if size < 256 else bytes((flags | 2,)) + size.to_bytes(8, "big")
     return head + body
 
 
 def shake(address: str, kind: bytes = b"DEALER", identity: bytes = b"") -> socket.socket:
-    """A ZMTP handshake by hand."""
+    """Make a ZMTP handshake without a ZeroMQ library."""
     peer = connect(address)
     ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
     ready += b"\x08Identity" + len(identity).to_bytes(4, "big") + identity
@@ -200,7 +214,7 @@ def shake(address: str, kind: bytes = b"DEALER", identity: bytes = b"") -> socke
     received = b""
     while len(received) < 64 + 2 or len(received) < 66 + received[65]:
         part = peer.recv(4096)
-        assert part, "the server hung up during the handshake"
+        assert part, "the server closed the connection during the handshake"
         received += part
     assert received[:1] == b"\xff"
     assert b"READY" in received
@@ -212,7 +226,7 @@ def request(number: int, prompt: str = "go", state: float = 0.0, **changes: Any)
 
 
 def closed_by_server(peer: socket.socket) -> bool:
-    """Read until the server hangs up."""
+    """Read until the server closes the connection. Returns whether it did."""
     try:
         while peer.recv(1 << 16):
             pass
@@ -222,6 +236,6 @@ def closed_by_server(peer: socket.socket) -> bool:
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the resident memory of this process in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096

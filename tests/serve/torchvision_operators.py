@@ -1,7 +1,7 @@
-"""Names of torchvision's operators, imported before it in the clients' interpreter.
+"""Define two operators of torchvision, before it is imported in the clients' interpreter.
 
-PyPI's torchvision is compiled against CUDA's torch. Beside a CPU build of torch its operators cannot be loaded, and its
-import wants two of their names; nothing here ever calls any.
+The torchvision on PyPI is compiled for torch with CUDA. With a CPU build of torch, its operators cannot be loaded,
+but its import needs two of their names. No test calls these operators.
 """
 
 import torch

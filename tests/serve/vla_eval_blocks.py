@@ -1,7 +1,7 @@
-"""The blocks task as a benchmark of vla-eval's, and its program around it: what unmodified users of that package run.
+"""The blocks task as a benchmark of vla-eval, with vla-eval's own program, as users of that package run it.
 
-``python -m tests.serve.vla_eval_blocks URL OUT EPISODES [WORKERS]`` plays with vla-eval's own orchestrator, one
-process of it per worker over one queue of episodes, and prints one JSON object a line for each benchmark.
+``python -m tests.serve.vla_eval_blocks URL OUT EPISODES [WORKERS]`` plays with vla-eval's own orchestrator, in one
+process for each worker and with one queue of episodes. It prints one JSON object per line for each benchmark.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SEED = 5000
 
 
 class Blocks(StepBenchmark):
-    """One task, whose episodes are the seeds that ``sinew eval`` plays."""
+    """A benchmark with one task, whose episodes have the seeds of ``sinew eval``."""
 
     render_backends = frozenset({"gpu", "cpu"})
 
@@ -66,7 +66,7 @@ class Blocks(StepBenchmark):
 
 
 def main(url: str, out: str, episodes: str, workers: str = "1", mode: str = "sync") -> None:
-    """Play and print what vla-eval found."""
+    """Play the episodes and print vla-eval's results."""
     benchmark = {
         "benchmark": "tests.serve.vla_eval_blocks:Blocks",
         "episodes_per_task": int(episodes),

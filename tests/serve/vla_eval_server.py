@@ -1,7 +1,7 @@
-"""A model server of vla-eval around a client of ours, served by vla-eval's own code: ``python -m
-tests.serve.vla_eval_server ADDRESS [CHUNK]`` prints the port, and what came of each episode when it ends.
+"""A model server of vla-eval that uses a Sinew client: ``python -m tests.serve.vla_eval_server ADDRESS [CHUNK]``.
 
-It asks for the same noise as ``sinew eval`` does with noise 0, so that the two play the same episodes.
+The program prints its port, and the result of each episode at its end. It requests the same noise as ``sinew eval``
+with noise 0, so that both play the same episodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SEED = 5000
 
 
 class Bridge(PredictModelServer):
-    """chunk: rows that are handed out of each chunk; 0: the chunk itself."""
+    """The model server. chunk: number of executed actions of each chunk, or 0 to return whole chunks."""
 
     def __init__(self, address: str, chunk: int) -> None:
         super().__init__(chunk_size=chunk or None)

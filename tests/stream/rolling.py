@@ -1,4 +1,4 @@
-"""A policy with random weights whose head takes a time per row, in the layout that training writes."""
+"""A policy with random weights whose head has a separate time for each action, in the layout that training writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATS = {
 
 
 def write_bundle(folder: Path) -> Path:
-    """Return a bundle of a rolling policy: camera front, 100 rows per second, windows of 6."""
+    """Write a bundle of a rolling policy: camera front, 100 actions per second, windows of 6."""
     model = SmolVLA(write_configs(folder, DESIGN, STATS))
     initialise(model, 0)
     with torch.no_grad():

@@ -1,6 +1,7 @@
-"""A hub on loopback: the routes of the Hugging Face hub that `huggingface_hub` asks to fetch and to commit files.
+"""A server on this machine with the routes of the Hugging Face hub that `huggingface_hub` uses to fetch and commit
+files.
 
-Large files travel as with git LFS, which `huggingface_hub` uses where HF_HUB_DISABLE_XET is set.
+Large files are sent with git LFS. `huggingface_hub` uses git LFS if HF_HUB_DISABLE_XET is set.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """Repositories (name -> folder) behind an address; ``asked`` has the paths of all requests.
+    """A hub with repositories at an address of this machine.
 
-    home: where repositories are made that do not exist. token: wanted of those who write. May be changed while it
-    runs: names of files that are not there; sizes, which it states of files instead of the true ones; bodies, which it
-    sends instead of a file's bytes; stall: it sends the first half of a file and waits, until ``go``.
+    A test may change the attributes while the hub runs.
+
+    Attributes:
+        asked: Paths of all requests.
+        home: Folder in which new repositories are created.
+        token: Token that writing clients must send.
+        sizes: Wrong sizes to report for files, by name.
+        bodies: Bytes to send instead of the content of a file, by name.
+        stall: True to send the first half of a file and then wait for ``go``.
     """
 
     def __init__(self, repositories: dict[str, Path], home: Path | None = None, token: str = "a-token"):
@@ -86,7 +93,7 @@ class FakeHub:
         return self.send(request, 404, b'{"error": "Repository not found"}', body, "RepoNotFound")
 
     def described(self, file: Path, name: str) -> dict[str, Any]:
-        """Return what is said of a file, as of large ones with git LFS."""
+        """Return the description of a file, for a large file as in git LFS."""
         data = file.read_bytes()
         size = self.sizes.get(file.name, len(data))
         lfs = {"sha256": hashlib.sha256(data).hexdigest(), "size": size, "pointerSize": 134}
@@ -134,7 +141,7 @@ class FakeHub:
         return self.send(request, 404, b'{"error": "no such route"}', True)
 
     def commit(self, request: BaseHTTPRequestHandler, name: str, data: bytes) -> None:
-        """Write the files of a commit, which comes as a line of JSON each."""
+        """Write the files of a commit, which arrive as one JSON object per line."""
         for line in map(json.loads, data.splitlines()):
             value = line["value"]
             if line["key"] == "header":
@@ -171,7 +178,7 @@ class FakeHub:
 
 @contextmanager
 def fake_hub(repositories: dict[str, Path], home: Path | None = None) -> Iterator[FakeHub]:
-    """Serve ``repositories`` while inside, and those that are made meanwhile in ``home``."""
+    """Serve ``repositories`` until the end of the block, and the repositories that clients create in ``home``."""
     hub = FakeHub(repositories, home)
     thread = threading.Thread(target=hub.server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

@@ -1,4 +1,4 @@
-"""What the tests of the CUDA engine share: cases to run, engines over them, and recorders that act like a graph."""
+"""Test cases for engine cuda, engines for these cases, and recorders that behave like a CUDA graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.closeness import rounding
 from tests.engines import run_one
 from tests.golden import Golden
 
-BOUND = 1e-5  # of the action scale, the largest absolute value of eager's chunk
+BOUND = 1e-5  # largest difference, as a fraction of the largest absolute value in eager's chunk
 CPU = torch.device("cpu")
 CASES = ["smolvla-2cam", "smolvla-3cam-padded", "pi0-2cam", "pi05-2cam"]
 ONE_PER_MODEL = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
@@ -37,7 +37,7 @@ ASSETS = Path(sinew.__file__).parent / "assets"
 
 @dataclass
 class Case:
-    """A policy under the eager engine, and one observation of it."""
+    """A policy on engine eager, and one observation."""
 
     policy: Policy
     observation: Observation
@@ -51,7 +51,7 @@ class Case:
         return self.policy.processor.inputs(self.observation, pixels=pixels)
 
     def eager(self, inputs: ModelInputs | None = None, steps: int = 10) -> np.ndarray:
-        """Of the frames as the processor prepares them."""
+        """Return eager's chunk for the frames that the processor has prepared."""
         return run_one(self.policy.engine, inputs or self.inputs(pixels=True), self.noise, steps)[0]
 
     def engine(self, recorder: GraphRecorder | None = None, **options: Any) -> CudaEngine:
@@ -64,7 +64,7 @@ class Case:
         )
 
     def onnx(self, directory: Path, steps: int) -> OnnxEngine:
-        """Export the planned model for two views into ``directory`` and open it in ONNX Runtime."""
+        """Export the planned model for two views to ``directory``, and open it in ONNX Runtime."""
         spec, image = self.policy.spec, self.policy.manifest.processing.image
         export_graphs(
             Plan.of(self.model, rewrites=ON_ONNX),
@@ -84,8 +84,15 @@ class Case:
         steps: int = 4,
         wanted: np.ndarray | None = None,
     ) -> float:
-        """Largest difference between eager (``wanted`` where it has run) and ``engine``, in units of the action
-        scale."""
+        """Return the largest difference between eager and ``engine``, as a fraction of the largest absolute value in
+        eager's chunk.
+
+        Args:
+            engine: The engine.
+            inputs: The inputs. None uses those of the case.
+            steps: Solver steps.
+            wanted: Eager's chunk, if it is already computed.
+        """
         if wanted is None:
             wanted = self.eager(None if inputs is None else self.prepared(inputs), steps)
         got, _ = run_one(engine, inputs or self.inputs(), self.noise, steps)
@@ -93,11 +100,12 @@ class Case:
         return float(np.abs(got - wanted).max() / np.abs(wanted).max())
 
     def refusal(self, found: np.ndarray, inputs: ModelInputs | None = None, steps: int = 4) -> str:
-        """Return why a chunk is no other float32 computation of eager's; empty if it may be (tests/closeness.py)."""
+        """Return the reason why a chunk cannot be a float32 computation of eager's chunk. "" if it can be
+        (tests/closeness.py)."""
         return rounding(lambda: self.eager(inputs, steps)).refusal(found)
 
     def prepared(self, inputs: ModelInputs) -> ModelInputs:
-        """Raw frames as the processor prepares them."""
+        """Prepare raw frames as the processor does."""
         from sinew.processing.image import prepare_frame
 
         if not inputs.frames:
@@ -109,7 +117,8 @@ class Case:
 
 def golden_case(directory: Path, bundle: Callable[[str], Path], name: str, dtype: str = "float32") -> Case:
     g = Golden(directory / name)
-    with mock.patch.object(machine, "half_units", return_value="the references'"):  # as a GPU has them
+    # use the kernels that a GPU uses for half precision
+    with mock.patch.object(machine, "half_units", return_value="the references'"):
         policy = load(bundle(name), dtype=dtype, device="cpu", engine="eager", allow_missing_cameras=True)
     return Case(policy, Observation.from_mapping(g.observation()), g.numpy("noise")[0])
 
@@ -121,7 +130,8 @@ def asset_case(name: str) -> Case:
 
 
 def shaken(case: Case) -> Case:
-    """Norms and biases far from their initial ones and zeros, so that losing one shows."""
+    """Set norms and biases to values far from their initial values, so that a missing norm or bias changes the
+    result."""
     generator = torch.Generator().manual_seed(5)
     for parameter in case.model.parameters():
         if parameter.ndim == 1:
@@ -131,8 +141,11 @@ def shaken(case: Case) -> Case:
 
 
 class Frozen(GraphRecorder):
-    """As a CUDA graph behaves, on a CPU: the program runs once to find its results, and every replay computes
-    again, from the same input memory into the same result memory. ``log``: what was recorded and replayed."""
+    """A recorder that behaves like a CUDA graph, on a CPU.
+
+    The program runs once to record its results. Each replay computes again, from the same input memory into the same
+    result memory. ``log`` contains the recordings and the replays.
+    """
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -147,20 +160,20 @@ class Frozen(GraphRecorder):
             for old, new in zip(tensors(held), tensors(program()), strict=True):
                 memory(old).copy_(memory(new))
 
-        for tensor in tensors(held):  # a graph has computed nothing until it is replayed
+        for tensor in tensors(held):  # a CUDA graph has computed nothing before its first replay
             memory(tensor).zero_()
         return RecordedGraph(replay, held)
 
 
 def memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Each element once, where a tensor repeats some."""
+    """Return a view of a tensor with each element once, also if the tensor repeats elements."""
     for axis, stride in enumerate(tensor.stride()):
         tensor = tensor.narrow(axis, 0, 1) if stride == 0 else tensor
     return tensor
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """The leaves of a program's result."""
+    """Return the tensors in the result of a program."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if is_dataclass(tree):

@@ -1,11 +1,11 @@
-"""The whole CUDA engine, at full size, on tensors that say they are on a GPU: PyTorch's fake tensors.
+"""Run the whole engine cuda at full size on PyTorch's fake tensors, which report that they are on a GPU.
 
-They hold nothing, and every operation over them checks what a GPU would refuse: operands of two devices, a host
-tensor where a device's belongs. ``torch.cuda``'s streams and graphs are stand-ins here, which count. Kernel
-launches look at the devices of their arguments.
+Fake tensors contain no values. Every operation on them makes the checks of a GPU: the operands are on one device, and
+no tensor of the host is used instead of a tensor of the device. Streams and graphs of ``torch.cuda`` are replaced by
+classes that count. Kernel launches check the devices of their arguments.
 
-A CPU build of PyTorch lacks one piece for that, the guard that switches between devices; ``GUARD`` is compiled to
-stand in for it. ``python -m tests.engine.cuda.fake_device FOLDER`` prints a line per case; the last line is JSON.
+A CPU build of PyTorch lacks the guard that switches between devices, so this module compiles one (``GUARD``).
+``python -m tests.engine.cuda.fake_device FOLDER`` prints a line for each case. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>); }
 """
-MODELS = {"pi0.5": (3, 200, 224), "pi0": (2, 0, 224), "smolvla": (2, 48, 512)}  # views, prompt, image
+# model -> number of views, tokens of the prompt, size of the image
+MODELS = {"pi0.5": (3, 200, 224), "pi0": (2, 0, 224), "smolvla": (2, 48, 512)}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("pi0.5", {}),
     ("pi0.5", {"scaled_norms": False, "stages": True}),
@@ -54,7 +55,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("smolvla", {"kernels": False}),
     ("smolvla", {"fp8": ("vision", "language")}),
 ]
-QUICK = [case for number, case in enumerate(CASES) if number in (1, 2, 3, 5)]  # every model and option
+QUICK = [
+    case for number, case in enumerate(CASES) if number in (1, 2, 3, 5)
+]  # contains every model and every option
 counted: Counter[str] = Counter()
 
 
@@ -81,7 +84,7 @@ def capture(
     assert capture_error_mode in ("global", "thread_local", "relaxed")
     before = counted["synchronize"]
     yield
-    assert counted["synchronize"] == before, "a wait in the middle of a capture"
+    assert counted["synchronize"] == before, "a wait while a graph is captured"
     counted["capture"] += 1
 
 
@@ -93,13 +96,13 @@ def launch(made: Launch) -> None:
 
 
 def quantized(weight: torch.Tensor) -> fp8.Fp8Weight:
-    """Without the look at the values."""
+    """Return FP8 weights without a check of their values."""
     data, scale = fp8.fp8_quantize.reference(weight)
     return fp8.Fp8Weight(data.contiguous(), scale.contiguous(), torch.bfloat16)
 
 
 def stand_in(folder: Path) -> None:
-    """Compile and load the guard, and replace what would ask a driver."""
+    """Compile and load the guard, and replace the functions that would call a driver."""
     source, library = folder / "guard.cpp", folder / "guard.so"
     source.write_text(GUARD)
     home = Path(torch.__file__).parent
@@ -112,7 +115,7 @@ def stand_in(folder: Path) -> None:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "get_device_capability": lambda device=None: (9, 0),
-        "get_device_name": lambda device=None: "a GPU that is not there",
+        "get_device_name": lambda device=None: "a fake GPU",
         "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
         "current_stream": lambda device=None: SimpleNamespace(synchronize=lambda: None),
         "stream": lambda stream: nullcontext(),
@@ -124,17 +127,17 @@ def stand_in(folder: Path) -> None:
         setattr(torch.cuda, name, value)
     fake_tensor.init_gpu_context = torch.cuda._lazy_init = lambda *_: (
         None
-    )  # of builds for CUDA, which would look
+    )  # functions of CUDA builds, which would call the driver
     Launch.__call__ = launch  # type: ignore[method-assign]
     fp8.quantize_weight = quantized
     kinds = {torch.bool: bool, torch.int64: np.int64, torch.uint8: np.uint8}
     kinds |= {torch.float32: np.float32, torch.float64: np.float64}
-    # The host's blocks are written and read through numpy, which fake tensors do not have.
+    # The memory blocks of the host are written and read with numpy, and fake tensors do not support numpy.
     torch.Tensor.numpy = lambda self, **_: np.zeros(tuple(self.shape), kinds[self.dtype])  # type: ignore[method-assign]
 
 
 def on_the_gpu(name: str) -> Any:
-    """The published model, in bfloat16 but for what it keeps in float32."""
+    """Return a model at its published size, in bfloat16 except for its float32 modules."""
     model = preset(name).model
     for part, module in model.named_modules():
         wide = part.split(".")[0] in model.float32_modules

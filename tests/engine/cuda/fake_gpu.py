@@ -1,11 +1,12 @@
-"""Whole programs of the published models through Triton's own launch path, for a GPU that is not there.
+"""Launch whole programs of the published models through Triton's own launch code, for a GPU that does not exist.
 
-A driver that has a GPU's properties and runs nothing stands below it; everything above is the real thing: the
-binding of arguments, the specialisation on values and alignment, the cache of compiled kernels, the compiler and
-``ptxas``. What is compiled is therefore what a GPU would be given, for every launch of a chunk at full size.
+A driver with the properties of a GPU replaces the real driver and runs nothing. All other parts are real: the binding
+of arguments, the specialisation by values and alignment, the cache of compiled kernels, the compiler and ``ptxas``.
+So every kernel of a full-size chunk is compiled as for a real GPU.
 
-``python -m tests.engine.cuda.fake_gpu CAPABILITY`` prints a line per case; the last line is JSON. It wants
-TRITON_CACHE_DIR to be an empty folder, and TRITON_INTERPRET not to be 1.
+``python -m tests.engine.cuda.fake_gpu CAPABILITY`` prints a line for each case. The last line is JSON. It requires
+that
+TRITON_CACHE_DIR is an empty folder and that TRITON_INTERPRET is not 1.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.kernels import tiles
 from tests.engine.cuda.test_cuda_full_size import META, program
 
-# KiB that a program may have: A100, Orin, RTX 40, H100, B100, Thor, RTX 50.
+# Shared memory of a program in KiB, for A100, Orin, RTX 40, H100, B100, Thor and RTX 50.
 SHARED = {80: 163, 87: 163, 89: 99, 90: 227, 100: 227, 110: 227, 120: 99}
-MODELS = {"pi0.5": (3, 200, 224), "pi0": (2, 16, 224), "smolvla": (2, 48, 512)}  # views, prompt, image
+# model -> number of views, tokens of the prompt, size of the image
+MODELS = {"pi0.5": (3, 200, 224), "pi0": (2, 16, 224), "smolvla": (2, 48, 512)}
 VARIANTS: dict[str, tuple[str, ...]] = {
     "bfloat16": (),
     "FP8": ("vision", "language", "head"),
-}  # what is in FP8
-CASES = {  # what differs between architectures and models, and not all that there is: each takes seconds
+}  # name of the variant -> components in FP8
+# these cases cover the differences between architectures and models, but not all combinations, because each takes
+# seconds
+CASES = {
     80: {"bfloat16": ("pi0.5", "smolvla")},
     87: {"bfloat16": ("pi0.5", "smolvla")},
     89: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("pi0.5",)},
@@ -45,14 +49,19 @@ CASES = {  # what differs between architectures and models, and not all that the
     120: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",)},
 }
 
-QUICK = {  # every variant, for one GPU; what there is beyond it is slow
+QUICK = {  # these cases cover every variant for one GPU, and the tests of the other cases are slow
     "bfloat16": ("pi0.5", "smolvla"),
     "FP8": ("smolvla",),
 }
 
 
 class FakeGpu:
-    """``launches``: of each kernel; ``compiled``: each specialisation's name, machine code and shared memory."""
+    """The driver of a GPU that does not exist.
+
+    Attributes:
+        launches: Number of launches of each kernel.
+        compiled: Name, machine code and shared memory of each specialisation.
+    """
 
     def __init__(self, capability: int):
         self.capability = capability
@@ -70,7 +79,7 @@ class FakeGpu:
 
         return launch
 
-    # What Triton asks a driver.
+    # Triton calls these methods of a driver.
 
     def get_current_device(self) -> int:
         return 0
@@ -92,7 +101,7 @@ class FakeGpu:
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:
-    """Return registers, and bytes of stack: where a register does not fit, it is kept there."""
+    """Return the registers of a kernel, and its stack in bytes, which holds values that do not fit into registers."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -108,7 +117,7 @@ def main(capability: int, quick: bool = False) -> dict[str, Any]:
     from triton.runtime import driver
 
     driver.set_active(gpu := FakeGpu(capability))
-    tiles.capability = lambda device: capability  # of the meta device, whose tensors have no memory
+    tiles.capability = lambda device: capability  # the device is meta, whose tensors have no memory
     return {"chunks": chunks(gpu, QUICK if quick else CASES[capability])}
 
 

@@ -1,7 +1,8 @@
-"""One check per kernel: run it on awkward tensors, compare with the reference, look at what it should not have touched.
+"""One check for each kernel: run it on unusual tensors, compare it with the reference, and check the memory around
+it.
 
-``module`` is the kernel's file, or a broken copy of it; the reference is always the real one. The checks of the
-kernels that own whole rows are in ``kernel_row_checks.py``.
+``module`` is the file of the kernel, or a copy with an error. The reference is always the real one. The checks of
+kernels that process whole rows are in ``kernel_row_checks.py``.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ from tests.engine.cuda.kernel_tensors import (
 
 try:
     import pytest
-except ImportError:  # on a machine with a GPU, `make gpu` runs the checks without it
+# Without Pillow, a check is skipped. On a machine with a GPU, `make gpu` runs the checks without Pillow.
+except ImportError:
     pytest = None  # type: ignore[assignment]
 
 needs_triton = pytest and pytest.mark.skipif(
-    triton is None, reason="triton is not installed (it exists for Linux alone)"
+    triton is None, reason="triton is not installed; it supports only Linux"
 )
 SMALL = Tile(16, 16, 16, stages=2)
 DEEPER = Tile(16, 16, 32, stages=2)
@@ -61,7 +63,15 @@ def loaded(name: str, path: Path) -> ModuleType:
 
 
 def norm_of(s: Source, M: int, columns: int, affine: bool, given: int) -> dict[str, Any]:
-    """Options of a product over a norm. given: columns of squares, which are not those of x; 0: no norm."""
+    """Return the options of a product after a norm.
+
+    Args:
+        s: Source of random tensors.
+        M: Rows.
+        columns: Columns of the input.
+        affine: Add scale and offset of the norm.
+        given: Number of columns of precomputed squares, which differ from those of x. 0: no norm.
+    """
     options: dict[str, Any] = {"bias": s.random(columns)} if affine else {}
     return options | ({"eps": EPS, "squares": s.parts(M, given)} if given else {})
 
@@ -157,8 +167,13 @@ def splitk_linear(
     to=None,
     tile=SPLIT,
 ) -> None:
-    """norm: with the squares of what is written, scaled: and once more times a scale. Both are of the values that
-    were stored."""
+    """Check the product whose depth is split over several programs.
+
+    Args:
+        norm: Also return the sums of squares of the written values.
+        scaled: Also multiply the written values by a scale.
+        to: Type of the output. Both options use the values as they were stored in this type.
+    """
     s = Source(dtype, device)
     x, weight = s.rows(M, K), s.weight(N, K)
     options = {"bias": s.random(N), "gate": s.random(N), "residual": s.rows(M, N)} if full else {}
@@ -167,7 +182,9 @@ def splitk_linear(
     to = to or dtype
     want, outs = KERNELS["splitk_linear"].reference(x, weight, **options, dtype=to), []
     scale = s.vector(N) if scaled else None
-    for _ in range(2):  # a graph replays the launch: the counters have to be zero again
+    for _ in range(
+        2
+    ):  # A graph would replay the launch, so the counters must be zero again after each launch.
         outs.append(target(M, N, dtype=to, device=device))
         again = target(M, N, dtype=to, device=device) if scaled else None
         squares = guarded_parts(M, module.blocks(N, tile), device) if norm else None
@@ -180,8 +197,8 @@ def splitk_linear(
             sums = squares.sum(-1, keepdim=True)
             assert torch.allclose(sums, total, rtol=2e-6, atol=0), "squares"
             around = squares._base
-            assert (around[0] == SENTINEL).all(), "squares: written before"
-            assert (around[M + 1 :] == SENTINEL).all(), "squares: written behind"
+            assert (around[0] == SENTINEL).all(), "squares: wrote before the output"
+            assert (around[M + 1 :] == SENTINEL).all(), "squares: wrote behind the output"
         if again is not None:
             close(module, "splitk_linear", again, other)
             untouched(again)
@@ -204,14 +221,14 @@ def packed_attention(
     hidden=0,
     tile=SPLIT,
 ) -> None:
-    """hidden: that many of the first keys may be seen by none."""
+    """Check attention over packed keys. ``hidden`` is the number of first keys that no query may use."""
     s = Source(dtype, device)
     q = (s.rows(M, H, D).float() * loud).to(dtype)
     kv = s.rows(P, KV, D), s.rows(P, KV, D)
     own = (s.rows(S, KV, D), s.rows(S, KV, D)) if S else None
     mask = s.random(M, P + S, dtype=torch.float32) > -0.5
-    mask[M // 2] = False  # a query that may see nothing
-    if key_mask:  # one row in memory, behind which the next byte would show another key
+    mask[M // 2] = False  # this query may use no key
+    if key_mask:  # the mask is one row in memory, and the byte after it would allow another key
         mask = (s.random(1, P + S, dtype=torch.float32) > 0.0).expand(M, -1)
     mask = mask & (torch.arange(P + S, device=mask.device) >= hidden) if hidden else mask
     workspace = Workspace(1 << 16, 64, device)
@@ -229,7 +246,8 @@ def packed_attention(
 def preprocess(
     module: ModuleType, dtype, device, size=(11, 14), to=(8, 12), exact=True, pad="center", patch=4, views=1
 ) -> None:
-    """Against the reference and against ``sinew.processing``: for float32 the bound there is 1e-6 of a unit range."""
+    """Compare the resize kernel with its reference and with ``sinew.processing``. The bound for float32 is 1e-6 for
+    values in [0, 1]."""
     box = Letterbox(*to, "pil_bilinear" if exact else "bilinear", pad, 0.0 if exact else -1.0)
     recipe = ImageRecipe(*to, (box,), mean=(0.5, 0.4, 0.3), std=(0.5, 0.6, 0.7))
     frames = np.random.default_rng(0).integers(0, 256, (views, *size, 3), dtype=np.uint8)
@@ -258,13 +276,13 @@ CHECKS = {
 }
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Beside the default shapes, none of whose sizes divides into tiles: the edges of every kernel.
+# The default sizes do not divide into tiles. These sizes are the special cases of every kernel.
 EDGES = {
     "norm_linear": [
-        {"M": 1, "K": 16, "N": 16},  # one row, whole tiles
+        {"M": 1, "K": 16, "N": 16},  # one row, and whole tiles
         {"given": 0, "affine": False},
         {"wide": True},
-        {"M": 33, "tile": Tile(16, 32, 64)},  # tiles larger than the problem
+        {"M": 33, "tile": Tile(16, 32, 64)},  # tiles that are larger than the product
         {"given": 5},
         {"given": 1, "affine": False},
         {"given": 0, "affine": False, "silu": True},
@@ -275,38 +293,39 @@ EDGES = {
         {"given": 3},
     ],
     "qkv_rope": [
-        {"KV": 0, "H": 2, "D": 32},  # queries alone
-        {"H": 0, "KV": 1, "D": 32},  # keys and values alone
+        {"KV": 0, "H": 2, "D": 32},  # only queries
+        {"H": 0, "KV": 1, "D": 32},  # only keys and values
         {"M": 1, "given": 0, "affine": False},
         {"tile": SPLIT, "K": 90},
         {"tile": SPLIT, "given": 3, "KV": 0, "D": 32},
-        {"K": 20, "M": 1, "tile": Tile(16, 16, 16, 4)},  # programs without any depth
+        {"K": 20, "M": 1, "tile": Tile(16, 16, 16, 4)},  # some programs get no part of the depth
     ],
     "splitk_linear": [
         {"norm": True, "scaled": True},
-        {"norm": True, "scaled": True, "to": torch.bfloat16, "K": 32},  # the way in: a narrower stream
+        # the input layer, whose output has a narrower type
+        {"norm": True, "scaled": True, "to": torch.bfloat16, "K": 32},
         {"norm": True, "M": 33, "N": 16, "full": False, "tile": Tile(16, 16, 16)},
         {"scaled": True, "tile": Tile(16, 32, 32, 1)},
         {"M": 1, "full": False},
-        {"K": 20, "tile": Tile(16, 16, 16, 4)},  # programs without any depth
+        {"K": 20, "tile": Tile(16, 16, 16, 4)},  # some programs get no part of the depth
         {"tile": Tile(16, 32, 32, 1)},
     ],
     "packed_attention": [
         {"S": 0, "tile": Tile(16, 16)},
-        {"P": 7, "S": 3, "tile": Tile(16, 16, split=4)},  # programs without any key
-        {"tile": Tile(16, 16, split=5)},  # parts that a kernel of their own joins
+        {"P": 7, "S": 3, "tile": Tile(16, 16, split=4)},  # some programs get no key
+        {"tile": Tile(16, 16, split=5)},  # another kernel joins the parts
         {"M": 9, "key_mask": True, "D": 32, "hidden": 20, "tile": Tile(16, 16, split=6)},
-        {"loud": 40.0},  # scores whose exponentials overflow unless the largest is taken off
+        {"loud": 40.0},  # exponentials overflow unless the largest score is subtracted
         {"M": 1, "H": 3, "KV": 1, "D": 64, "P": 16, "S": 16},
         {"key_mask": True},
         {"key_mask": True, "S": 0, "D": 32, "tile": Tile(16, 32)},
         {"S": 0, "P": 33},  # one key in the last part
-        {"M": 9, "hidden": 20, "loud": 40.0},  # a part of which nothing is seen; two row blocks
+        {"M": 9, "hidden": 20, "loud": 40.0},  # a part in which every key is hidden, and two blocks of rows
     ],
     "preprocess": [
         {"exact": False, "pad": "top_left", "views": 2},
-        {"exact": False, "size": (5, 5), "to": (12, 8)},  # enlarged
-        {"size": (8, 12)},  # already of the size
+        {"exact": False, "size": (5, 5), "to": (12, 8)},  # enlarges the frame
+        {"size": (8, 12)},  # the frame already has the requested size
         {"size": (1, 1)},
     ],
     **kernel_row_checks.EDGES,
@@ -318,21 +337,26 @@ def module_of(name: str) -> ModuleType:
 
 
 def all_checks() -> Iterator[tuple[str, torch.dtype, dict[str, Any]]]:
-    """(kernel, dtype, sizes) of every check that can hold on any machine."""
+    """Yield (kernel, dtype, sizes) of every check that some machine supports."""
     for name in CHECKS:
         for dtype in DTYPES:
             yield name, dtype, {}
             for sizes in EDGES[name]:
-                if DEVICE == "cuda" or dtype == torch.float32:  # the interpreter takes its time
+                # run only float32 in the interpreter, because it is slow
+                if DEVICE == "cuda" or dtype == torch.float32:
                     yield name, dtype, sizes
 
 
 def run(name: str, dtype: torch.dtype, sizes: dict[str, Any]) -> None:
-    """Raise AssertionError where the kernel is not its reference."""
+    """Run one check.
+
+    Raises:
+        AssertionError: The kernel differs from its reference.
+    """
     CHECKS[name](module_of(name), dtype, DEVICE, **sizes)
 
 
 def runs_here(name: str, sizes: dict[str, Any]) -> bool:
-    """Whether the device has the instructions of a check; the interpreter has all of them."""
+    """Return True if this device has the instructions that a check needs. The interpreter has all instructions."""
     needed = NEEDS if sizes.get("eighths") else KERNELS[name].capability
     return DEVICE == "cpu" or capability(torch.device(DEVICE)) >= needed

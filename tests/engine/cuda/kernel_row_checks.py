@@ -1,4 +1,4 @@
-"""The checks of kernels without a product: whole rows, from registers to registers. See ``kernel_checks.py``."""
+"""The checks of kernels without a matrix product, which process whole rows. See ``kernel_checks.py``."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ BLOCK, PAIR = Tile(n=16), Tile(2)
 
 
 class Output:
-    """What a kernel writes, [M, N] of ``to`` or e4m3 with its scales, in memory that shows a wrong store.
+    """The output of a kernel, [M, N] of type ``to``, or e4m3 with its scales, in memory that shows a wrong store.
 
-    scale: calibrated; None: a scale per row.
+    Args:
+        scale: A calibrated scale. None: one scale for each row.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Output:
         return {name: self.data.view(E4M3), "scales": self.scales[1:-1], "x_scale": self.x_scale}
 
     def check(self, module: ModuleType, name: str, want: Tensor) -> None:
-        """want: float32, not rounded."""
+        """Compare the output with ``want``, float32 values before rounding."""
         if self.scales is None:
             close(module, name, self.data, want.to(self.data.dtype))
             untouched(self.data)
@@ -74,7 +75,12 @@ def row_norm(
     quiet=1.0,
     away=0.0,
 ) -> None:
-    """quiet: what the stream is multiplied by; away: what is added to it."""
+    """Check the norm kernel.
+
+    Args:
+        quiet: Factor of the input.
+        away: Offset of the input.
+    """
     s = Source(dtype, device)
     stream = s.rows(M, C)
     stream.mul_(quiet).add_(away)
@@ -93,7 +99,7 @@ def row_norm(
     if total is not None:
         close(module, "row_norm", total, norm(stream, **affinity, **options)[0])
         untouched(total)
-    # Of the total that was written: the norm reads what the stream holds.
+    # The norm reads the sum as it was stored in the type of the stream.
     out.check(
         module, "row_norm", norm(stream if total is None else total, dtype=torch.float32, **affinity)[1]
     )
@@ -114,7 +120,7 @@ def activate(
     loud=1.0,
     tile=BLOCK,
 ) -> None:
-    """A row of zeros among the rows."""
+    """Check the activation kernel. One of the rows is zero."""
     s = Source(dtype, device)
     width = 2 * N if gated else N
     x = s.rows(M, width)
@@ -156,9 +162,10 @@ def rope(
 
 
 def fp8_quantize(module: ModuleType, dtype, device, M=7, K=50, scale: float | None = None, loud=1.0) -> None:
-    """To the bit: both divide exactly and round to nearest. A row of zeros among them."""
+    """Check the FP8 conversion bit for bit, because both sides divide exactly and round to nearest. One of the rows
+    is zero."""
     s = Source(dtype, device)
-    x = inside(s.random(M, K), 1e30)  # a largest value is blind to NaN
+    x = inside(s.random(M, K), 1e30)  # the padding is 1e30 instead of NaN, because a maximum ignores NaN
     x *= loud
     x[M // 2] = 0
     x_scale = None if scale is None else torch.tensor(scale, device=device)
@@ -179,36 +186,39 @@ EDGES: dict[str, list[dict[str, Any]]] = {
         {"branch": False},
         {"gate": False, "C": 64},
         {"M": 1, "C": 1},
-        {"affine": False, "quiet": 1e-4, "branch": False},  # as small as eps
+        {"affine": False, "quiet": 1e-4, "branch": False},  # values as small as eps
         {"kind": "layer", "offset": 0.0, "gate": False},
-        {"kind": "layer", "offset": 0.0, "away": 4.0, "branch": False},  # the mean is much of it
+        # the mean is large in comparison with the deviations
+        {"kind": "layer", "offset": 0.0, "away": 4.0, "branch": False},
         {"kind": "layer", "M": 1, "C": 1},
         {"to": torch.bfloat16},
         {"eighths": True, "kind": "layer", "offset": 0.0},
         {"eighths": True, "affine": False, "C": 64},
-        {"eighths": True, "scale": 0.002},  # most are beyond 448 of it
+        {"eighths": True, "scale": 0.002},  # most values are above 448 times the scale
         {"eighths": True, "scale": 0.05, "branch": False},
     ],
     "activate": [
         {"gated": False},
         {"activation": "silu", "bias": False},
         {"gated": False, "activation": "silu", "M": 1, "N": 1},
-        {"N": 64, "loud": 30.0},  # whole blocks; exponentials that overflow
+        {"N": 64, "loud": 30.0},  # whole blocks, and exponentials that overflow
         {"to": torch.bfloat16},
         {"eighths": True},
         {"eighths": True, "gated": False, "bias": False},
-        {"eighths": True, "scale": 0.02, "activation": "silu"},  # split, and with a scale
+        {"eighths": True, "scale": 0.02, "activation": "silu"},  # split columns, and a scale
         {"eighths": True, "scale": 0.001, "gated": False},
     ],
     "rope": [
-        {"KV": 0, "H": 2, "D": 32},  # queries alone
-        {"H": 0, "KV": 1, "D": 32},  # keys and values alone
+        {"KV": 0, "H": 2, "D": 32},  # only queries
+        {"H": 0, "KV": 1, "D": 32},  # only keys and values
         {"M": 1, "bias": False, "tile": Tile(4)},
         {"to": torch.bfloat16},
     ],
     "fp8_quantize": [
-        {"scale": 0.005},  # many values are beyond 448 of it, some below the 480 that would be NaN
-        {"scale": 3.0, "K": 64},  # most are below the smallest normal number
+        {
+            "scale": 0.005
+        },  # many values are above 448 times the scale, and some below 480 times, which would be NaN
+        {"scale": 3.0, "K": 64},  # most values are below the smallest normal number
         {"loud": 1e30, "M": 1, "K": 1},
         {"loud": 1e-30},
     ],

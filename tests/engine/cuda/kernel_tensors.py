@@ -1,7 +1,8 @@
-"""Tensors for the checks of kernels: random values inside memory that shows a wrong access, and how near is near.
+"""Random tensors for the checks of kernels, inside memory that shows a wrong access, and the bounds of the
+comparison.
 
-Inputs lie inside memory full of NaN, outputs inside memory full of a sentinel, so a load or a store that misses
-its mask shows.
+The memory around inputs is NaN, and the memory around outputs has a fixed value. So a load or store outside of its
+mask changes the result or this value.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from sinew.engine.cuda.kernels import fp8_quantize
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3
 from sinew.engine.cuda.kernels.lang import interpreted
 
-# Largest error over the reference's largest value; relative L2. The interpreter cuts bfloat16 off where a GPU rounds
-# it to nearest: up to 2^-7 of each scaled input and of the result, all downwards.
+# The entries are the largest error, relative to the largest reference value, and the relative L2 error. The
+# interpreter truncates bfloat16, while a GPU rounds to nearest. Truncation causes an error of up to 2^-7 of each
+# scaled input and of the result, always downwards.
 BOUNDS = {torch.float32: (2e-6, 1e-6), torch.bfloat16: (2**-5, 2**-6)}
 ON_A_GPU = {torch.float32: (5e-6, 2e-6), torch.bfloat16: (2**-7, 2**-8)}
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") == "0" else "cpu"
@@ -27,7 +29,7 @@ EPS = 1e-6
 
 
 class Source:
-    """Random tensors on a device, the same for the same seed."""
+    """Random tensors on a device. The same seed gives the same tensors."""
 
     def __init__(self, dtype: torch.dtype, device: str, seed: int = 0):
         self.dtype, self.device = dtype, device
@@ -38,33 +40,35 @@ class Source:
         return values.to(dtype or self.dtype).to(self.device)
 
     def rows(self, *shape: int) -> Tensor:
-        """[M, ...] with M strided rows, NaN between and behind them."""
+        """Return a tensor [M, ...] whose rows are not adjacent in memory. NaN is between and behind the rows."""
         return inside(self.random(*shape), float("nan"))
 
     def vector(self, size: int) -> Tensor:
-        """[size], NaN before and behind."""
+        """Return a vector [size] with NaN before and behind it."""
         return inside(self.random(1, size), float("nan"))[0]
 
     def parts(self, M: int, columns: int) -> Tensor:
-        """Float32 [M, columns] of sums of squares, contiguous, NaN before and behind."""
+        """Return sums of squares, float32 [M, columns], contiguous, with NaN before and behind them."""
         buffer = torch.full((M + 2, columns), float("nan"), device=self.device)
         buffer[1:-1] = self.random(M, columns, dtype=torch.float32).abs() + 0.1
         return buffer[1:-1]
 
     def weight(self, N: int, K: int) -> Tensor:
-        """[N, K] contiguous, NaN before and after, scaled so that products are of order one."""
+        """Return a contiguous weight [N, K] with NaN before and behind it, scaled so that products have a size of
+        about one."""
         flat = torch.full((N * K + 64,), float("nan"), dtype=self.dtype, device=self.device)
         flat[32:-32] = (self.random(N, K, dtype=torch.float32) * K**-0.5).to(self.dtype).flatten()
         return flat[32:-32].view(N, K)
 
 
 def guarded_parts(M: int, columns: int, device: str) -> Tensor:
-    """Float32 [M, columns] to be written, contiguous, a sentinel before, and behind for the rows of a whole tile."""
+    """Return an output float32 [M, columns], contiguous, in memory with a fixed value before it and for a whole tile
+    behind it."""
     return torch.full((1 + M + 64, columns), SENTINEL, device=device)[1 : M + 1]
 
 
 def inside(values: Tensor, filling: float) -> Tensor:
-    """The same values as a view of a larger buffer: two rows around it, rows 24 elements apart."""
+    """Return the values as a view of a larger buffer, with two rows around it and 24 more elements in each row."""
     M, *rest = values.shape
     size = int(np.prod(rest))
     buffer = torch.full((M + 2, size + 24), filling, dtype=values.dtype, device=values.device)
@@ -78,11 +82,11 @@ def target(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def untouched(view: Tensor) -> None:
-    """Nothing around an output of :func:`target` was written."""
+    """Check that nothing was written around an output of :func:`target`."""
     M, size = view.shape[0], int(np.prod(view.shape[1:]))
     buffer = view.new_empty(0).set_(view.untyped_storage()).view(M + 2, size + 24).clone()
     buffer[1 : M + 1, :size] = SENTINEL
-    assert (buffer == SENTINEL).all(), "written outside of the output"
+    assert (buffer == SENTINEL).all(), "the kernel wrote outside of the output"
 
 
 def close(module: ModuleType, name: str, got: Tensor, want: Tensor) -> None:
@@ -99,27 +103,28 @@ def close(module: ModuleType, name: str, got: Tensor, want: Tensor) -> None:
 
 
 def guarded(M: int, K: int, device: str) -> Tensor:
-    """Bytes [M, K], contiguous, in a buffer of 77s."""
+    """Return an output of bytes [M, K], contiguous, in a buffer with the value 77."""
     return torch.full((M * K + 32,), 77, dtype=torch.uint8, device=device)[16:-16].view(M, K)
 
 
 def unguarded(data: Tensor) -> None:
-    """Nothing around an output of :func:`guarded` was written."""
-    around = data._base  # the buffer that it lies in
+    """Check that nothing was written around an output of :func:`guarded`."""
+    around = data._base  # the buffer that contains the output
     assert around is not None
-    assert (around[:16] == 77).all(), "written before the output"
-    assert (around[-16:] == 77).all(), "written behind the output"
+    assert (around[:16] == 77).all(), "the kernel wrote before the output"
+    assert (around[-16:] == 77).all(), "the kernel wrote behind the output"
 
 
-# Of a row's largest value: what two float32 computations of it may differ by before they are converted to e4m3.
+# Two float32 results may differ by this fraction of the row's largest value, before they are converted to e4m3.
 SLACK = 3e-6
 
 
 def close_in_eighths(name: str, data: Tensor, scales: Tensor, want: Tensor, x_scale: Tensor | None) -> None:
-    """e4m3 [M, N] and float32 [M] are the conversion of ``want``, float32, or of a number next to it.
+    """Check that ``data`` e4m3 [M, N] with ``scales`` float32 [M] is the conversion of ``want``, or of a close
+    number.
 
-    The conversion itself is checked to the bit with fp8_quantize. A value that was rounded to bfloat16 before
-    is hundreds of times as far away as SLACK.
+    The check of fp8_quantize compares the conversion itself bit for bit. A value that was rounded to bfloat16 before
+    differs by hundreds of times SLACK.
     """
     _, wanted = fp8_quantize.reference(want, x_scale=x_scale)
     assert torch.isfinite(scales).all(), f"{name}: scales are not finite"
