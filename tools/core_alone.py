@@ -2,9 +2,9 @@
 
     python -m tools.core_alone [PYTEST ARGUMENTS]
 
-Builds both wheels and installs them into a new environment. This environment has every other package of the one that
-runs this program, but no distribution of this checkout. Commands and a few tests then run in a folder outside of the
-checkout. This takes about two minutes and needs no network.
+The program builds both wheels and installs them into a new environment. This environment has all packages of the
+present environment, except for the distributions of this checkout. Commands and a few tests then run in a folder
+outside of the checkout. This takes about two minutes and needs no network.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.installs import bare_environment, uv
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("packages/sinew-client", ".")
-# Tests of the core that need no simulated task, one file or folder for each part of the path of a request.
+# These tests of the core need no simulated task. There is one file or folder for each part of the path of a request.
 TESTS = (
     "tests/bundle",
     "tests/contract/test_targets.py",
@@ -60,7 +60,7 @@ assert chunk.actions.shape == (policy.spec.chunk_size, policy.spec.action.dim)
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, the status it ends with, and a part of what it prints."""
+    """A command line, its required exit status, and a text that it must print."""
 
     words: tuple[str, ...]
     status: int = 0
@@ -96,7 +96,7 @@ COMMANDS = (
 
 
 def environment(home: Path) -> Path:
-    """Make the environment and return its interpreter."""
+    """Create the environment. Returns its interpreter."""
     wheels = home / "wheels"
     for folder in FOLDERS:
         build = [*uv(), "build", "--no-config", "--quiet", "--no-build-isolation", "--python", sys.executable]
@@ -124,7 +124,7 @@ def run(command: Command, python: Path, folder: Path, variables: dict[str, str])
     """Run a command outside of the checkout.
 
     Raises:
-        SystemExit: It ends with another status, or does not print what it should.
+        SystemExit: The command exits with another status, or does not print the required text.
     """
     done = subprocess.run(
         [str(python), *command.words],
@@ -161,7 +161,10 @@ def main() -> int:
             shutil.copy(ROOT / file, work)
         (site,) = (home / "env" / "lib").glob("python*/site-packages")
         (work / "sinew").mkdir()
-        for folder in ("assets", "families"):  # where tests look for policies and reference data
+        for folder in (
+            "assets",
+            "families",
+        ):  # the tests look for policies and reference data in these folders
             (work / "sinew" / folder).symlink_to(site / "sinew" / folder)
         words = ["-m", "pytest", "-q", "-m", "not slow and not gpu and not kernels", *(sys.argv[1:] or TESTS)]
         return subprocess.run([str(python), *words], cwd=work, env=variables, check=False).returncode

@@ -1,8 +1,10 @@
-"""``make elsewhere``: the whole suite as other people run it, in fresh clones with environments of their own.
+"""``make elsewhere``: run the whole test suite as other users would, in new clones with their own environments.
 
-``python -m tools.elsewhere [NAME ...]`` runs ``make test`` once per place and prints a table; NAME is one of those that
-``--list`` shows, all of them where none is given. It ends with 1 where a test failed. A place that is another user's
-needs root, and interpreters that everybody may run.
+``python -m tools.elsewhere [NAME ...]`` runs ``make test`` once for each place and prints a table. A place is a way
+to
+run the suite, such as another user or another interpreter. ``--list`` prints the names of the places. By default, all
+places are run. The exit status is 1 if a test failed. A place with another user needs root, and interpreters that
+every user can run.
 """
 
 from __future__ import annotations
@@ -21,15 +23,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NOBODY = 65534
-KEPT = ("PATH", "SSL_CERT_FILE")  # of the environment, and what says where packages come from
+KEPT = (
+    "PATH",
+    "SSL_CERT_FILE",
+)  # environment variables to keep; the second one is needed to download packages
 TOTALS = re.compile(r"^(?:=+ )?(\d+ (?:passed|failed|error).*?)(?: =+)?$", re.MULTILINE)
 ALWAYS_BUSY = "while True: pass"
 
 
 @dataclass(frozen=True)
 class Place:
-    """How one stranger runs the suite. folder: of the clone. ignored: signals that the shell told it to ignore.
-    neighbours: programs that compute all the time. home: "" for an empty one, else what is wrong with it."""
+    """One way to run the test suite.
+
+    Attributes:
+        name: Name of the place.
+        python: Name of the interpreter.
+        folder: Folder of the clone.
+        lang: Language setting of the environment.
+        uid: User that runs the suite.
+        home: "" for an empty home folder, else its defect.
+        workers: Number of test processes.
+        order: Number for the order of the tests.
+        ignored: True to ignore signals, as a shell does for programs in the background.
+        neighbours: Number of other programs that compute all the time.
+    """
 
     name: str
     python: str = "python3.11"
@@ -51,9 +68,10 @@ PLACES = [
 
 
 def interpreter(name: str) -> str | None:
-    """Return the first interpreter of that name on the path that runs: one may be a stub of a version manager."""
+    """Return the first interpreter with this name on the path that works. A version manager may have a stub of this
+    name."""
     for folder in os.get_exec_path():
-        # What a launcher of versions finds by its folder, an empty home does not have.
+        # With an empty home folder, a version manager finds no interpreters.
         if found := shutil.which(name, path=folder):
             told = subprocess.run(
                 [found, "-c", "import sys; print(sys.executable)"], capture_output=True, text=True
@@ -64,13 +82,13 @@ def interpreter(name: str) -> str | None:
 
 
 def run(place: Place, folder: Path, arguments: list[str]) -> tuple[bool, str, list[str]]:
-    """Clone, install and test; return whether all passed, pytest's totals and the failures."""
+    """Clone, install and test. Returns whether all tests passed, pytest's totals and the failures."""
     home, clone, scratch = folder / "home", folder / place.folder, folder / "tmp"
     for each in (home, clone.parent, scratch):
         each.mkdir(parents=True, exist_ok=True)
     python = interpreter(place.python)
     if python is None:
-        return False, f"no {place.python} on the path runs", []
+        return False, f"no {place.python} on the path works; install it", []
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
     if place.uid:
         folder.chmod(0o755)
@@ -94,7 +112,7 @@ def run(place: Place, folder: Path, arguments: list[str]) -> tuple[bool, str, li
     log.parent.mkdir(parents=True, exist_ok=True)
     before = signal.getsignal(signal.SIGINT)
     try:
-        if place.ignored:  # as a shell does to what it starts in the background
+        if place.ignored:  # a shell ignores these signals in programs that it starts in the background
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         with log.open("w") as out:
             done = subprocess.run(
@@ -115,20 +133,20 @@ def run(place: Place, folder: Path, arguments: list[str]) -> tuple[bool, str, li
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="places; all of them where none is given")
-    parser.add_argument("--list", action="store_true", help="tell what they are")
-    parser.add_argument("--tests", nargs="+", default=[], help="in place of all")
+    parser.add_argument("names", nargs="*", help="places (default: all)")
+    parser.add_argument("--list", action="store_true", help="print the places and exit")
+    parser.add_argument("--tests", nargs="+", default=[], help="arguments of pytest (default: all tests)")
     given = parser.parse_args()
     known = {place.name: place for place in PLACES}
     if unknown := [name for name in given.names if name not in known]:
-        parser.error(f"expected some of {', '.join(known)}, got {', '.join(unknown)}")
+        parser.error(f"unknown place {', '.join(unknown)}; use one of {', '.join(known)}")
     table, every = [], True
     for place in [known[name] for name in given.names] or PLACES:
         if given.list:
             print(place)
             continue
         if place.uid and os.geteuid() != 0:
-            print(f"{place.name}: left out, only root can be another user")
+            print(f"{place.name}: skipped; run this program as root to test as another user")
             continue
         begun = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="sinew-elsewhere-") as folder:

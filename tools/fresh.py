@@ -1,7 +1,8 @@
-"""`make demo` as a stranger runs it: a clone of what is committed, an empty home, the public index: ``make fresh``.
+"""Run `make demo` as a new user would, in a clone with an empty home folder and the public package index: ``make
+fresh``.
 
-Prints the bytes that pip fetched (the sum of what it says, file by file), the seconds of installation and of the demo,
-and its successes. Fails where torch came along, or where an episode failed.
+The program prints the bytes that pip downloaded (the sum of pip's own output), the seconds of the installation and of
+the demo, and the successes. It fails if torch was installed, or if an episode failed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ UNITS = {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "python", nargs="*", default=[sys.executable], help="interpreters, one clone for each"
+        "python", nargs="*", default=[sys.executable], help="interpreters; each one runs in its own clone"
     )
     for python in parser.parse_args().python:
         with tempfile.TemporaryDirectory(prefix="sinew-fresh-") as folder:
@@ -36,7 +37,7 @@ def measured(python: str, folder: Path) -> str:
     clone, home = folder / "sinew", folder / "home"
     home.mkdir()
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-    # Whose certificates the network has, which old pips do not find by themselves, and nothing about packages.
+    # keep the certificates of the network, which old versions of pip do not find, and no settings of package indexes
     certificates = {key: os.environ[key] for key in ("PIP_CERT", "SSL_CERT_FILE") if key in os.environ}
     environment = certificates | {
         "HOME": str(home),
@@ -68,7 +69,9 @@ def measured(python: str, folder: Path) -> str:
     fetched = sum(float(number) * UNITS[unit] for number, unit in DOWNLOAD.findall(said))
     disk = sum(path.lstat().st_size for path in (clone / ".venv").rglob("*") if not path.is_dir())
     if any((clone / ".venv").glob("lib/python*/site-packages/torch")):
-        sys.exit("expected no torch in the demo's environment")
+        sys.exit(
+            "torch is in the environment of the demo, which must not need it; check the extra of `make demo`"
+        )
     (played,) = json.loads((clone / "build" / "demo" / "report.json").read_text())["variants"]
     if played["success"] != 1.0:
         sys.exit(f"expected every episode to succeed, got {played['success']}")

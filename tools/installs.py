@@ -1,10 +1,10 @@
-"""Every install line of this repository against the public index: ``python -m tools.installs`` (make installs).
+"""Check every install command of this repository with the public package index: ``python -m tools.installs``.
 
-Lines are taken from the README, the pages, the packages, the Makefile (as ``make -n`` prints them) and
-docker/install.sh (as it runs, role by role, over a stand-in for Python). uv resolves each without local wheels and
-configuration files, for Python 3.11 to 3.14; nothing but metadata is downloaded (pip's own ``--dry-run`` downloads
-whole wheels: 2.8 GB for torch). Then a table: platform x Python x role, with packages and bytes. Last, numbers that
-documents say are compared with the index's.
+``make installs`` runs this program. The commands come from the README, the pages, the packages, the Makefile (as
+``make -n`` prints them) and docker/install.sh (run for each role with a script instead of Python). uv resolves each
+command for Python 3.11 to 3.14, without local wheels and configuration files. uv downloads only metadata. (pip's own
+``--dry-run`` downloads whole wheels, 2.8 GB for torch.) The program then prints a table of platform x Python x role
+with packages and bytes. Last, it compares the download sizes in the documents with the index.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from packaging.utils import parse_wheel_filename
 ROOT = Path(__file__).resolve().parents[1]
 CLIENT, EVAL, PERF = "./packages/sinew-client", "./eval", "./perf"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-OLDEST = {"client": ("3.8", *PYTHONS)}  # robots have old distributions
-# How people call it -> uv's name, and the tags of wheels that run there, best first.
+OLDEST = {"client": ("3.8", *PYTHONS)}  # robots have old distributions of Linux
+# Key: platform as people name it. Value: uv's name, and the tags of wheels that run there, best first.
 LINUX = [f"manylinux_2_{minor}_{{0}}" for minor in range(39, 4, -1)]
 PLATFORMS: dict[str, tuple[str, list[str]]] = {
     "Linux x86-64": (
@@ -54,16 +54,16 @@ ROLES = {
     "full": [CLIENT, ".[full]", EVAL, PERF],
     "everything": [CLIENT, ".[dev,sim]", EVAL, PERF],
 }
-UNCONSTRAINED = {"client"}  # its ranges are wide for old robots
+UNCONSTRAINED = {"client"}  # the version ranges of this role are wide, for old robots
 
 OURS = (
     "sinew-vla",
     "sinew-vla-client",
     "sinew-vla-eval",
     "sinew-vla-perf",
-)  # in constraints.txt these have no line
+)  # constraints.txt has no line for these packages
 
-# What is no install of ours, by its text -> why nothing asks the index.
+# Key: text of a command that is not checked. Value: the reason.
 EXEMPT = {
     "pip install '...[rerun]'": "is a message that is quoted, beside the line that has the tested versions",
     "pip install -e './my-arm[test]'": "is of the package that the line above wrote; tests/cli/test_new.py installs it",
@@ -95,7 +95,13 @@ FLAGS = (
 
 @dataclass
 class Line:
-    """One install. names: what is installed, as on the command line. uv: the line is uv's, which reads [tool.uv]."""
+    """One install command.
+
+    Attributes:
+        where: File that contains the command.
+        names: Packages, as on the command line.
+        uv: True for a command of uv, which reads [tool.uv].
+    """
 
     where: str
     text: str
@@ -103,17 +109,21 @@ class Line:
     files: list[str] = field(default_factory=list)
     constrained: bool = False
     alone: bool = False  # --no-deps
-    newest: bool = False  # --ignore-requires-python: what it names is for the newest Python alone
+    newest: bool = False  # --ignore-requires-python: the package is for the newest Python only
     uv: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What the index is asked for: equal lines are asked once."""
+        """The question to the index. Equal commands are resolved only once."""
         return (*self.names, None, *self.files, self.constrained, self.alone, self.uv)
 
 
 def parse(where: str, text: str) -> Line:
-    """Return what a line installs. Raises ValueError for a word that is not known here: a line nobody checks."""
+    """Parse an install command.
+
+    Raises:
+        ValueError: The command contains an unknown word, so it cannot be checked.
+    """
     words = shlex.split(text.split(" && ", maxsplit=1)[0], comments=True)
     line = Line(where, text)
     while words and (
@@ -151,24 +161,24 @@ def parse(where: str, text: str) -> Line:
         elif verb and not word.startswith("-"):
             line.names.append(word)
         else:
-            raise ValueError(f"{where}: {text}: {word!r} is not known to tools/installs.py")
+            raise ValueError(f"{where}: {text}: {word!r} is unknown; add it to tools/installs.py")
     if not verb or not (line.names or line.files):
-        raise ValueError(f"{where}: {text}: expected an install of something")
+        raise ValueError(f"{where}: {text}: expected the name of a package")
     return line
 
 
-# ----------------------------------------------------------------------------- where lines are
+# ----------------------------------------------------------------------------- where the commands are
 
 
 def pages() -> list[Path]:
-    """Return the documents; research/log tells of the past."""
+    """Return the documents. research/log describes the past, so it is left out."""
     found = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
     own = [ROOT / "eval" / "README.md", ROOT / "perf" / "README.md"]
     return [*found, *sorted((ROOT / "packages").glob("*/README.md")), *own]
 
 
 def written(text: str) -> list[str]:
-    """Return the install lines of a document's blocks and of its sentences."""
+    """Return the install commands in the blocks and sentences of a document."""
     text = text.replace("\\\n", " ")
     blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
     blocks += ["\n".join(each) for each in [re.findall(r"^ {4}\S.*$", text, re.MULTILINE)]]
@@ -193,7 +203,7 @@ def of_documents() -> list[Line]:
 
 
 def unseen() -> list[str]:
-    """Return lines of documents that speak of an installer and that :func:`written` did not find."""
+    """Return the lines of documents that mention an installer and that :func:`written` did not find."""
     missed = []
     for path in pages():
         text = path.read_text()
@@ -206,7 +216,11 @@ def unseen() -> list[str]:
 
 
 def of_makefile() -> list[Line]:
-    """Return what the targets that install would run. Raises ValueError where the file has another pip than they."""
+    """Return the install commands that the targets of the Makefile would run.
+
+    Raises:
+        ValueError: The Makefile contains other commands of pip.
+    """
     with tempfile.TemporaryDirectory() as folder:
         said = subprocess.run(
             ["make", "-n", "env", "clients", "docs", f"VENV={folder}/env", f"PYTHON={sys.executable}", "TORCH_INDEX="],
@@ -218,7 +232,7 @@ def of_makefile() -> list[Line]:
         line
         for line in recipes
         if line.startswith("\t") and re.search(r"\$\(PIP\)|-m pip|\buv ", line)
-        if ".venv-ros/" not in line  # whose packages are there for Python 3.11 alone
+        if ".venv-ros/" not in line  # the packages of this environment exist only for Python 3.11
     ]
     if len(lines) != len(written_there):
         raise ValueError(
@@ -239,7 +253,7 @@ fi
 
 
 def of_docker() -> list[Line]:
-    """Return what docker/install.sh runs for each role, with the extras of the image."""
+    """Return the install commands that docker/install.sh runs for each role, with the extras of the image."""
     found = []
     extras = re.findall(r"^ARG EXTRAS=(\S+)$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
@@ -278,27 +292,38 @@ def of_docker() -> list[Line]:
 
 
 def all_lines() -> list[Line]:
-    """Raises ValueError for a line that nobody would check."""
+    """Return all install commands.
+
+    Raises:
+        ValueError: A command cannot be checked.
+    """
     if missed := unseen():
-        raise ValueError("\n".join(["install lines that tools/installs.py does not see:", *missed]))
+        raise ValueError(
+            "\n".join(
+                [
+                    "install commands that tools/installs.py cannot parse; change its function `written`:",
+                    *missed,
+                ]
+            )
+        )
     return [*of_documents(), *of_makefile(), *of_docker()]
 
 
-# ----------------------------------------------------------------------------- the index
+# ----------------------------------------------------------------------------- the package index
 
 
 class RefusedError(Exception):
-    """The index cannot give what a line asks for."""
+    """The index cannot provide the packages of a command."""
 
 
 def uv() -> list[str]:
     if found := shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"):
         return [found]
-    raise SystemExit("uv is not installed here: `make env` installs it")
+    raise SystemExit("uv is not installed; run `make env`")
 
 
 def bare_environment() -> dict[str, str]:
-    """Return this environment without what says where packages are."""
+    """Return the environment variables without settings of package indexes."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_", "PYTHON"))}
     return {**kept, "UV_PYTHON_DOWNLOADS": "never", "MACOSX_DEPLOYMENT_TARGET": "14.0", "NO_COLOR": "1"} | {
         key: os.environ[key] for key in ("UV_CACHE_DIR",) if key in os.environ
@@ -317,7 +342,7 @@ LOCAL = {
 
 @cache
 def wheels() -> dict[str, Path]:
-    """Build this checkout's distributions, once; folder -> wheel."""
+    """Build the distributions of this checkout once. Returns folder -> wheel."""
     home, built = Path(tempfile.mkdtemp(prefix="sinew-installs-")), {}
     atexit.register(shutil.rmtree, home)
     for folder in LOCAL:
@@ -336,25 +361,30 @@ def wheels() -> dict[str, Path]:
 
 
 def as_wheel(name: str) -> str:
-    """Return a requirement for the wheel of a folder of this checkout; another name is returned as it is."""
+    """Return the wheel of a folder of this checkout as a requirement. Any other name is returned unchanged."""
     folder, bracket, extras = name.partition("[")
     return f"{LOCAL[folder]}{bracket}{extras} @ {wheels()[folder].as_uri()}" if folder in LOCAL else name
 
 
 def as_folder(name: str) -> str:
-    """Return a requirement for a folder of this checkout; another name is returned as it is."""
+    """Return a folder of this checkout as a requirement. Any other name is returned unchanged."""
     folder, bracket, extras = name.partition("[")
     return f"{LOCAL[folder]}{bracket}{extras} @ {(ROOT / folder).as_uri()}" if folder in LOCAL else name
 
 
 def resolve(line: Line, platform: str, python: str) -> list[dict[str, Any]]:
-    """Return the packages that a line brings to an empty environment, as PEP 751 writes them.
+    """Resolve a command for an empty environment.
 
-    Raises :class:`RefusedError`.
+    Returns:
+        The packages in the form of PEP 751.
+
+    Raises:
+        RefusedError: The index cannot provide the packages.
     """
     with tempfile.TemporaryDirectory() as folder:
         lock, wanted = Path(folder) / "pylock.toml", Path(folder) / "wanted.in"
-        # A wheel tells its requirements without being built again. uv's lines keep the folder, which has [tool.uv].
+        # A wheel contains its requirements, so it is not built again. The commands of uv keep the folder, which has
+        # [tool.uv].
         names = [as_folder(name) if line.uv else as_wheel(name) for name in line.names]
         wanted.write_text("\n".join(names) + "\n")
         command = [*uv(), "pip", "compile", "--no-config", "--quiet", "--python", sys.executable]
@@ -373,7 +403,8 @@ def resolve(line: Line, platform: str, python: str) -> list[dict[str, Any]]:
 
 
 def size(packages: list[dict[str, Any]], platform: str, python: str) -> tuple[int, int, list[str]]:
-    """Return how many packages come from the index, the bytes of their wheels, and those that have to be compiled."""
+    """Return the number of packages from the index, the bytes of their wheels, and the packages that must be
+    compiled."""
     version = tuple(map(int, python.split(".")))
     places = PLATFORMS[platform][1]
     order = [
@@ -398,7 +429,7 @@ def size(packages: list[dict[str, Any]], platform: str, python: str) -> tuple[in
 
 
 def reachable() -> str:
-    """Return why the index cannot be asked, "" if it can."""
+    """Return the reason why the index cannot be reached, or ""."""
     try:
         wheels()
         resolve(Line("here", "pip install msgpack", ["msgpack"]), HOME, PYTHONS[0])
@@ -411,10 +442,10 @@ def amount(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
-# ----------------------------------------------------------------------------- what documents say
+# ----------------------------------------------------------------------------- sizes in the documents
 
 PAGE = ROOT / "docs" / "install.md"
-# Where a size to download is said in words -> role and platform. Each pattern has one number and its unit.
+# Key: pattern of a download size in a document, with one number and its unit. Value: role and platform.
 SAID = (
     ("Makefile", r"without torch: ([\d.]+ [MG]B) to download", "demo"),
     ("Makefile", r"everything else into \$\(VENV\): ([\d.]+ [MG]B) to download, and torch", "rest"),
@@ -422,7 +453,7 @@ SAID = (
     ("README.md", r"The following commands download ([\d.]+ [MG]B)", "demo"),
     ("README.md", r"`make test` downloads\s+([\d.]+ [MG]B) on Linux", "everything"),
 )
-AGREES = 0.06  # of a number of two digits
+AGREES = 0.06  # allowed relative difference, because the documents have numbers of two digits
 
 
 def number(text: str) -> float:
@@ -431,7 +462,7 @@ def number(text: str) -> float:
 
 
 def disagreements(rows: dict[tuple[str, str, str], tuple[int, int, list[str]]]) -> list[str]:
-    """Return what documents say of sizes and the index does not."""
+    """Return the download sizes in documents that differ from the index."""
     here = {role: rows[HOME, "3.12", role][1] for role in ROLES}
     torch = sum(
         size(resolve(parse("here", "pip install -c constraints.txt torch"), HOME, "3.12"), HOME, "3.12")[1:2]
@@ -441,19 +472,19 @@ def disagreements(rows: dict[tuple[str, str, str], tuple[int, int, list[str]]]) 
     for name, pattern, role in SAID:
         said = re.findall(pattern, (ROOT / name).read_text())
         if not said:
-            found.append(f"{name}: says nothing like {pattern!r}")
+            found.append(f"{name}: contains no text for the pattern {pattern!r}")
         found += [
-            f"{name}: says {each} for {role}, the index {amount(known[role])}"
+            f"{name}: states {each} for {role}, but the index states {amount(known[role])}; correct the document"
             for each in said
             if abs(number(each) - known[role]) > AGREES * known[role]
         ]
     if (wanted := page_table(rows)) not in PAGE.read_text():
-        found.append(f"{PAGE.name}: its table is not\n{wanted}")
+        found.append(f"{PAGE.name}: expected this table; copy it:\n{wanted}")
     return found
 
 
 def page_table(rows: dict[tuple[str, str, str], tuple[int, int, list[str]]]) -> str:
-    """Return the table of docs/install.md: Python 3.12."""
+    """Return the table for docs/install.md, for Python 3.12."""
     lines = ["| | " + " | ".join(ROLES) + " |", "|---" * (len(ROLES) + 1) + "|"]
     for platform in PLATFORMS:
         cells = [
@@ -468,13 +499,13 @@ HEAD = re.compile(r"(?:#.*\n)+")
 
 
 def lock(*more: str) -> str:
-    """Return constraints.txt as uv writes it for all platforms at once, starting from what is there."""
+    """Return constraints.txt as uv writes it for all platforms together, starting with the present versions."""
     there = (ROOT / "constraints.txt").read_text()
     head = HEAD.match(there)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "constraints.txt"
         out.write_text(there)
-        # Not the plugin: it goes beside LeRobot, which has versions of its own.
+        # The plugin is left out, because LeRobot requires its own versions.
         projects = [f"{folder}pyproject.toml" for folder in ("", "packages/sinew-client/", "eval/", "perf/")]
         done = subprocess.run(
             [
@@ -495,9 +526,9 @@ def lock(*more: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--required", action="store_true", help="an index that does not answer is a failure")
-    parser.add_argument("--lock", nargs="*", help="write constraints.txt instead; what follows goes to uv")
-    parser.add_argument("--upgrade", action="store_true", help="with --lock: the newest versions")
+    parser.add_argument("--required", action="store_true", help="fail if the package index does not answer")
+    parser.add_argument("--lock", nargs="*", help="write constraints.txt; further arguments are passed to uv")
+    parser.add_argument("--upgrade", action="store_true", help="with --lock: use the newest versions")
     asked = parser.parse_args()
     if why := reachable():
         print(f"{'failed' if asked.required else 'skipped'}: the package index does not answer: {why}")
@@ -507,7 +538,7 @@ def main() -> int:
         return 0
     problems = []
     if lock() != (ROOT / "constraints.txt").read_text():
-        problems.append("constraints.txt is not the lock of pyproject.toml: make lock")
+        problems.append("constraints.txt does not match pyproject.toml; run `make lock`")
 
     def one(line: Line, platform: str, python: str) -> Any:
         try:
@@ -556,7 +587,9 @@ def main() -> int:
         )
     if not problems:
         problems += disagreements(rows)
-    print("\n" + "\n".join(problems or ["everything resolves, and documents say what the index says"]))
+    print(
+        "\n" + "\n".join(problems or ["all commands resolve, and the documents state the sizes of the index"])
+    )
     return int(bool(problems))
 
 

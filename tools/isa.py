@@ -1,9 +1,10 @@
-"""``make test-isa``: what depends on arithmetic, under the instruction sets that are here, and always the lowest.
+"""``make test-isa``: run the tests that depend on arithmetic for each instruction set of this machine.
 
-``python -m tools.isa [NAME ...]`` runs TESTS once per combination and prints a table; NAME is one of those that
-``--list`` shows, all of them where none is given. ``by-shape`` is no instruction set: it runs BATCHES with
-products that round by the shape of their batch, as Intel's MKL computes them (``shape_rounding.py``). The program ends
-with 1 where a test failed. Emulated instruction sets and other processors are ``make test-kernels``.
+``python -m tools.isa [NAME ...]`` runs TESTS once for each combination and prints a table. ``--list`` prints the
+names of the combinations. By default, all of them are run, including the lowest. ``by-shape`` is not an instruction
+set. It runs BATCHES with products that round by the shape of their batch, as Intel's MKL computes them
+(``shape_rounding.py``). The exit status is 1 if a test failed. ``make test-kernels`` tests emulated instruction sets
+and other processors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # All tests whose result depends on arithmetic.
 TESTS = (
     *("tests/models", "tests/layers", "tests/processing", "tests/validate"),
-    # Of the robot's side what computes rows; its clocks, names, servers and journals round nothing.
+    # On the robot's side, only these parts compute actions. Clocks, names, servers and decision logs round nothing.
     *(f"tests/control/test_{name}.py" for name in ("envelope", "kinematics", "logic", "motion_fit")),
     *(f"tests/control/test_{name}.py" for name in ("promises", "rounding", "trajectory")),
     *(f"tests/stream/test_{name}.py" for name in ("stream_defaults", "text", "windows")),
@@ -36,7 +37,7 @@ TESTS = (
     *("tests/contract/test_family_engines.py", "tests/engine/test_guidance.py", "tests/engine/test_plan.py"),
     *("tests/engine/test_quantize.py", "tests/engine/test_upcast.py"),
 )
-# What computes in batches, in other processes too, or compares answers that were computed in different ones.
+# These tests compute batches, also in other processes, or compare answers from different batches.
 BATCHES = (
     *(
         f"tests/engine/test_{name}.py"
@@ -50,16 +51,26 @@ BATCHES = (
     ),
 )
 MARKS = "not slow and not gpu and not kernels"
-# ONNX Runtime looks for its instructions itself, whatever the variables say (conftest.py: whatever asks for
-# exported graphs is called onnx, too); no robot's CPU computes as the CUDA engine does, whose kernels' references these
-# are; planted errors are tests of the tests.
+# Three kinds of tests are left out. ONNX Runtime selects its instructions itself, independent of the variables
+# (conftest.py marks all tests with exported graphs as onnx). The CPU of a robot does not compute like engine cuda,
+# whose kernels' references these tests run. Planted errors test other tests.
 CHOSEN = "not onnx and not cuda and not planted"
 
 
 @dataclass(frozen=True)
 class Combination:
-    """What one run may use. aten, mkl, onednn, kernels: the values of their variables, empty for what they choose;
-    numpy: features that numpy must not use."""
+    """The settings of one run.
+
+    Attributes:
+        needs: Flag that the processor must have.
+        aten: Value of the variable of ATen. "" lets ATen choose.
+        mkl: The same for MKL.
+        onednn: The same for oneDNN.
+        kernels: The same for Sinew's kernels.
+        numpy: Features that numpy must not use.
+        threads: Compute threads.
+        by_shape: Products round by the shape of their batch.
+    """
 
     name: str
     needs: str = ""  # a flag of the processor
@@ -86,7 +97,7 @@ class Combination:
 
 
 def combinations() -> list[Combination]:
-    """Return those that this machine can run, the lowest first."""
+    """Return the combinations that this machine can run, the lowest first."""
     found = [
         Combination("lowest", "", "default", "SSE4_2", "SSE41", "portable", numpy_features("")),
         Combination("avx2", "avx2", "avx2", "AVX2", "AVX2", "avx2", numpy_features("512|V4|_SPR|_ICL")),
@@ -109,14 +120,14 @@ def combinations() -> list[Combination]:
 
 
 def numpy_features(pattern: str) -> tuple[str, ...]:
-    """Return the features that this numpy chooses at run time, is about to use here, and whose names match."""
+    """Return the features that numpy selects at run time on this machine, and whose names match the pattern."""
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
     return tuple(name for name in __cpu_dispatch__ if __cpu_features__.get(name) and re.search(pattern, name))
 
 
 def run(each: Combination, workers: int, more: list[str]) -> tuple[bool, str, list[str]]:
-    """Run the tests; return whether all passed, pytest's last line, and the failures behind the lines that say why."""
+    """Run the tests. Returns whether all passed, pytest's last line, and the failures with their reasons."""
     command = [
         sys.executable,
         "-m",
@@ -138,16 +149,14 @@ def run(each: Combination, workers: int, more: list[str]) -> tuple[bool, str, li
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "names", nargs="*", help="combinations; all that this machine has where none is given"
-    )
-    parser.add_argument("--list", action="store_true", help="name them and what they set")
+    parser.add_argument("names", nargs="*", help="combinations (default: all that this machine supports)")
+    parser.add_argument("--list", action="store_true", help="print the combinations and their variables")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--tests", nargs="+", default=[], help="in place of all")
+    parser.add_argument("--tests", nargs="+", default=[], help="arguments of pytest (default: all tests)")
     given = parser.parse_args()
     here = {each.name: each for each in combinations()}
     if unknown := [name for name in given.names if name not in here]:
-        parser.error(f"expected some of {', '.join(here)}, got {', '.join(unknown)}")
+        parser.error(f"unknown combination {', '.join(unknown)}; use one of {', '.join(here)}")
     chosen = [here[name] for name in given.names] or list(here.values())
     width = max(map(len, here))
     if given.list:

@@ -1,14 +1,16 @@
-"""Mutation testing: small faults, one at a time, in modules whose mistakes a robot would feel; do tests notice?
+"""Mutation testing: make small faults, one at a time, in modules that are critical for a robot. Do the tests fail?
 
-``make mutate`` or ``python -m tools.mutants [MODULE ...] [--sample N] [--seed S] [--list]``. Each mutant is one change
-of one expression or statement, written into a copy of the checkout, and run against the test files that
-tools/mutants.toml gives to its module. It is killed by a test that fails, or by one that takes too long. Survivors
-whose change nobody could observe are listed there with the reason, and the run fails below 95 % of the others.
+``make mutate`` or ``python -m tools.mutants [MODULE ...] [--sample N] [--seed S] [--list]``. A mutant is a change of
+one expression or statement. It is written into a copy of the checkout. Then the test files that tools/mutants.toml
+lists for the module run. A mutant is killed if a test fails or takes too long. tools/mutants.toml also lists
+equivalent mutants, whose change has no observable effect, with the reason. The run fails if fewer than 95 % of all
+other mutants are killed.
 
-A process that has imported torch and pytest is forked for each mutant, so that most take a second or two. Not used,
-tried in November 2026: mutmut 3 leaves out every decorated function, and with it every property, and found no test of a
-package below packages/*/src; cosmic-ray takes neither samples nor other changes than those of operators, numbers and
-conditions, two thirds of which are operators that no number has (>> of floats), and starts a new interpreter for each.
+For each mutant, the program forks a process that has imported torch and pytest, so most mutants take a second or two.
+Two other tools were tried in November 2026 and are not used. mutmut 3 skips every decorated function, and so every
+property, and it found no test of a package below packages/*/src. cosmic-ray supports no samples. Its changes are only
+those of operators, numbers and conditions. Two thirds of its operator changes do not apply (>> of floats), and it
+starts a new interpreter for each mutant.
 """
 
 from __future__ import annotations
@@ -52,16 +54,16 @@ OURS = (
     "tests",
     "eval",
     "perf",
-)  # first names of modules that this repository imports by path
+)  # first names of the modules that this repository imports by path
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
 GOAL = 0.95
-PATIENCE = 4.0  # a test, and all that are asked, may take so many times what they take without a mutant
-PATIENCE_S = 2.0  # and so much longer: asleep for all, of CPU time for a test
-QUICK_S = 10.0  # CPU seconds, without a mutant, of the tests that --quick asks where it says no other
-FEW = 3  # tests of a module that may fail without a mutant, and are left out by name
-UNKNOWN = 77  # the exit status where a mutant cannot be run so
-ELSEWHERE = "a process"  # where a test may enter what nobody sees
+PATIENCE = 4.0  # a test, or a set of tests, may take this multiple of its time without a mutant
+PATIENCE_S = 2.0  # additional seconds: of sleep for a set of tests, and of CPU time for one test
+QUICK_S = 10.0  # default CPU seconds of the tests for --quick, measured without a mutant
+FEW = 3  # this many tests of a module may fail without a mutant; the program names them and leaves them out
+UNKNOWN = 77  # exit status if a mutant cannot be run in a fork
+ELSEWHERE = "a process"  # name of a test's entry if the test starts a process, whose functions are unknown
 PRELOAD = (
     "torch",
     "numpy",
@@ -99,13 +101,19 @@ COMPUTED: dict[type, type] = {
 }
 NAMES = {"min": "max", "any": "all", "minimum": "maximum", "floor": "ceil"}
 NAMES |= {there: here for here, there in NAMES.items()}
-SILENT = ("debug", "info", "warning", "error", "critical", "exception")  # of a logger
+SILENT = ("debug", "info", "warning", "error", "critical", "exception")  # methods of a logger
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change. name: what changes, without line numbers, so that the table outlives other changes of the file.
-    statement: the line at which the statement around it begins."""
+    """One change of a module.
+
+    Attributes:
+        name: Description of the change without line numbers, so that tools/mutants.toml stays valid.
+        line: Line of the change.
+        statement: First line of the statement with the change.
+        source: The changed module.
+    """
 
     name: str
     line: int
@@ -114,8 +122,13 @@ class Mutant:
 
 
 def mutants(source: str, whole: bool = True) -> list[Mutant]:
-    """Return all mutants of a module, in the order of its text, without annotations, messages, logs and asserts. whole:
-    with their sources, which takes most of the time."""
+    """Return all mutants of a module in the order of its text. Annotations, messages, logs and asserts are not
+    changed.
+
+    Args:
+        source: The module.
+        whole: Also write the source of each mutant, which takes most of the time.
+    """
     tree = ast.parse(source)
     found: list[Mutant] = []
     seen: dict[str, int] = {}
@@ -129,7 +142,7 @@ def mutants(source: str, whole: bool = True) -> list[Mutant]:
     def change(
         where: str, statement: int, parent: ast.AST, field: str, index: int | None, new: ast.AST
     ) -> None:
-        """Put ``new`` in the place of a child for as long as it takes to write the module."""
+        """Replace a child of ``parent`` by ``new``, write the module, and restore the child."""
         held = getattr(parent, field)
         node = held if index is None else held[index]
         tests = isinstance(node, (ast.If, ast.While, ast.IfExp))
@@ -165,7 +178,7 @@ def mutants(source: str, whole: bool = True) -> list[Mutant]:
 
 
 def equivalents(entry: Mapping[str, dict]) -> dict[str, str]:
-    """Return the mutants that nobody could notice, and why. A line may name both of a number: "64 -> 65, 63"."""
+    """Return the equivalent mutants with the reasons. One line may name two changes of a number: "64 -> 65, 63"."""
     found = {}
     for name, why in entry.get("equivalent", {}).items():
         both = re.fullmatch(r"(.* -> )(-?[\d.e+-]+), (-?[\d.e+-]+)( #\d+)?", name)
@@ -177,7 +190,7 @@ def equivalents(entry: Mapping[str, dict]) -> dict[str, str]:
 
 
 def skipped(node: ast.AST) -> bool:
-    """Whether nothing in this part of a module decides what it does."""
+    """Return True if this part of a module has no effect on its results."""
     if isinstance(node, (ast.Import, ast.ImportFrom, ast.Assert, ast.AnnAssign)) and not getattr(
         node, "value", None
     ):
@@ -205,7 +218,7 @@ def _logs(node: ast.AST) -> bool:
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what may stand in the place of a node."""
+    """Yield the replacements of a node."""
     if isinstance(node, ast.Compare):
         for at, operator in enumerate(node.ops):
             for other in COMPARED.get(type(operator), ()):
@@ -252,11 +265,11 @@ def _is_text(node: ast.BinOp) -> bool:
     )
 
 
-# ----------------------------------------------------------------------------- running them
+# ----------------------------------------------------------------------------- run the mutants
 
 
 def copied(folder: Path) -> Path:
-    """Copy the checkout as it is now, without what git ignores, into a folder of its own."""
+    """Copy the present checkout into another folder, without the files that git ignores."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, listed.decode().split("\0")):
@@ -267,14 +280,19 @@ def copied(folder: Path) -> Path:
 
 
 def named(code: CodeType) -> dict[tuple[str, int], CodeType]:
-    """Return the functions in a piece of code, those within them too, by their name and which one of that name it is:
-    a property has two."""
+    """Return the functions in a code object, also nested ones, by their name and their number among functions of this
+    name.
+
+    A property, for example, has two functions of one name.
+    """
     found: dict[tuple[str, int], CodeType] = {}
 
     def visit(code: CodeType) -> None:
         for inner in code.co_consts:
             if isinstance(inner, CodeType):
-                if inner.co_flags & inspect.CO_OPTIMIZED:  # a function; the body of a class is not
+                if (
+                    inner.co_flags & inspect.CO_OPTIMIZED
+                ):  # a function has this flag, and the body of a class does not
                     name = inner.co_qualname
                     found[name, sum(other == name for other, _ in found)] = inner
                 visit(inner)
@@ -284,7 +302,7 @@ def named(code: CodeType) -> dict[tuple[str, int], CodeType]:
 
 
 def patches(before: CodeType, after: CodeType) -> dict[tuple[str, int], CodeType] | None:
-    """Return the functions of a module that a mutant changes; None where it changes what importing the module does."""
+    """Return the functions that a mutant changes. None if the mutant changes the import of the module."""
 
     def imported(code: CodeType) -> Iterator[object]:
         yield code.co_code, code.co_names
@@ -298,13 +316,12 @@ def patches(before: CodeType, after: CodeType) -> dict[tuple[str, int], CodeType
     if list(imported(before)) != list(imported(after)) or {
         name for name, _ in here.keys() ^ there.keys() if ".<locals>." not in name
     }:
-        return None  # what is within a function goes with it
+        return None  # a nested function changes together with its outer function
     return {name: code for name, code in there.items() if code != here.get(name)}
 
 
 def noting(module: str, source: str) -> str:
-    """Return a module whose functions note that they are entered, as "module:function", and their statements that they
-    are begun, as "module:line"."""
+    """Return a module whose functions and statements record their execution, as "module:function" and "module:line"."""
     tree = ast.parse(source)
 
     def noted(*where: object) -> list[ast.stmt]:
@@ -337,10 +354,12 @@ SIMPLE = (int, float, complex, str, bytes, type(None))
 
 
 def values(plain: object, changed: object, module: str) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Yield the places of a module, or a class of it, whose value a mutant changes, and its value there: constants,
-    attributes of classes, defaults of functions and of fields."""
+    """Yield the names in a module or its classes whose value a mutant changes, with the new value.
+
+    Such values are constants, attributes of classes, and defaults of functions and fields.
+    """
     for name, old in vars(plain).items():
-        if name == "__firstlineno__":  # of Python 3.13, where a class stands
+        if name == "__firstlineno__":  # Python 3.13 stores the line of a class in this attribute
             continue
         new = vars(changed).get(name)
         if type(old) is type(new) and isinstance(old, (*SIMPLE, tuple, frozenset)) and repr(old) != repr(new):
@@ -364,8 +383,11 @@ def values(plain: object, changed: object, module: str) -> Iterator[tuple[tuple[
 
 
 def revalued(module: ModuleType, plain: str, source: str) -> bool:
-    """Give a module that is imported, and those that took from it, the constants and defaults of a mutant; False where
-    it changes no such thing. Exits as a failed test does where it cannot be imported."""
+    """Give an imported module the constants and defaults of a mutant, also in other modules that imported them.
+
+    Returns False if the mutant changes no such value. If the module cannot be imported, the process exits like a
+    failed test.
+    """
     made = []
     for text in (plain, source):
         made.append(each := ModuleType(module.__name__))
@@ -383,7 +405,7 @@ def revalued(module: ModuleType, plain: str, source: str) -> bool:
         at: Any = module
         for name in path:
             at = at[name] if isinstance(at, dict) else getattr(at, name)
-            at = getattr(at, "__func__", at)  # of a class method
+            at = getattr(at, "__func__", at)  # a class method has its function in this attribute
         if path:
             setattr(at, last, new)
             continue
@@ -396,14 +418,17 @@ def revalued(module: ModuleType, plain: str, source: str) -> bool:
 
 
 class Notes:
-    """A plugin of pytest that notes which tests enter which functions of some modules, or start a process that may, and
-    how long tests take. What a fixture of several tests enters counts for each of them."""
+    """A pytest plugin that records which tests enter which functions, which tests start processes, and the times of
+    tests.
+
+    A function that a shared fixture enters counts for each test of the fixture.
+    """
 
     def __init__(self, out: Path):
         self._out, self._at = out, [""]
-        self._entered: dict[str, set[str]] = {}  # where -> tests, fixtures
+        self._entered: dict[str, set[str]] = {}  # function or statement -> tests and fixtures that enter it
         self._took: dict[str, float] = {}  # CPU seconds
-        self._slept: dict[str, float] = {}  # seconds
+        self._slept: dict[str, float] = {}  # seconds of sleep
         self._fixtures: dict[str, Sequence[str]] = {}
         self._failed: dict[str, None] = {}
         builtins.entered_ = self._note  # type: ignore[attr-defined]
@@ -438,7 +463,7 @@ class Notes:
 
     def pytest_sessionfinish(self) -> None:
         found = {}
-        for where in [*self._entered]:  # of a module, and a class, what any of its functions is
+        for where in [*self._entered]:  # the entries of a module or class include those of its functions
             module, both, name = where.partition(":")
             if both and not name.isdigit():
                 for outer in (module, f"{module}:{name.rpartition('.')[0]}"):
@@ -454,11 +479,14 @@ class Notes:
 
 
 class Fast:
-    """A plugin of pytest that collects tests once, and forks for each mutant of a function: its code is exchanged in
-    the modules that are imported already, and the tests run that enter it.
+    """A pytest plugin that collects the tests once and forks a process for each mutant of a function.
 
-    plain, chosen: of each module its source and its mutants. verdicts: what was found, by module and name; a mutant
-    that is not in it has to be run with an import of its own.
+    The fork replaces the code of the function in the imported modules, and runs the tests that enter the function.
+
+    Args:
+        plain: Source of each module.
+        chosen: Mutants of each module.
+        verdicts: The results, by module and name. A mutant that is missing must be run with its own import.
     """
 
     def __init__(
@@ -482,10 +510,10 @@ class Fast:
             imported[module] = importlib.import_module(
                 module.removeprefix("packages/sinew-client/src/").removesuffix(".py").replace("/", ".")
             )
-            path.write_text(self._plain[module])  # for processes that tests start
+            path.write_text(self._plain[module])  # processes that the tests start import this file
         session.config.pluginmanager.register(notes := Notes(self._notes))
         live: dict[str, dict[str, dict[int, list[FunctionType]]]] = {str(path): {} for path in paths.values()}
-        gc.unfreeze()  # as conftest.py has frozen what was imported, which nobody finds then
+        gc.unfreeze()  # conftest.py has frozen the imported objects, and gc does not list frozen objects
         for each in gc.get_objects():
             if type(each) is FunctionType and each.__code__.co_filename in live:
                 of = live[each.__code__.co_filename].setdefault(each.__code__.co_qualname, {})
@@ -507,7 +535,7 @@ class Fast:
         killer = self._folder / ".killer"
         session.config.pluginmanager.register(Patience(took, killer, entered.get(ELSEWHERE, ())))
         before = {module: compile(self._plain[module], str(path), "exec") for module, path in paths.items()}
-        for module, path in paths.items():  # without the notes
+        for module, path in paths.items():  # restore the modules without the recording
             exchanged(live[str(path)], named(before[module]))
         for module, mutant in [(name, each) for name, some in self._chosen.items() for each in some]:
             path = paths[module]
@@ -541,7 +569,7 @@ class Fast:
 
 
 class Record:
-    """Of each test of a module, how often it was asked and how often it noticed."""
+    """Counts for each test of a module how often it ran, and how often it killed a mutant."""
 
     def __init__(self, took: Mapping[str, float]):
         self._took = took
@@ -549,7 +577,7 @@ class Record:
         self._noticed: Counter[tuple[str, str]] = Counter()
 
     def price(self, module: str, where: str, test: str) -> float:
-        """Return how many CPU seconds a fault that is noticed is expected to cost by a test."""
+        """Return the expected CPU seconds until this test kills a mutant."""
         noticed, asked = self._noticed[module, test] + 0.1, self._asked[module, test] + 1.0
         here = self._noticed[where, test] / max(1, self._asked[where, test])
         return (self._took[test] + 0.01) / max(noticed / asked, here)
@@ -562,8 +590,7 @@ class Record:
 
 
 def place(module: str, mutant: Mutant, entered: Mapping[str, Sequence[str]]) -> str:
-    """Return what has to be entered for a mutant to be met: its statement, its function or class, or any of its
-    module."""
+    """Return the place that a test must enter to meet a mutant: its statement, its function or class, or the module."""
     where = f"{module}:{mutant.name.partition(':')[0]}"
     if f"{module}:{mutant.statement}" in entered:
         return f"{module}:{mutant.statement}"
@@ -577,8 +604,15 @@ def asked(
     quick: float | None,
     price: Callable[[str], float] | None = None,
 ) -> Sequence[str]:
-    """Return the tests that enter something, the cheapest first. quick: those that together take so many seconds, and
-    one. price: as :meth:`Record.price` has it; else how long they take."""
+    """Return the tests that enter a place, the cheapest first.
+
+    Args:
+        entered: Place -> tests.
+        where: The place.
+        took: CPU seconds of each test.
+        quick: Select only tests until they take this many seconds together. None selects all.
+        price: Order of the tests, such as :meth:`Record.price`. None orders them by their time.
+    """
     tests = sorted(entered.get(where, ()), key=price or took.__getitem__)
     left = math.inf if quick is None else quick
     for count, test in enumerate(tests):
@@ -589,8 +623,11 @@ def asked(
 
 
 def slept(process: int | str = "self") -> float:
-    """Return for how many seconds, since some moment, the first thread of a process neither ran nor waited for its
-    turn: on a busy machine no more than on an idle one. 0 where the system does not say."""
+    """Return how many seconds the first thread of a process has slept, up to a constant.
+
+    Waiting for a processor is not sleep, so the value does not depend on the load of the machine. The result is 0 if
+    the system does not provide these times.
+    """
     with contextlib.suppress(OSError):
         ran, turn, _ = Path(f"/proc/{process}/schedstat").read_text().split()
         return time.monotonic() - (int(ran) + int(turn)) / 1e9
@@ -598,14 +635,18 @@ def slept(process: int | str = "self") -> float:
 
 
 def quietly(quiet: Mapping[str, float], tests: Iterable[str]) -> float:
-    """Return for how long a process may sleep in these tests."""
+    """Return how many seconds a process may sleep in these tests."""
     return PATIENCE * sum(quiet.get(test, 0.0) for test in tests) + PATIENCE_S
 
 
 class Patience:
-    """A plugin of pytest that ends this process where a test fails, whose name it writes, and, by SIGPROF, where it
-    takes too much CPU time: a loop without end is found on a busy machine, and what waits for its turn is not taken for
-    one. Tests that start processes end by themselves, and those with them."""
+    """A pytest plugin that ends this process at the first failed test, and if a test takes too much CPU time
+    (SIGPROF).
+
+    It writes the name of the failed test to a file. CPU time is used, so that an endless loop is found on a busy
+    machine, and a test that waits for a processor does not fail. Tests that start processes end normally, because
+    these processes must end with them.
+    """
 
     def __init__(self, took: Mapping[str, float], killer: Path, elsewhere: Sequence[str]):
         self._took, self._killer, self._elsewhere = took, killer, frozenset(elsewhere)
@@ -629,7 +670,8 @@ class Patience:
 def exchanged(
     live: Mapping[str, Mapping[int, Sequence[FunctionType]]], changed: Mapping[tuple[str, int], CodeType]
 ) -> bool:
-    """Give functions other code; False where one that is changed does not live by itself, nor in one that does."""
+    """Replace the code of functions. Returns False if a changed function, and all functions around it, are not
+    found."""
     done: set[str] = set()
     for (name, number), code in changed.items():
         places = live.get(name, {})
@@ -646,7 +688,7 @@ def exchanged(
 
 
 class Ahead:
-    """A plugin of pytest that runs some tests before the others, or alone, those of a file beside one another."""
+    """A pytest plugin that runs some tests first, or only these tests. The tests of one file stay together."""
 
     def __init__(self, tests: Sequence[str], alone: bool = False):
         self._place, self._alone = {nodeid: place for place, nodeid in enumerate(tests)}, alone
@@ -663,8 +705,13 @@ class Ahead:
 
 
 def awaited(child: int, limit: float) -> str:
-    """Wait for a process that leads its group; "passed", "failed", "unknown" or "time". The group ends with it, and it
-    where it sleeps for longer than the limit."""
+    """Wait for a process that leads a process group.
+
+    Returns:
+        "passed", "failed", "unknown", or "time" if the process has slept for longer than ``limit`` seconds. At the
+        end, the
+        whole group is killed.
+    """
     began, verdict, done, ends = slept(child), "time", 0, os.pidfd_open(child)
     while slept(child) - began < limit:
         select.select([ends], [], [], 1.0)
@@ -684,7 +731,7 @@ def awaited(child: int, limit: float) -> str:
 def run(
     home: Path, files: Sequence[str], options: Sequence[str], limit: float, *plugins: object
 ) -> tuple[str, float, str]:
-    """Run test files in a fork of this process; returns "passed", "failed" or "time", seconds, and what was said."""
+    """Run test files in a fork of this process. Returns "passed", "failed" or "time", the seconds, and the output."""
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as said:
         child = os.fork()
@@ -708,17 +755,17 @@ def run(
         return verdict, time.monotonic() - began, said.read()
 
 
-MARKS = "not slow and not gpu and not kernels"  # as `make test`: what it leaves out notices nothing in time
+MARKS = "not slow and not gpu and not kernels"  # as `make test`; all other tests would take too long
 OPTIONS = ("-xqm", MARKS, "-p", "no:cacheprovider", "--hypothesis-seed", "0", "--no-header")
 
 
 @dataclass
 class Tally:
     module: str
-    of: int  # mutants that there are
+    of: int  # number of all mutants
     run: int
     killed: int
-    late: int  # of the killed: by their time, which a busy machine could have taken as well
+    late: int  # killed mutants whose tests took too long, which a busy machine can also cause
     equivalent: int
     survivors: list[str]
 
@@ -737,8 +784,21 @@ def examine(
     quick: float | None,
     entries: Path | None,
 ) -> Iterator[Tally]:
-    """Run a sample of the mutants of some modules, or those of ``again``, by the tests of all of them. quick: ask only
-    the tests that enter what a mutant changes. Raises SystemExit where tests fail without any."""
+    """Run a sample of the mutants of some modules with all their tests.
+
+    Args:
+        home: Copy of the checkout.
+        table: Modules with their entries in tools/mutants.toml.
+        sample: Mutants for each module. 0: all.
+        seed: Seed of the sample.
+        options: Options of pytest.
+        again: Mutants to run instead of a sample, by module.
+        quick: Run only the tests that enter the changed code, up to this many CPU seconds.
+        entries: File that stores which tests enter which functions.
+
+    Raises:
+        SystemExit: Tests fail without a mutant.
+    """
     files = list(dict.fromkeys(test for entry in table.values() for test in entry["tests"]))
     originals = {module: (home / module).read_text() for module in table}
     found = {module: mutants(original) for module, original in originals.items()}
@@ -746,14 +806,17 @@ def examine(
     for module, entry in table.items():
         known = equivalents(entry)
         if unknown := known.keys() - {mutant.name for mutant in found[module]}:
-            raise SystemExit(f"{TABLE.name}, {module}: no such mutants: {sorted(unknown)}")
+            raise SystemExit(
+                f"{TABLE.name}, {module}: unknown mutants {sorted(unknown)}; correct their names"
+            )
         wanted = [mutant for mutant in found[module] if not again or mutant.name in again[module]]
         if 0 < sample < len(wanted):
             wanted = sorted(
                 random.Random(f"{seed} {module}").sample(wanted, sample), key=lambda each: each.line
             )
         chosen[module] = wanted
-        plain[module] = ast.unparse(ast.parse(originals[module]))  # what unparsing changes is no mutation
+        # compare with the parsed and written module, because writing also changes its form
+        plain[module] = ast.unparse(ast.parse(originals[module]))
         (home / module).write_text(noting(module, originals[module]))
     tried = {
         module: [each for each in some if each.name not in equivalents(table[module])]
@@ -766,14 +829,18 @@ def examine(
         shutil.copy(entries, home / ".entries.json")
     verdict, _, said = run(home, files, options, 1e6, fast)
     if verdict != "passed":
-        raise SystemExit(f"{', '.join(table)}: tests fail without a mutant\n{said[-3000:]}")
+        raise SystemExit(
+            f"{', '.join(table)}: tests fail without a mutant; repair them first\n{said[-3000:]}"
+        )
     entered, took, quiet, failed = json.loads((home / ".entries.json").read_text())
     if entries and not failed:
         shutil.copy(home / ".entries.json", entries)
     if len(failed) > FEW:
-        raise SystemExit(f"{', '.join(table)}: tests fail without a mutant\n{said[-3000:]}")
-    for test in failed:  # as those do that wait for clocks, on a busy machine
-        print(f"  left out, as it fails without a mutant: {test}", flush=True)
+        raise SystemExit(
+            f"{', '.join(table)}: tests fail without a mutant; repair them first\n{said[-3000:]}"
+        )
+    for test in failed:  # for example tests that wait for clocks, on a busy machine
+        print(f"  left out, because it fails without a mutant: {test}", flush=True)
         options = [*options, "--deselect", test]
     verdicts = json.loads(fast.out.read_text())
     for module, wanted in tried.items():
@@ -803,30 +870,37 @@ def examine(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("modules", nargs="*", help="parts of their paths; all of the table if absent")
-    parser.add_argument("--sample", type=int, default=20, help="mutants per module, 0: all")
+    parser.add_argument(
+        "modules", nargs="*", help="parts of the modules' paths (default: all modules in the table)"
+    )
+    parser.add_argument("--sample", type=int, default=20, help="number of mutants for each module (0: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--quick",
         type=float,
         nargs="?",
         const=QUICK_S,
-        help="ask only tests that enter what changes, of so many CPU seconds",
+        help="run only tests that enter the changed code, up to this many CPU seconds",
     )
     parser.add_argument(
-        "--together", action="store_true", help="collect and try the tests of all these modules once"
+        "--together", action="store_true", help="collect and try the tests of all modules only once"
     )
-    parser.add_argument("--again", type=Path, help="a file of --json: only what survived there")
+    parser.add_argument(
+        "--again", type=Path, help="a file of --json; run only the mutants that survived there"
+    )
     parser.add_argument(
         "--entries",
         type=Path,
-        help="a file that keeps which tests enter what, for runs of the same modules and tests",
+        help="a file that stores which tests enter which functions, for further runs",
     )
-    parser.add_argument("--list", action="store_true", help="print the mutants and run none")
+    parser.add_argument("--list", action="store_true", help="print the mutants and exit")
     parser.add_argument(
-        "--deselect", action="append", default=[], help="a test that fails here without mutants"
+        "--deselect",
+        action="append",
+        default=[],
+        help="a test to leave out, because it fails on this machine without mutants",
     )
-    parser.add_argument("--json", type=Path, help="append a line per module")
+    parser.add_argument("--json", type=Path, help="append one JSON line for each module to this file")
     given = parser.parse_args()
     table = tomllib.loads(TABLE.read_text())
     names = [name for name in table if not given.modules or any(part in name for part in given.modules)]
@@ -836,7 +910,7 @@ def main() -> int:
         again = {line["module"]: set(line["survivors"]) for line in lines if line["survivors"]}
         names = [name for name in names if name in again]
     if not names:
-        parser.error(f"no module of {TABLE.name} has {given.modules} in its path")
+        parser.error(f"no path of a module in {TABLE.name} contains {given.modules}")
     if given.list:
         for name in names:
             print(
@@ -846,13 +920,13 @@ def main() -> int:
             )
         return 0
     sys.dont_write_bytecode = (
-        True  # a file of the same size in the same second would be taken for the one before
+        True  # otherwise Python could use the bytecode of an earlier file with the same size and second
     )
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     for name in PRELOAD:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    # A failure is enough: nobody reads the smallest example of it, nor one of the mutant before.
+    # One failure is enough, so no time is spent on a smaller example or on an example of the last mutant.
     hypothesis.settings.register_profile(
         "mutants", phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate)
     )

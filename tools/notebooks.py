@@ -1,7 +1,8 @@
-"""Run the documents' notebooks and keep what they print, show and draw: ``python -m tools.notebooks``.
+"""Run the notebooks of the documentation and store their outputs: ``python -m tools.notebooks``.
 
-Each cell runs in order, in one namespace, as a kernel does. Pictures are small, of few colours: they are read in a
-browser before anybody runs a cell. ``tools/tests/test_notebooks.py`` holds what is kept against what execution gives.
+Each cell runs in order in one namespace, as in a notebook kernel. Pictures are small and have few colours, because a
+browser shows them before anybody runs a cell. ``tools/tests/test_notebooks.py`` compares the stored outputs with a
+new run.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ DPI, COLOURS = 50, 64
 
 
 def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the code cells of a notebook that was read."""
+    """Return the code cells of a notebook."""
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
 def execute(cells: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Run code cells and return the outputs of each, in the notebook's format 4."""
+    """Run code cells. Returns the outputs of each cell in format 4 of notebooks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -58,7 +59,7 @@ def execute(cells: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _run(source: str, name: str, space: dict[str, Any]) -> Any:
-    """Run a cell and return the value of its last line, None where that is a statement or ends with a semicolon."""
+    """Run a cell and return the value of its last line. None if this line is a statement or ends with a semicolon."""
     tree = ast.parse(source)
     last = tree.body[-1] if tree.body and not source.rstrip().endswith(";") else None
     if isinstance(last, ast.Expr):

@@ -1,9 +1,14 @@
-"""What a release consists of, made and tried: ``python -m tools.release`` (make release). Nothing is uploaded.
+"""Build and test the files of a release: ``python -m tools.release`` (make release). Nothing is uploaded.
 
-Into ``build/release``: a wheel and a source distribution of each distribution of this repository (all of pure Python:
-CPU and GPU kernels are compiled where they run), ``sbom.cdx.json`` (CycloneDX 1.6: what the widest install brings),
-``CHANGELOG.md`` with the section of this version, ``SHA256SUMS``, and ``simple``, a package index of the folder's
-files. ``--try`` installs from that index into an empty environment and runs the README's lines. ``--sign KEY`` signs
+The program writes these files to ``build/release``:
+
+* a wheel and a source distribution of each distribution (pure Python: kernels are compiled where they run)
+* ``sbom.cdx.json``: the packages of the largest install, in CycloneDX 1.6
+* ``CHANGELOG.md``: the section of this version
+* ``SHA256SUMS``
+* ``simple``: a package index of these files
+
+``--try`` installs from this index into an empty environment and runs the commands of the README. ``--sign KEY`` signs
 ``SHA256SUMS`` with a key of OpenSSH. CONTRIBUTING.md states how to verify it.
 """
 
@@ -38,7 +43,7 @@ FOLDERS = (
     "packages/lerobot_policy_sinew",
     "packages/sinew_ros",
 )
-ROLE = "full"  # of tools/installs.py: what the bill of materials is of
+ROLE = "full"  # role of tools/installs.py whose packages are listed in the bill of materials
 TRIED = ("sinew --version", "sinew doctor", "sinew demo act --episodes 2 --sweep-episodes 0 --out OUT")
 UNPUBLISHED = (
     "not published: no package index has these files and no registry an image. Until then the"
@@ -48,7 +53,7 @@ LIKE_A_VERSION = re.compile(r"""(?:sinew-vla(?:-\w+|\[\w+\])?==|version ?= ?"|<v
 
 
 def versions() -> dict[str, set[str]]:
-    """Return file -> the versions of this project that it states."""
+    """Return file -> the versions of this project that the file states."""
     names = ["pyproject.toml", "sinew/__init__.py"]
     for folder in FOLDERS[1:]:
         names += [
@@ -65,7 +70,7 @@ def versions() -> dict[str, set[str]]:
 
 
 def build(out: Path) -> list[Path]:
-    """Build wheels and source distributions into a folder; the same checkout gives the same bytes."""
+    """Build wheels and source distributions. The same checkout gives the same bytes."""
     when = subprocess.run(
         ["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -78,12 +83,17 @@ def build(out: Path) -> list[Path]:
             check=True,
             env=installs.bare_environment() | {"SOURCE_DATE_EPOCH": when},
         )
-    (out / ".gitignore").unlink(missing_ok=True)  # which uv leaves
+    (out / ".gitignore").unlink(missing_ok=True)  # uv has written this file
     return sorted([*out.glob("*.whl"), *out.glob("*.tar.gz")])
 
 
 def bill(packages: Sequence[dict[str, Any]], own: Sequence[Path]) -> dict[str, Any]:
-    """Return a CycloneDX document. packages: as PEP 751 writes them; own: our wheels."""
+    """Return the bill of materials as a CycloneDX document.
+
+    Args:
+        packages: Packages in the form of PEP 751.
+        own: Wheels of this project.
+    """
     components = []
     for each in sorted(packages, key=lambda one: one["name"]):
         if "version" not in each or canonicalize_name(each["name"]).startswith("sinew"):
@@ -133,19 +143,21 @@ def bill(packages: Sequence[dict[str, Any]], own: Sequence[Path]) -> dict[str, A
 
 
 def changelog(text: str | None = None, version: str = __version__) -> str:
-    """Return what CHANGELOG.md states about a version.
+    """Return the section of a version in CHANGELOG.md.
 
     Args:
-        text: the file's content. Default: CHANGELOG.md of this checkout.
-        version: the release.
+        text: Content of the file. Default: CHANGELOG.md of this checkout.
+        version: The version.
 
     Raises:
-        ValueError: the file has no section for the version.
+        ValueError: The file has no section for the version.
     """
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8") if text is None else text
     section = re.search(rf"^## {re.escape(version)}\b.*?(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
     if section is None:
-        raise ValueError(f"CHANGELOG.md: expected a section '## {version}'; write what changed for users")
+        raise ValueError(
+            f"CHANGELOG.md: expected a section '## {version}'; write a section with the changes for users"
+        )
     return section[0].replace("## ", "# Sinew ", 1).rstrip() + "\n"
 
 
@@ -154,7 +166,8 @@ def digest(path: Path) -> str:
 
 
 def sign(sums: Path, key: Path) -> Path:
-    """Sign the sums with a key of OpenSSH, for ``ssh-keygen -Y verify -n sinew-release``, and return the signature."""
+    """Sign the checksums with a key of OpenSSH, for ``ssh-keygen -Y verify -n sinew-release``. Returns the
+    signature."""
     subprocess.run(
         ["ssh-keygen", "-q", "-Y", "sign", "-f", str(key), "-n", "sinew-release", str(sums)], check=True
     )
@@ -162,7 +175,7 @@ def sign(sums: Path, key: Path) -> Path:
 
 
 def index(files: Sequence[Path], out: Path) -> None:
-    """Write a package index (PEP 503) of files that lie beside ``out``, with their hashes."""
+    """Write a package index (PEP 503) for files next to ``out``, with their hashes."""
     shutil.rmtree(out, ignore_errors=True)
     for path in files:
         parsed = parse_wheel_filename(path.name) if path.suffix == ".whl" else parse_sdist_filename(path.name)
@@ -174,9 +187,12 @@ def index(files: Sequence[Path], out: Path) -> None:
 
 
 def tried(out: Path, extra: str) -> None:
-    """Install from the index into an empty environment and run the README's lines there; raises on the first failure.
+    """Install from the index into an empty environment, and run the commands of the README there.
 
-    Ours come from this index alone, before anything else: no other index is asked for their names.
+    Our distributions are installed first and only from this index, so that no other index can provide their names.
+
+    Raises:
+        SystemExit: A command failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
@@ -192,7 +208,7 @@ def tried(out: Path, extra: str) -> None:
         python, own = str(home / "env" / "bin" / "python"), f"sinew-vla[{extra}]=={__version__}"
         parts = [
             f"sinew-vla-{part}=={__version__}" for part in ("client", "eval")
-        ]  # what the extra requires of ours
+        ]  # requirements of the extra, without our own distributions
         alone = ["--no-deps", "--index-url", (out / "simple").resolve().as_uri()]
         apart = environment | {"PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
         for words, where in (
@@ -211,12 +227,15 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "release")
     parser.add_argument(
-        "--try", dest="trial", action="store_true", help="install it and run the README's lines"
+        "--try",
+        dest="trial",
+        action="store_true",
+        help="install the release and run the commands of the README",
     )
     parser.add_argument(
-        "--sign", type=Path, metavar="KEY", help="a private key of OpenSSH, which signs the sums"
+        "--sign", type=Path, metavar="KEY", help="private key of OpenSSH that signs the checksums"
     )
-    parser.add_argument("--extra", default="demo", help="with --try: the extra that is installed")
+    parser.add_argument("--extra", default="demo", help="with --try: the extra to install")
     asked = parser.parse_args()
     unlike = {name: stated for name, stated in versions().items() if stated != {__version__}}
     if unlike:

@@ -1,8 +1,9 @@
-"""Wheels into empty environments, one per role, with the README's commands: ``python -m tools.roles`` (make roles).
+"""Install wheels into an empty environment for each role, and run the commands of the README: ``python -m
+tools.roles``.
 
-Builds the wheels once, installs each role as docker/install.sh does, runs that role's lines of README.md as they
-stand there, and prints sizes and import times. It needs a package index and takes minutes. Files that the lines
-name (policy.gguf, front.jpg, records/) lie in the folder in which they run.
+``make roles`` runs this program. It builds the wheels once, installs each role as docker/install.sh does, and runs
+the role's commands in README.md unchanged. It prints sizes and import times. It needs a package index and takes
+minutes. The files in the commands (policy.gguf, front.jpg, records/) are in the folder in which they run.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ from tests.journeys.walk import Walk
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE = "smolvla-2cam"
-ROLES = {"client": "sinew_client", "onnx": "sinew", "cpu": "sinew"}  # role -> what is imported
-# What the onnx role is for; the other lines need torch.
+ROLES = {
+    "client": "sinew_client",
+    "onnx": "sinew",
+    "cpu": "sinew",
+}  # role -> the module whose import is timed
+# The role onnx supports these commands. All others need torch.
 PAGES = ("README.md", "docs/commands.md")
 ONNX = ("sinew inspect", "sinew infer", "sinew bench", "sinew doctor")
 
 
 class Role:
-    """An environment in which words are found first, and a folder in which they run."""
+    """An environment whose programs are found first, and a folder in which the commands run."""
 
     def __init__(self, name: str, home: Path, wheels: Path):
         self.name, self.home, self.work = name, home / "env", home / "work"
@@ -53,11 +58,11 @@ class Role:
         self.seconds = time.monotonic() - started
 
     def walk(self, page: str = "README.md") -> Walk:
-        """Return a page's lines in this environment, where nothing of the checkout is found."""
+        """Return the commands of a page for this environment, which cannot find the checkout."""
         return Walk(page, self.work, self.home / "bin" / "python", checkout=False)
 
     def row(self) -> str:
-        """Return a line of the table: packages, bytes, and how long imports take, medians of five."""
+        """Return a row of the table: packages, bytes, and the import times as medians of five."""
         python = str(self.home / "bin" / "python")
         packages = subprocess.run(
             [python, "-m", "pip", "--disable-pip-version-check", "list", "--format=freeze"],
@@ -82,23 +87,23 @@ class Role:
 
 
 def size(path: Path) -> int:
-    """Return the bytes of a file, or of a folder's files."""
+    """Return the bytes of a file, or of all files in a folder."""
     if path.is_file():
         return path.stat().st_size
     return sum(each.stat().st_size for each in path.rglob("*") if each.is_file() and not each.is_symlink())
 
 
 def healthcheck() -> str:
-    """Return the line by which an image of docker/Dockerfile is asked for its health."""
+    """Return the command of the health check in docker/Dockerfile."""
     text = (ROOT / "docker" / "Dockerfile").read_text()
     (words,) = re.findall(r"^HEALTHCHECK .*\\\n +(\[.*\])$", text, re.MULTILINE)
     return shlex.join(json.loads(words))
 
 
 def torch_free(walk: Walk, verbs: Walk, exported: Path) -> None:
-    """Type what needs no torch, over a folder of `sinew export` that another role has written."""
+    """Run the commands that need no torch, on a folder of `sinew export` from another role."""
     arm(walk)
-    walk.copy(exported, "policy.gguf")  # the README's lines call it so
+    walk.copy(exported, "policy.gguf")  # the README uses this name
     for line in verbs.lines:
         if line.startswith(ONNX):
             verbs.type(line)
@@ -111,7 +116,7 @@ def torch_free(walk: Walk, verbs: Walk, exported: Path) -> None:
 
 
 def export(home: Path) -> Path:
-    """Return a folder of `sinew export` with the README's policy, written by this interpreter's own sinew."""
+    """Return a folder of `sinew export` with the policy of the README, written by this interpreter's sinew."""
     policy, folder, case = home / "policy.gguf", home / "robot", golden_cases() / CASE
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'packages' / 'sinew-client' / 'src'}"}
     for words in (
@@ -125,7 +130,7 @@ def export(home: Path) -> Path:
 
 
 def build(home: Path) -> Path:
-    """Return a folder with wheels of the distributions, made of what a clone of this checkout has."""
+    """Build wheels of the distributions from the files that a clone of this checkout has. Returns their folder."""
     wheels, builder = home / "wheels", home / "builder"
     subprocess.run([sys.executable, "-m", "venv", builder], check=True)
     pip = [builder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-q"]
@@ -150,7 +155,7 @@ def build(home: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("roles", nargs="*", default=list(ROLES), help="client, onnx, cpu; all if absent")
+    parser.add_argument("roles", nargs="*", default=list(ROLES), help="client, onnx or cpu (default: all)")
     chosen = parser.parse_args().roles
     rows = []
     with tempfile.TemporaryDirectory(prefix="sinew-roles-") as folder:

@@ -1,4 +1,4 @@
-"""Measure the structure of a checkout: what a reader has to open, what imports what, and how much code there is.
+"""Measure the structure of a checkout: the files that a reader must open, the imports, and the amount of code.
 
     python -m tools.structure [--against CHECKOUT]
 
@@ -19,8 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Import name of each Python distribution, lowest first, and the folders that may hold it. A distribution imports
-# only those of `MAY_IMPORT`. The LeRobot plugin works with the client alone and can also use `sinew`.
+# Key: import name of a Python distribution, lowest first. Value: the folders that may contain it. A distribution
+# imports only those in `MAY_IMPORT`. The LeRobot plugin works with the client alone and can also use `sinew`.
 DISTRIBUTIONS = {
     "sinew_client": "packages/sinew-client/src/sinew_client",
     "sinew_ros": "packages/sinew_ros/sinew_ros",
@@ -60,7 +60,8 @@ ROOMS = [
     {"steps"},
     {"core"},
 ]
-# What "convert SmolVLA, serve it over the native protocol, drive a robot" starts from.
+# The modules from which a reader starts who wants to convert SmolVLA, serve it over the native protocol and drive a
+# robot.
 JOURNEY = (
     "sinew.convert",
     "sinew.convert.conversion",
@@ -81,13 +82,13 @@ JOURNEY = (
     "sinew_client.control.requester",
     "sinew_client.control.servers",
 )
-# Bare participles as names of variables: a reader cannot tell what they hold.
+# Bare participles as names of variables do not tell the reader what the variables contain.
 PARTICIPLES = re.compile(r"\b(?:found|known|given|said|wanted|asked|held|kept|told) (?::[^=]*)?= ")
 ASKS_AN_ENGINE = re.compile(r'[!=]= "(?:eager|plan|onnx)"|(?:get|has)attr\([^,]*engine')
 NAMES_AN_ENGINE = re.compile(r"\bengines? (?:eager|plan|cpu|onnx|cuda)\b")
 PROBES_A_ROBOT = re.compile(r"(?:get|has)attr\((?:self\._?)?(?:robot|machine)\b")
 SPLITS_AN_ADDRESS = re.compile(r'"://"')
-# The one file that asks a robot for its attributes, and the one that parses what a user types.
+# The one file that reads the attributes of a robot, and the one file that parses what a user types.
 ROBOT_FACTS = "packages/sinew-client/src/sinew_client/control/facts.py"
 TARGETS = "packages/sinew-client/src/sinew_client/target.py"
 
@@ -187,7 +188,7 @@ class Structure:
 
     @cached_property
     def homes(self) -> dict[str, Path]:
-        """Module name -> file, over all distributions."""
+        """Module name -> file, of all distributions."""
         homes = {}
         for name, folder in DISTRIBUTIONS.items():
             for path in sorted((self.root / folder).rglob("*.py")):
@@ -222,7 +223,7 @@ class Structure:
         there is one."""
         names = imported_names(self.homes[name], on_import)
         modules = {each for each in names if each in self.homes}
-        # `from a.b import c` names a.b too; that is a reading of a.b itself only if c is no module of its own.
+        # `from a.b import c` also names a.b. It counts as an import of a.b only if c is not a module.
         for node in statements(tree(self.homes[name]), on_import=on_import):
             if isinstance(node, ast.ImportFrom) and node.module in modules:
                 modules_alone = all(f"{node.module}.{alias.name}" in self.homes for alias in node.names)
@@ -230,7 +231,7 @@ class Structure:
         return modules - {name}
 
     def closure(self, modules: Iterable[str] = JOURNEY) -> set[str]:
-        """Return the modules that are imported when `modules` are, packages around them included."""
+        """Return the modules that are imported together with ``modules``, including the packages around them."""
         seen: set[str] = set()
         left = list(modules)
         while left:
@@ -244,14 +245,15 @@ class Structure:
         return seen
 
     def lines(self, modules: Iterable[str]) -> int:
-        """Return how many lines of modules are not blank."""
+        """Return the number of lines in modules that are not blank."""
         texts = (self.homes[name].read_text() for name in modules)
         return sum(bool(line.strip()) for text in texts for line in text.splitlines())
 
     def circles(self) -> list[list[str]]:
-        """Return the groups of files that import each other, in a row too. Imports in functions and for types count.
+        """Return the groups of files that import each other, also in a chain. Imports in functions and for types
+        count.
 
-        The packages `sinew` and `sinew_client` hand names on lazily, so an import of the package itself does not
+        The packages `sinew` and `sinew_client` provide names lazily, so an import of the package itself does not
         count.
         """
         graph = {name: self.imports(name) - set(DISTRIBUTIONS) for name in self.homes}
@@ -267,12 +269,12 @@ class Structure:
         )
 
     def arrows(self) -> set[tuple[str, str]]:
-        """Return which folder of `sinew` imports which."""
+        """Return the pairs of folders in `sinew` in which one folder imports the other."""
         arrows = {(self.room_of(path), other) for path in self.files for other in self.imported_rooms(path)}
         return {(room, other) for room, other in arrows if room != other}
 
     def upward_rooms(self) -> set[str]:
-        """Return "file: room" for each import from a lower folder of `sinew` to a higher one."""
+        """Return "file: folder" for each import from a lower folder of `sinew` to a higher one."""
         storey = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
         return {
             f"{path.relative_to(self.package).as_posix()}: {room}"
@@ -282,7 +284,8 @@ class Structure:
         }
 
     def importers(self, place: str) -> set[str]:
-        """Return the files of `sinew` outside a file or folder ("engine/onnx") that import it."""
+        """Return the files of `sinew` that import a file or folder ("engine/onnx"), without this file or folder
+        itself."""
         name, home = f"sinew.{place.replace('/', '.')}", self.package / place
         return {
             path.relative_to(self.package).as_posix()
@@ -292,7 +295,7 @@ class Structure:
         }
 
     def shared_names(self) -> set[str]:
-        """Return the names that more than one class of `sinew` and the client has."""
+        """Return the names that several classes of `sinew` and the client have."""
         counted = Counter(
             node.name
             for path in (*self.files, *self.files_of("sinew_client"))
@@ -321,7 +324,7 @@ class Structure:
                 continue
             docstrings = {
                 id(node.value) for node in ast.walk(tree(path)) if isinstance(node, ast.Expr)
-            }  # of modules, classes and functions, and of attributes
+            }  # docstrings of modules, classes, functions and attributes
             found_in += [
                 f"{place}: {node.value}"
                 for node in ast.walk(tree(path))
@@ -344,7 +347,7 @@ class Structure:
         return "absent"
 
     def table(self) -> dict[str, str]:
-        """Return what is measured -> its value, for people."""
+        """Return measure -> value, as text."""
         closure, circles = self.closure(), self.circles()
         code = {
             name: (len(files), sum(map(code_lines, files)))

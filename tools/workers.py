@@ -1,8 +1,9 @@
-"""``--workers N``: the tests of a run in N processes, forked when all is imported and collected.
+"""``--workers N``: run the tests in N processes, which are forked after all modules are imported and tests collected.
 
-Workers of pytest-xdist collect everything each for itself: 27 CPU seconds of four, 65 in a fresh clone. Here the
-process that collects hands files out in their order to whoever is free, and reports what the workers send as its own; a
-worker that dies fails its test, and another goes on behind it. It must have no second thread when it forks.
+Each worker of pytest-xdist collects all tests itself: 27 CPU seconds for four workers, 65 in a new clone. Here one
+process collects. It gives the next file to each idle worker, and reports the results of the workers as its own. If a
+worker crashes, its test fails, and a new worker continues with the next test. The collecting process must have only
+one thread when it forks.
 """
 
 from __future__ import annotations
@@ -27,26 +28,33 @@ class Workers:
     """A pytest plugin that runs the collected tests in ``count`` processes."""
 
     def __init__(self, count: int):
-        self.count, self.ended = count, mmap.mmap(-1, 1)  # which all of them see
-        self._tell: Connection | None = None  # of a worker: to whom it reports
-        self.begins: list[Callable[[pytest.Config, int], None]] = []  # what a worker does first
-        os.environ["PYTEST_XDIST_TESTRUNUID"] = str(os.getpid())  # tests/processes.py: one nursery for all
+        self.count, self.ended = count, mmap.mmap(-1, 1)  # all workers share this memory
+        self._tell: Connection | None = None  # in a worker: the connection for its reports
+        self.begins: list[
+            Callable[[pytest.Config, int], None]
+        ] = []  # functions that a worker calls at its start
+        # tests/processes.py then uses one nursery for all workers
+        os.environ["PYTEST_XDIST_TESTRUNUID"] = str(os.getpid())
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.config.option.collectonly or session.testsfailed or not session.items:
-            return None  # pytest's own
-        tasks = Path("/proc/self/task")  # of Linux
+            return None  # let pytest run the tests itself
+        tasks = Path("/proc/self/task")  # exists only on Linux
         threads = len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
         assert threads == 1, f"expected one thread before workers are forked, got {threads}"
         self._session, self._files = session, _files(session.items)
         session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one, of all workers
         if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
-            reporter.showfspath = False  # of files that take turns it would show each time which it is
+            reporter.showfspath = (
+                False  # with alternating files, the reporter would print the file name for each test
+            )
         self._queue = os.pipe()
         os.write(self._queue[1], b"".join(index.to_bytes(2, "big") for index in range(len(self._files))))
         os.close(self._queue[1])
-        self._workers: dict[Connection, tuple[int, int]] = {}  # number, process
+        self._workers: dict[
+            Connection, tuple[int, int]
+        ] = {}  # connection -> number and process id of the worker
         self._under_way: dict[Connection, int] = {}
         try:
             for number in range(min(self.count, len(self._files))):
@@ -78,7 +86,7 @@ class Workers:
         self._workers[ours] = (number, process)
 
     def _hear(self, ready: Connection) -> None:
-        """Take a worker's next message, or its end."""
+        """Process the next message of a worker, or its end."""
         hook, items = self._session.config.hook, self._session.items
         try:
             kind, content = ready.recv()
@@ -86,7 +94,7 @@ class Workers:
             number, process = self._workers.pop(ready)
             _, status = os.waitpid(process, 0)
             if (at := self._under_way.pop(ready, None)) is not None:
-                why = f"worker {number} ended with {os.waitstatus_to_exitcode(status)} while this ran"
+                why = f"worker {number} ended with {os.waitstatus_to_exitcode(status)} while this test ran"
                 item = items[at]
                 hook.pytest_runtest_logreport(
                     report=pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "call")
@@ -94,7 +102,7 @@ class Workers:
                 rest = next(file for file in self._files if at in file)
                 self._fork(number, tuple(index for index in rest if index > at))
             return
-        if self.ended[0]:  # those that are still under way are not told
+        if self.ended[0]:  # results of tests that still run are not reported
             self._under_way.pop(ready, None)
         elif kind == "begun":
             self._under_way[ready] = content
@@ -114,10 +122,10 @@ class Workers:
     # ------------------------------------------------------------------------- in a worker
 
     def _work(self, number: int, tell: Connection, first: tuple[int, ...]) -> None:
-        """Run the tests of ``first``, then files as long as there are some, and end as an interpreter does."""
+        """Run the tests of ``first``, then files until none is left, and exit as an interpreter does."""
         session, self._tell = self._session, tell
         config = session.config
-        atexit._clear()  # what was imported is the first process's to end
+        atexit._clear()  # the exit functions of imported modules belong to the collecting process
         os.environ["PYTEST_XDIST_WORKER"] = f"gw{number}"
         config._tmp_path_factory._basetemp = folder = (
             config._tmp_path_factory.getbasetemp() / f"worker-{number}"
@@ -132,7 +140,7 @@ class Workers:
         order = self._order(first)
         item = next(order, None)
         while item is not None:
-            following = next(order, None)  # by which pytest knows what to tear down
+            following = next(order, None)  # pytest needs the next test to know which fixtures to tear down
             tell.send(("begun", item))
             config.hook.pytest_runtest_protocol(
                 item=session.items[item], nextitem=None if following is None else session.items[following]
@@ -153,8 +161,9 @@ class Workers:
                 yield item
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Send a report; of what passes before and behind a test, which two of three are, only where somebody reads it:
-        what was printed, and times."""
+        """Send a report. A passed setup or teardown is sent only if its output or time is printed, because these are
+        two thirds of all reports.
+        """
         option = self._session.config.option
         read = report.when == "call" or not report.passed or report.sections
         if self._tell is not None and (read or option.durations is not None or option.xmlpath):
@@ -169,11 +178,11 @@ class Workers:
             words = text if kind is category else f"{category.__name__}: {text}"
             message = (words, kind, warning_message.filename, warning_message.lineno)
             given = {"when": when, "nodeid": nodeid, "location": location}
-            with contextlib.suppress(OSError):  # at its very end
+            with contextlib.suppress(OSError):  # the connection may be closed at the end
                 self._tell.send(("warned", (message, given)))
 
 
 def _files(items: list[pytest.Item]) -> list[range]:
-    """Return the places of each file's tests, which stand together."""
+    """Return the index range of each file's tests, which are adjacent."""
     begins = [at for at, item in enumerate(items) if at == 0 or items[at - 1].path != item.path]
     return [range(first, last) for first, last in zip(begins, [*begins[1:], len(items)], strict=True)]

@@ -1,16 +1,16 @@
-"""The arms of a Unitree G1 (29 joints) by LeRobot's bridge on its computer: numpy, Pillow and pyzmq.
+"""Drive the arms of a Unitree G1 (29 joints) with LeRobot's bridge on its computer. Needs numpy, Pillow and pyzmq.
 
     cd examples/robots
     sinew run POLICY --config g1.toml --robot-options '{"host": "192.168.123.164", "camera": true}'
 
-The bridge (``lerobot/robots/unitree_g1/run_g1_server.py``) publishes the robot's state as JSON on port 6001, takes
-commands on 6000 and its camera's frames on 5555. LeRobot's own class for these sockets wants unitree_sdk2py, which
-PyPI has not; this one needs nothing of Unitree's.
+The bridge (``lerobot/robots/unitree_g1/run_g1_server.py``) publishes the state of the robot as JSON on port 6001. It
+receives commands on port 6000 and publishes camera frames on port 5555. LeRobot's own class for these sockets needs
+unitree_sdk2py, which is not on PyPI. This class needs no package of Unitree.
 
-**Legs and balance.** The bridge releases the robot's own controller and writes to its motors: nothing balances any
-more, so the robot hangs or is held. This class commands all 29 motors, as a motor without a command is limp: the arms
-follow, legs and waist keep the joints that they had at the start. The motors keep their last targets when commands stay
-away or the program ends; L2 + B of the remote makes them soft.
+**Legs and balance.** The bridge stops the robot's own controller and writes to its motors. So nothing balances the
+robot any more, and it must hang or be held. A motor without a command is limp, so this class commands all 29 motors.
+The arms follow the policy. Legs and waist keep their joint positions from the start. If commands stop or the program
+ends, the motors keep their last targets. L2 + B on the remote control makes the motors limp.
 """
 
 from __future__ import annotations
@@ -31,25 +31,31 @@ from sinew_client.errors import ClientError
 LEG = ("HipPitch", "HipRoll", "HipYaw", "Knee", "AnklePitch", "AnkleRoll")
 ARM = ("ShoulderPitch", "ShoulderRoll", "ShoulderYaw", "Elbow", "WristRoll", "WristPitch", "WristYaw")
 WAIST = ("WaistYaw", "WaistRoll", "WaistPitch")
-# Motors in Unitree's order, by LeRobot's names of them
+# Motors in Unitree's order, with LeRobot's names.
 JOINTS = [
     *(f"k{side}{name}.q" for side in ("Left", "Right") for name in LEG),
     *(f"k{name}.q" for name in WAIST),
     *(f"k{side}{name}.q" for side in ("Left", "Right") for name in ARM),
 ]
 ARMS = slice(15, 29)
-SLOTS = 35  # of a command and a state; the last six move nothing
-# Nm/rad and Nm s/rad of each motor, LeRobot's for this robot
+SLOTS = 35  # number of motors in a command and in a state; the last six do not exist
+# stiffness in Nm/rad and damping in Nm s/rad of each motor, from LeRobot
 STIFFNESS = [150, 150, 150, 300, 40, 40] * 2 + [250] * 3 + [50, 50, 80, 80, 40, 40, 40] * 2
 DAMPING = [2, 2, 2, 4, 2, 2] * 2 + [5] * 3 + [3, 3, 3, 3, 1.5, 1.5, 1.5] * 2
 TOPIC = "rt/lowcmd"
 
 
 class G1:
-    """Two arms as a robot of ``sinew run``: 14 joints in radians, left arm first.
+    """Both arms as a robot for ``sinew run``: 14 joints in radians, left arm first.
 
-    host: of the robot's computer. camera: whether the bridge has one (``--camera``); its frame is ``head_camera``.
-    ports: of commands, state and camera. Raises ClientError where no state comes within ``timeout`` seconds.
+    Args:
+        host: Address of the robot's computer.
+        camera: True if the bridge has a camera (``--camera``). Its frame has the name ``head_camera``.
+        ports: Ports of commands, state and camera.
+        timeout: Seconds to wait for the first state.
+
+    Raises:
+        ClientError: No state arrived in time.
     """
 
     joint_unit = "rad"
@@ -82,7 +88,8 @@ class G1:
                 why = "".join(f" ({self._failed[name]})" for name in silent if name in self._failed)
                 self.close()
                 raise ClientError(
-                    f"{host}: expected {' and '.join(silent)} of LeRobot's bridge within {timeout:g} s, got none{why}"
+                    f"{host}: expected {' and '.join(silent)} of LeRobot's bridge within {timeout:g} s, got none{why}; "
+                    "check that the bridge runs"
                 )
             time.sleep(0.01)
         self._target, self._mode = self._newest["state"][1]
@@ -91,7 +98,7 @@ class G1:
     def _socket(self, kind: int, host: str, port: int) -> Any:
         found = self._context.socket(kind)
         found.setsockopt(zmq.LINGER, 0)
-        found.setsockopt(zmq.CONFLATE, 1)  # the newest alone, of what comes and of what cannot go yet
+        found.setsockopt(zmq.CONFLATE, 1)  # keep only the newest message, in both directions
         if kind == zmq.SUB:
             found.setsockopt(zmq.SUBSCRIBE, b"")
             found.setsockopt(zmq.RCVTIMEO, 200)
@@ -117,7 +124,11 @@ class G1:
         socket.close()
 
     def observe(self) -> dict[str, Any]:
-        """Return the newest state and frame with their times. Raises NoObservation for messages that are none."""
+        """Return the newest state and frame with their times.
+
+        Raises:
+            NoObservation: A message is not valid.
+        """
         for reason in list(self._failed.values()):
             raise NoObservation(reason)
         newest = dict(self._newest)
@@ -127,7 +138,7 @@ class G1:
         return {"images": images, "state": joints[ARMS].astype(np.float32), "times": times}
 
     def act(self, row: np.ndarray) -> None:
-        """Send the arms to ``row``, radians [14]; everything else stays where it was at the start."""
+        """Move the arms to ``row``, radians [14]. All other joints keep their positions from the start."""
         self._target[ARMS] = row
         self._send()
 
@@ -145,11 +156,11 @@ class G1:
             "mode_machine": self._mode,
             "motor_cmd": motors + [idle] * (SLOTS - len(motors)),
         }
-        with self._lock:  # the watchdog holds from a thread of its own
+        with self._lock:  # the watchdog calls hold from its own thread
             self._commands.send(json.dumps({"topic": TOPIC, "data": data}).encode())
 
     def close(self) -> None:
-        """Leave the motors at their last targets."""
+        """Close the sockets. The motors keep their last targets."""
         self._open = False
         for thread in self._threads:
             thread.join(2.0)
@@ -158,16 +169,16 @@ class G1:
 
 
 def _state(message: bytes) -> tuple[np.ndarray, int]:
-    """Return joints, radians float64 [29], and the kind of robot."""
+    """Return the joint positions, radians float64 [29], and the kind of robot."""
     data = json.loads(message)["data"]
     joints = np.array([motor["q"] for motor in data["motor_state"][: len(JOINTS)]], np.float64)
     if joints.shape != (len(JOINTS),) or not np.all(np.isfinite(joints)):
-        raise ValueError(f"expected {len(JOINTS)} joints that are finite, got shape {list(joints.shape)}")
+        raise ValueError(f"expected {len(JOINTS)} finite joint positions, got shape {list(joints.shape)}")
     return joints, int(data["mode_machine"])
 
 
 def _frame(message: bytes) -> np.ndarray | None:
-    """Return the frame, uint8 [H, W, 3]; None where there was no new one."""
+    """Return the frame, uint8 [H, W, 3]. None if there was no new frame."""
     jpeg = json.loads(message)["images"].get("head_camera")
     if jpeg is None:
         return None

@@ -1,13 +1,13 @@
-"""An arm of Universal Robots (UR3e to UR20, e-Series and CB3) by RTDE, its Real-Time Data Exchange: numpy and sockets.
+"""Drive an arm of Universal Robots (UR3e to UR20, e-Series and CB3) with RTDE, its Real-Time Data Exchange.
 
     cd examples/robots
     sinew run POLICY --config ur5e.toml --robot-options '{"host": "192.168.1.10"}'
 
-A short program is sent to the controller (port 30002, "Remote Control" on the pendant): it follows joints that arrive
-in the registers 24 to 29, stops when register 24 says 0, and is stopped by the controller where nothing has arrived for
-0.2 s. State comes 125 times a second from port 30004. Joints are in radians. The gripper is digital output 0, high
-where the policy's number is above 0; its opening is analog input 0, whose 10 V are ``opening``. A camera is the address
-of its snapshot, as of most network cameras.
+The class needs only numpy. It sends a short program to the controller (port 30002, "Remote Control" on the pendant).
+The program follows joint positions in the registers 24 to 29, and stops if register 24 is 0. The controller stops the
+program if no values arrive for 0.2 s. The state arrives 125 times a second from port 30004. Joints are in radians.
+The gripper is digital output 0, which is high if the policy's number is above 0. Its opening is analog input 0, where
+10 V mean ``opening``. A camera is the address of a snapshot, which most network cameras provide.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OUTPUTS = {
     "runtime_state": "I",
     "standard_analog_input0": "d",
 }
-GOODBYE_S = 0.5  # for the controller to end the connection
+GOODBYE_S = 0.5  # seconds to wait until the controller closes the connection
 INPUTS = {
     "input_int_register_24": "i",
     **{f"input_double_register_{24 + i}": "d" for i in range(6)},
@@ -68,11 +68,11 @@ INPUTS = {
 TYPES = {"d": "DOUBLE", "6d": "VECTOR6D", "i": "INT32", "I": "UINT32", "B": "UINT8"}
 VERSION, OUT, IN, START, DATA = b"V", b"O", b"I", b"S", b"U"
 SAFE = {1: "normal", 2: "reduced"}
-PLAYING = 2  # of runtime_state
+PLAYING = 2  # value of runtime_state while a program runs
 
 
 class Rtde:
-    """RTDE, protocol version 2: packages of a size (2 bytes, big-endian), a type (1) and what it carries."""
+    """RTDE, protocol version 2. A package has a size (2 bytes, big-endian), a type (1 byte) and its data."""
 
     def __init__(self, host: str, port: int, frequency: float):
         try:
@@ -82,11 +82,11 @@ class Rtde:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._lock = threading.Lock()
         if self._asked(VERSION, struct.pack(">H", 2)) != b"\x01":
-            raise ClientError("RTDE: expected protocol version 2, got a controller without it")
+            raise ClientError("RTDE: the controller does not support protocol version 2; update its software")
         self._out = self._recipe(OUT, struct.pack(">d", frequency), OUTPUTS)
         self._in = self._recipe(IN, b"", INPUTS)
         if self._asked(START, b"") != b"\x01":
-            raise ClientError("RTDE: expected data to start, got a refusal")
+            raise ClientError("RTDE: the controller does not start to send data; see the log on the pendant")
 
     def _recipe(self, kind: bytes, head: bytes, names: dict[str, str]) -> int:
         answer = self._asked(kind, head + ",".join(names).encode())
@@ -127,7 +127,7 @@ class Rtde:
                         for name, form in OUTPUTS.items()}  # fmt: skip
 
     def write(self, running: int, joints: np.ndarray, mask: int, outputs: int) -> None:
-        """Set :data:`INPUTS`."""
+        """Set the values of :data:`INPUTS`."""
         data = struct.pack(
             ">B" + "".join(INPUTS.values()), self._in, running, *map(float, joints), mask, outputs
         )
@@ -135,7 +135,7 @@ class Rtde:
             self._socket.sendall(struct.pack(">H", 3 + len(data)) + DATA + data)
 
     def finish(self) -> None:
-        """Say that nothing more is written; what was is read before the controller ends the connection."""
+        """End the writing side. The controller reads the last values before it closes the connection."""
         self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
@@ -143,10 +143,13 @@ class Rtde:
 
 
 class Ur:
-    """An arm and its gripper as a robot of ``sinew run``: six joints in radians and the gripper's opening.
+    """An arm and its gripper as a robot for ``sinew run``: six joints in radians, and the opening of the gripper.
 
-    host: of the controller. cameras: name -> address of a snapshot (JPEG or PNG). opening: what 10 V of the gripper's
-    input are. ports: of RTDE and of the program.
+    Args:
+        host: Address of the controller.
+        cameras: Name -> address of a snapshot (JPEG or PNG).
+        opening: Opening of the gripper at 10 V of the analog input.
+        ports: Ports of RTDE and of the program.
     """
 
     joint_unit = "rad"
@@ -169,7 +172,9 @@ class Ur:
         self._sent, self._mask, self._outputs = np.array(self._newest[1]["actual_q"]), 0, 0
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
-        self._rtde.write(1, self._sent, 0, 0)  # where it stands, before the program reads it
+        self._rtde.write(
+            1, self._sent, 0, 0
+        )  # set the present position before the program reads the registers
         with socket.create_connection((host, ports[1]), timeout=2.0) as channel:
             channel.sendall(PROGRAM.encode())
 
@@ -178,7 +183,8 @@ class Ur:
             while True:
                 values = self._rtde.read()
                 self._newest = (time.monotonic(), values)
-        except (OSError, struct.error, IndexError) as error:  # it has ended, or says what is no package
+        # the controller has closed the connection, or sent an invalid package
+        except (OSError, struct.error, IndexError) as error:
             self._failed = f"RTDE: {error}"
 
     def observe(self) -> dict[str, Any]:
@@ -186,13 +192,15 @@ class Ur:
         if self._failed:
             raise NoObservation(self._failed)
         if values["safety_mode"] not in SAFE or values["runtime_state"] != PLAYING:
-            self._sent = np.array(values["actual_q"])  # it may be moved by hand now: nothing leads it back
+            # a person may move the arm now, and the next command must not move it back
+            self._sent = np.array(values["actual_q"])
         if values["safety_mode"] not in SAFE:
             raise NoObservation(
-                f"the arm's safety mode is {values['safety_mode']}, neither normal (1) nor reduced (2)"
+                f"the arm's safety mode is {values['safety_mode']}, "
+                "expected normal (1) or reduced (2); clear the safety stop on the pendant"
             )
         if values["runtime_state"] != PLAYING:
-            raise NoObservation("the arm's program does not run")
+            raise NoObservation("the program on the arm does not run; start the robot again")
         times, images = {"state": taken}, {}
         for name, address in self._cameras.items():
             times[name] = time.monotonic()
@@ -209,12 +217,12 @@ class Ur:
         self._write(1)
 
     def hold(self) -> None:
-        self._write(1)  # the last joints again: they also keep the program alive
+        self._write(1)  # send the last joints again, which also keeps the program running
 
     def close(self) -> None:
-        """Stop the program; the gripper stays as it is."""
+        """Stop the program. The gripper keeps its state."""
         self._write(0)
-        # Closed at once, with packages that nobody has read, the connection would be reset, and that 0 might be lost.
+        # If the socket were closed with unread packages, the connection would be reset, and the last 0 might be lost.
         with contextlib.suppress(OSError):
             self._rtde.finish()
             self._thread.join(GOODBYE_S)

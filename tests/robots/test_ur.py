@@ -153,7 +153,7 @@ def test_what_is_wrong_with_the_arm_holds_it(controller: Controller, monkeypatch
     assert seen["images"]["front"].shape == (64, 64, 3)
     assert set(seen["times"]) == {"state", "front", "wrist"}
     controller.safety = 3  # a protective stop
-    with pytest.raises(NoObservation, match=r"safety mode is 3, neither normal \(1\) nor reduced \(2\)"):
+    with pytest.raises(NoObservation, match=r"safety mode is 3, expected normal \(1\) or reduced \(2\)"):
         until(arm, again=arm.observe)
     with controller._lock:  # by hand; once it is let go it stays there
         controller.joints = controller.joints + 0.2
@@ -172,7 +172,7 @@ def test_what_is_wrong_with_the_arm_holds_it(controller: Controller, monkeypatch
     controller._patience = 1.0  # and nothing arrives any more: the controller's own watchdog stops the arm
     stops(controller)
     assert controller.stopped == "watchdog"
-    with pytest.raises(NoObservation, match="the arm's program does not run"):
+    with pytest.raises(NoObservation, match="the program on the arm does not run"):
         until(arm, again=arm.observe)
     arm.close()
 

@@ -34,11 +34,11 @@ def test_what_is_exempt_is_there() -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("pip install --find-links wheels numpy", "'--find-links' is not known"),
+        ("pip install --find-links wheels numpy", "'--find-links' is unknown"),
         ("pip install -c other.txt numpy", "expected -c constraints.txt"),
         ("conda install numpy", "expected pip or uv"),
-        ("pip install -q", "expected an install of something"),
-        ("uv tool run sinew", "is not known"),
+        ("pip install -q", "expected the name of a package"),
+        ("uv tool run sinew", "is unknown"),
     ],
 )
 def test_a_line_that_is_not_understood_fails(line: str, problem: str) -> None:

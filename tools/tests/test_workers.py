@@ -55,7 +55,7 @@ def test_workers_report_what_comes(
         len(set((tmp_path / "places").read_text().split())) == 1
     )  # where all of a run find what one has made
     if status:
-        assert "ended with 3 while this ran" in done.stdout
+        assert "ended with 3 while this test ran" in done.stdout
         assert "assert 1 == 2" in done.stdout
         assert "UserWarning: it is old" in done.stdout
 
