@@ -64,9 +64,9 @@ FLOAT32 = ("act", "diffusion", "vqbet", "multi_task_dit", "omnivla-edge", "turbo
 LABELS = {"eager": "eager", "plan": "plan", "onnx": "onnx", "int8": "cpu, int8", "4bit": "cpu, 4 bits"}
 PAGE = """# Speed by policy family
 
-This page shows what one action chunk costs on a CPU, for the policy families that Sinew serves, at their published
-sizes. Use it to choose an engine and a precision before you download a checkpoint. The weights are random, so the page
-says nothing about success. `python -m benchmarks.every_family OUT` measures the tables, and
+On this page you choose an engine and a precision for your policy family before you download a checkpoint. The tables
+show what one action chunk costs on a CPU, at the published sizes. The weights are random, so the tables show nothing
+about success. `python -m benchmarks.every_family OUT` measures the tables, and
 `python -m benchmarks.every_family OUT --page docs/speed-by-family.md` writes this page.
 
 The CPU is an {cpu} with {threads} compute thread. Other programs used the machine during the measurement (load
@@ -75,15 +75,17 @@ chunk do.
 
 ## Processor seconds for one chunk
 
-GFLOP is the number of operations of a chunk, as `sinew perf` counts them. The next column has the processor seconds of
-these operations at the rate of a large PyTorch product: {float32:.0f} GFLOP/s in float32, and {bfloat16:.0f} GFLOP/s in
-bfloat16. `eager` and `plan` compute in the type of the checkpoint. `onnx` computes in float32 with products of its own,
-which can be faster than those of PyTorch. `cpu` multiplies weights of 8 or 4 bits.
+* **GFLOP**: the number of operations of a chunk, as `sinew perf` counts them.
+* **at product rate**: the processor seconds of these operations at the rate of a large PyTorch product, which is
+  {float32:.0f} GFLOP/s in float32, and {bfloat16:.0f} GFLOP/s in bfloat16.
+* **eager**, **plan**: these engines compute in the type of the checkpoint.
+* **onnx**: this engine computes in float32 with its own products, which can be faster than those of PyTorch.
+* **cpu**: this engine multiplies weights of 8 or 4 bits.
 """
 MEMORY = """## Memory and the first chunk
 
-The columns of the engines have the peak memory of the process in MiB. The last two columns have the seconds from the
-start of the process to the first chunk, for `eager` and for `cpu` with int8 weights."""
+The columns of the engines show the peak memory of the process in MiB. The last two columns show the seconds from the
+start of the process to the first chunk, for `eager`, and for `cpu` with int8 weights."""
 WORD = "w"
 GIB = 1 << 30
 NOISE = (

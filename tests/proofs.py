@@ -47,27 +47,27 @@ COLUMNS = (
 ENGINES = COLUMNS[:5]
 HEAD = """# Supported policies
 
-This page lists the policies that Sinew runs, and the tests that passed for each of them.
+On this page you find out whether Sinew runs your policy, and which engines were tested with it.
 
 To use a policy, pass its checkpoint to any command: `sinew serve CHECKPOINT`. [Checkpoints](sources.md) lists the
-files that each family needs. [Engines](engines.md) explains the columns of the table. To add a policy, read
-[Add a model](adding-a-model.md).
+files that each family needs. If your policy is not in the table, you can [add it](adding-a-model.md).
 
-* **A cell** contains the precisions of an engine, or the protocols, for which a test passed with that family's own
-  fixture. A star marks a slow test, which `make test` does not run.
-* **An empty cell** means that there is no test. Without a test, the engine may still work, and prints what it does
-  not support. Every protocol can serve every family.
-* **cuda references** are the PyTorch references of the CUDA kernels and the program of the CUDA graph. The tests
-  of the cuda references run on a CPU. [On a GPU](gpu.md) lists the policies that we ran on NVIDIA GPUs.
+* **The columns** from `eager` to `cpu` are [engines](engines.md). Their cells contain the precisions for which a test
+  passed. A star marks a slow test, which `make test` does not run.
+* **The column protocols** contains the protocols that were tested with this family. Every protocol can serve every
+  family.
+* **An empty cell** means that there is no test. The engine may still work. If it does not support your policy, it
+  prints the reason.
+* **cuda references** are the PyTorch references of the engine `cuda`, which run on a CPU. [On a GPU](gpu.md) lists the
+  policies that we ran on NVIDIA GPUs.
 
-`--engine auto` selects an engine other than `eager` only in two cases. The engine has an entry here, or you verified
-it on your machine (`sinew validate`, `sinew prepare`).
+If an engine has no entry here, `--engine auto` takes it only after you verified it on your machine (`sinew validate`,
+`sinew prepare`).
 
 """
 FOOT = """
-`python -m tests.proofs` writes this page from `tests/proofs.json`, which contains the recorded results of the tests
-that are marked `proves`. `python -m tests.proofs` also prints what each test covers. Sinew reads the same results
-from `sinew/engine/proofs.json`.
+If you develop Sinew: `python -m tests.proofs` writes this page from the recorded test results (`tests/proofs.json`),
+and prints what each test covers. `--engine auto` reads the same results from `sinew/engine/proofs.json`.
 """
 
 
