@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 # Makes this package callable as a function, `sinew.convert(...)`.
 called.call(__name__, "sinew.convert:convert")
-# A reader checks only the fields that users often get wrong. For any other malformed field, Python raises one of these
-# errors, and conversion reports it as a ConvertError.
+# A reader checks only the fields that users often get wrong. If another field is malformed, Python raises one of
+# these errors, and the conversion reports it as a ConvertError.
 MALFORMED = (
     TypeError,
     ValueError,

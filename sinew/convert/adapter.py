@@ -43,7 +43,7 @@ INITIAL = (True, False, "gaussian", "orthogonal", "eva")
 
 @dataclass(frozen=True)
 class Changed:
-    """A weight that an adapter changes: its new bytes, and the origin of the change.
+    """A weight of the base model that an adapter changes: its new bytes, and the origin of the change.
 
     Attributes:
         data: The bytes of the changed weight.

@@ -184,8 +184,11 @@ class Conversion:
 
 
 def _laid_out_first(manifest: Callable[[], Manifest], hashes: list[Future[str]]) -> Callable[[], Manifest]:
-    """Return a function that returns the manifest. The first call returns at once, with zeros for unfinished hashes.
-    Later calls wait for all hashes. The writer needs the first manifest only to lay out the file."""
+    """Return a function that returns the manifest.
+
+    The writer needs the first manifest only to lay out the file, so the first call returns at once, with zeros in
+    place of unfinished hashes. Later calls wait for all hashes.
+    """
     calls = 0
 
     def call() -> Manifest:

@@ -31,11 +31,11 @@ PROMPT_SETTINGS = {
 
 @dataclass(frozen=True)
 class LMHead:
-    """The language model's head in a bundle.
+    """The decision how a bundle stores the output layer ("head") of the language model.
 
     Attributes:
-        kind: How the head is stored, for the model's configuration: "" (no head), "own" (its own matrix) or "tied" (the
-            token table is used as the head).
+        kind: How the head is stored, for the model's configuration: "" (no head), "own" (its own matrix) or "tied"
+            (the token table is used as the head).
         dead: Prefixes of the names of tensors that are not written into the bundle.
         end: The id of the token that ends a text; -1 if there is no such token.
         notes: Notes for the user.

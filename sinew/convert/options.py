@@ -192,7 +192,7 @@ class ConvertOptions(CheckpointFlags):
 
     @property
     def non_defaults(self) -> tuple[str, ...]:
-        """Return the names of the options that differ from their defaults."""
+        """Return the names of the options that the user set to another value than the default."""
         return tuple(
             f.name for f in fields(self) if getattr(self, f.name) != getattr(ConvertOptions(), f.name)
         )

@@ -1,7 +1,7 @@
 """Remove some layers of a bundle's model. The policy becomes smaller and faster, and is not trained again.
 
-The layer before a removed one is followed by the layer after it. A policy that was not trained for this computes other
-actions, so its success must be measured (`sinew eval --compare`).
+The layer before a removed layer is then followed by the layer after it. A policy that was not trained for this
+computes other actions, so its success must be measured (`sinew eval --compare`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def candidates(bundle: Bundle) -> list[dict[str, tuple[int, ...]]]:
 
 
 def fits(bundle: Bundle, skipped: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return True if the layers in ``skipped`` can be removed: the shapes of all remaining layers then fit together."""
+    """Return True if the layers in ``skipped`` can be removed. This is the case if the shapes of all remaining layers
+    still fit together.
+    """
     try:
         _shortened(bundle, skipped)
     except SinewError:

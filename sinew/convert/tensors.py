@@ -1,5 +1,5 @@
-"""Objects that stand for tensors of a checkpoint, and for new tensors that are computed from them, without reading the
-data.
+"""Objects that describe the tensors of a checkpoint, and new tensors that will be computed from them, without reading
+any data.
 
 Data is read only when the bundle is written, one tensor at a time. Transforms that move elements (split, join, pick,
 transpose, reshape) work on stored bits, so bfloat16 needs no arithmetic. :func:`computed` reads float32 values and
@@ -104,7 +104,9 @@ def computed(
 
 
 def rounded(source: TensorSource) -> TensorSource:
-    """Return the source with its values rounded to the nearest bfloat16, ties to even; NaN stays NaN."""
+    """Return a tensor source whose values are those of ``source``, rounded to the nearest bfloat16, ties to even; NaN
+    stays NaN.
+    """
     if source.type is BF16:
         return source
 
@@ -118,12 +120,16 @@ def rounded(source: TensorSource) -> TensorSource:
 
 
 def transpose(source: TensorSource, *axes: int) -> TensorSource:
-    """Return the source with its axes in the order ``axes``. Without ``axes``, the order of the axes is reversed."""
+    """Return a tensor source with the axes of ``source`` in the order ``axes``. Without ``axes``, the order of the
+    axes is reversed.
+    """
     return moved(lambda x: x.transpose(axes or None), source)
 
 
 def reshape(source: TensorSource, *shape: int) -> TensorSource:
-    """Return the source with the same elements, in row-major order, in a new shape. One size may be -1."""
+    """Return a tensor source with the elements of ``source`` in a new shape. The row-major order stays, and one size
+    may be -1.
+    """
     new = _shape(lambda x: x.reshape(shape), (source,), ELEMENTS[source.type])
     return replace(source, shape=new)
 
@@ -182,7 +188,7 @@ def split_qkv(source: TensorSource) -> tuple[TensorSource, ...]:
 
 
 def join(*sources: TensorSource, axis: int = 0) -> TensorSource:
-    """Return the sources concatenated along ``axis``.
+    """Return a tensor source that concatenates ``sources`` along ``axis``.
 
     Raises:
         ConvertError: The shapes do not fit.

@@ -1,13 +1,14 @@
-"""Write an adapter without its base. The file contains the adapter's changes, in the names and the layout of the base's
-bundle.
+"""Write a LoRA adapter as a file without the weights of its base. The file contains only the adapter's changes, in
+the names and the layout of the base's bundle.
 
-A family's reader renames, splits and joins weights for the bundle, also the weights that an adapter changed
-(``adapter.py``). If such a transform T only moves rows, then
+A family's reader renames, splits and joins weights for the bundle. It also transforms the weights that an adapter
+changed (``adapter.py``). If such a transform T only moves rows, then
 
     T(W + scale * B A) = T(W) + T(scale * B) A,
 
-which is the same product with moved rows of B. If the base joins queries, keys and values into one weight, the factors
-of the three parts are placed side by side. To check that T only moves rows, both sides are computed and compared.
+which is the same product with moved rows of B. If the base joins queries, keys and values into one weight, the
+factors of the three parts are placed side by side. To check that T only moves rows, both sides are computed and
+compared.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _moved(source: TensorSource, leaf: Changed, values: np.ndarray, width: int |
 
 
 def _unchanged(source: TensorSource) -> TensorSource:
-    """Return the tensor with the values that it has without the adapter."""
+    """Return the tensor with the values of the base, as if there were no adapter."""
     data = source.data
     if isinstance(data, Changed):
         kind = data.base.type

@@ -132,8 +132,9 @@ class Schema:
         return {"input_features", "output_features", *UNREAD.split(), *own}
 
     def fits(self, record: Mapping[str, Any]) -> bool:
-        """Return True if a ``config.json`` that does not state its type has the keys of this family, and no other
-        keys."""
+        """Return True if a ``config.json`` that does not state its type has all required keys of this family, and no
+        unknown keys.
+        """
         keys = {key for key in record if not TRAINING.search(key)}
         own = keys - {"input_features", "output_features", *UNREAD.split()}
         return bool(own) and keys <= self.keys and all(key in record for key in self.required.split())
@@ -238,8 +239,9 @@ class LeRobotCheckpoint:
         return name_of(self.path)
 
     def check_tokens(self, image: int, marker: int) -> None:
-        """Do nothing: LeRobot's checkpoints contain no ids of special tokens that could differ from the tokenizer's.
-        Subclasses check the ids in their files."""
+        """Do nothing. LeRobot's checkpoints contain no ids of special tokens that could differ from the tokenizer's
+        ids. Subclasses check the ids in their files.
+        """
 
     @cached_property
     def _weights(self) -> tuple[dict[str, TensorSource], list[Path]]:
@@ -397,7 +399,9 @@ class LeRobotCheckpoint:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Return the names that the model's configuration uses for the cameras, in the order of ``cameras``."""
+        """Return the names of the cameras in the model's configuration, in the order of ``cameras``. The robot may
+        use other names.
+        """
         names = map(_short, self._features("input_features", "VISUAL"))
         return tuple(name for name in names if not name.startswith("empty_camera_"))
 
@@ -543,13 +547,14 @@ class LeRobotCheckpoint:
         return value
 
     def named(self) -> AbstractContextManager[None]:
-        """Return a context manager. Errors about the model's configuration that are raised inside it get the path of
-        the checkpoint's file."""
+        """Return a context manager that adds the path of the checkpoint's file to errors about the model's
+        configuration.
+        """
         return named(self.file)
 
     def committed_rows(self, chunk_size: int) -> int:
-        """Return the largest number of first actions that the policy was trained to take over from the running chunk; 0
-        if it was not trained to do so.
+        """Return the length of the longest action prefix that the policy was trained to continue (actions that it
+        takes over from the running chunk); 0 if it was not trained to do so.
 
         LeRobot's key is ``rtc_training_max_delay``. ``--set committed_rows=N`` sets the length for files without that
         key.

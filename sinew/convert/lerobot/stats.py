@@ -71,8 +71,9 @@ class Found:
     unread: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Return True if a statistic other than the number of frames exists, because this number alone is not enough
-        to normalise values."""
+        """Return True if the checkpoint has any statistic other than the number of frames, because this number alone
+        is not enough to normalise values.
+        """
         return any(
             stats.keys() - {"count"} for part in (self.bare, *self.sets.values()) for stats in part.values()
         )

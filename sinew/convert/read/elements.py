@@ -1,4 +1,4 @@
-"""A table: storage type of a tensor -> the numpy type with which its elements are read."""
+"""A table that maps each storage type of a tensor to the numpy type with which its elements are read."""
 
 from __future__ import annotations
 

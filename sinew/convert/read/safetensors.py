@@ -26,7 +26,7 @@ STORAGE = {
     "F32": F32,
     "F16": F16,
     "BF16": BF16,
-    # In the following types, checkpoints store only buffers (constants), which the conversion drops.
+    # Checkpoints use the following types only for buffers (constants), which the conversion drops.
     **{kind: GGMLQuantizationType[kind] for kind in ("F64", "I8", "I16", "I32", "I64")},
     "BOOL": GGMLQuantizationType.I8,  # safetensors stores a boolean as one byte
 }

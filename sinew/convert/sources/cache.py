@@ -1,5 +1,5 @@
-"""A cache of checkpoints that were converted on first use. The folder ``$XDG_CACHE_HOME/sinew/bundles/<key>/`` contains
-a bundle and a record.
+"""A cache of checkpoints that were converted on first use. Each entry is a folder
+``$XDG_CACHE_HOME/sinew/bundles/<key>/`` with a bundle and a record of the conversion.
 
 The key depends on the content of the source (``identity.py``), so a changed checkpoint is converted again. An entry
 appears only when it is complete, by renaming a folder. If two processes convert the same source, the second process
@@ -33,7 +33,7 @@ MAX_RECORD = 1 << 24  # largest record, in bytes
 
 
 class CacheRecord(msgspec.Struct, forbid_unknown_fields=True):
-    """The record of an entry.
+    """The record of a conversion, which is stored next to the bundle.
 
     Attributes:
         source: The checkpoint's folder, or the source as the user typed it.

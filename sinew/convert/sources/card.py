@@ -126,7 +126,7 @@ def _use(manifest: Manifest, repository: str) -> Iterator[str]:
 
 def _expects(manifest: Manifest) -> Iterator[str]:
     spec = manifest.spec
-    yield from ("## What it takes and gives", "", "| | |", "|---|---|")
+    yield from ("## Inputs and outputs", "", "| | |", "|---|---|")
     for camera in spec.cameras:
         yield f"| camera `{_cell(camera.name)}` | uint8 [{camera.height}, {camera.width}, 3] RGB |"
     yield f"| state | {_vector(spec.state)} |"
@@ -139,7 +139,7 @@ def _expects(manifest: Manifest) -> Iterator[str]:
 def _origin(bundle: Bundle, digest: str) -> Iterator[str]:
     origin = bundle.manifest.provenance
     yield from (
-        "## Where it came from",
+        "## Origin",
         "",
         f"Converted by {_cell(origin.converter)} from {_cell(origin.format)}.",
     )

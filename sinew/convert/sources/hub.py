@@ -247,8 +247,8 @@ def _fetched(name: HubName, file: str | None) -> Path:
 
 
 def _cached(name: HubName, reason: str) -> Path:
-    """Return the bundle or the checkpoint folder of a repository from this machine's cache, because the hub does not
-    answer.
+    """Return the bundle or the checkpoint folder of a repository from this machine's cache of the hub. It is used if
+    the hub does not answer.
 
     Args:
         name: The repository.
