@@ -56,7 +56,7 @@ def build_app(config: Path | None = None, words: Sequence[str] = ()) -> App:
     app.command(
         "sinew.cli.completion:completion",
         name="--completion",
-        help="Print what completes words in your shell: --completion bash, zsh or fish.",
+        help="Print a script that completes commands and flags in your shell: --completion bash, zsh or fish.",
         version_flags=[],
     )
     for flag in ("--completion", "--help", "--version"):
@@ -69,7 +69,9 @@ def build_app(config: Path | None = None, words: Sequence[str] = ()) -> App:
 
 
 def _default(value: Any) -> str | None:
-    """Return a default as the help shows it; None for defaults that are empty or off."""
+    """Return the default value of a flag as the help shows it; None for defaults that are empty or off, which are not
+    shown.
+    """
     return None if value in ((), [], "", None) or value is False else str(value)
 
 
@@ -91,7 +93,7 @@ def _add(app: App, words: tuple[str, ...], verb: Verb, line: Sequence[str], **op
 
 
 def _absent() -> None:
-    """Take the place of a command whose distribution is not installed. `main` prints how to install it."""
+    """Stand in for a command whose distribution is not installed. `main` prints how to install it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,7 +169,7 @@ def _print_error(console: Console, message: str) -> None:
 
 
 def _take_flag(tokens: list[str], flag: str) -> bool:
-    """Remove a flag at any position before ``--``. Return True if it was there."""
+    """Remove a flag from the words of a command line, at any position before ``--``. Return True if it was there."""
     end = tokens.index("--") if "--" in tokens else len(tokens)
     present = flag in tokens[:end]
     tokens[:end] = [token for token in tokens[:end] if token != flag]

@@ -73,7 +73,7 @@ def advise(
     if plot is not None:
         from sinew.core import figures
 
-        figures.check()  # before the observations are computed
+        figures.check()  # The check runs before the observations are computed, because that may take hours.
     log = read_run(recording)
     own, motion = log.settings.choice.handover, log.settings.choice.motion or {}
     continues = not parse_handover(own).timed and motion.get("kind") in TARGETS
@@ -92,7 +92,12 @@ def advise(
 def _plans(
     log: RunLog, frames: Path, policy: str, draws: int, episodes: int, cameras: Cameras, runs: Runs
 ) -> tuple[PlanAges, float | None]:
-    """Compute the recorded observations again. Return the ages of plans, and the control rate of the policy."""
+    """Compute the recorded observations again, to measure after which time a plan (a chunk that is being executed) is
+    outdated.
+
+    Returns:
+        The ages of plans, and the control rate of the policy.
+    """
     from sinew.checks.plan_age import compare, plan_again
     from sinew.records.recorder import record_files
 

@@ -183,7 +183,9 @@ def compare(before: dict[str, Any], result: dict[str, Any], slower: float) -> bo
 
 
 def _work(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the properties that must be equal in two runs for a comparison."""
+    """Return the properties of a report (such as the policy and the sizes) that must be equal in two runs for a
+    comparison.
+    """
     policy, machine = record["policy"], record["hardware"]
     names = ("architecture", "device", "frames", "chunk_size", "solver_steps", "prompt_tokens")
     return {"cpu": machine["cpu"], "cores": machine["cores"], "threads": record["threads"]} | {

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from sinew.checks.delays import Delays
     from sinew.cli.run_robot import RobotFlags
 
-# The default duration: six parts of three seconds, and two seconds in which the motion starts and ends.
+# The default duration of the motion in seconds: six parts of three seconds, and two seconds in which the motion
+# starts and ends.
 SECONDS = 20.0
 LOOK_S = 1.0  # the robot's state is checked for this long before the robot moves
 CLOCK_S = 0.01  # a smaller error of the robot's own times needs no correction

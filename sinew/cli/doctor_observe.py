@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sinew.cli.run_robot import RobotFlags
     from sinew.core import Observation
 
-OBSERVATIONS = 3  # the effects of the inputs are measured on this many records
+OBSERVATIONS = 3  # The effects of the inputs are measured on this many recorded observations.
 PROMPT = "pick up the object"  # used if neither the robot nor the policy has an instruction
 MARKS = {
     "wrong": "[bold red]wrong[/]",

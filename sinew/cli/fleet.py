@@ -62,7 +62,9 @@ def up(config: Path, /, *, attach: Flag = False, on: Listening = LISTENING, queu
 
 
 def _answer(process: Process, replicas: Fleet, api_key: Keys, deadline_ms: float | None) -> list[str]:
-    """Answer requests until the end. Return the internal failures, one sentence each."""
+    """Answer the requests of clients until a signal ends the process. Return the internal failures, one sentence
+    each.
+    """
     from sinew.serve.service import Service
 
     first, *others = replicas.start().items()

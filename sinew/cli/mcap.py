@@ -29,7 +29,7 @@ class Named:
     hz: PositiveIfAny = None
 
     def keywords(self) -> dict[str, Any]:
-        """Return the arguments of the function that writes a recording."""
+        """Return these options as arguments of the function that writes a recording."""
         from sinew.policy import open_bundle
 
         if self.bundle is None:

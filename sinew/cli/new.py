@@ -23,7 +23,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 SUFFIX = "-tpl"  # a template's Python files have this suffix, so that they are not modules of this package
 FORM = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 MOST = 50  # a name may have at most this many characters, because it becomes part of class names
-# Kind -> the group of its entry point, and the object to which the entry point refers.
+# Kind of a package -> the group of its entry point, and the object to which the entry point refers.
 KINDS = {
     "family": ("sinew.families", "our_name"),
     "engine": ("sinew.engines", "our_name:BACKEND"),

@@ -56,14 +56,14 @@ class Runs:
     ignore_recipe: Flag = False
 
     def keywords(self) -> dict[str, Any]:
-        """Return the arguments of ``sinew.load``."""
+        """Return these options as arguments of ``sinew.load``."""
         own = asdict(self)
         return {"providers": own.pop("provider"), **own}
 
 
 @dataclass(frozen=True)
 class RobotEngine(Runs):
-    """The engine of a policy that drives a robot: the same options, with fewer flags."""
+    """The options for running the policy that drives a robot: those of :class:`Runs`, some of them without a flag."""
 
     provider: Setting[Providers] = ()
     dtype: Setting[str | None] = None
@@ -101,14 +101,14 @@ class Cameras:
     allow_empty_prompt: Flag = False
 
     def keywords(self) -> dict[str, Any]:
-        """Return the arguments of ``sinew.load``."""
+        """Return these options as arguments of ``sinew.load``."""
         from sinew.bundle.rename import parse_renames
 
         return {"rename": parse_renames(self.rename), **self.allowed}
 
     @property
     def allowed(self) -> Allowed:
-        """Return the arguments of :class:`sinew.processing.Processor`."""
+        """Return these options as arguments of :class:`sinew.processing.Processor`."""
         return {
             "allow_missing_cameras": self.allow_missing_cameras,
             "allow_empty_prompt": self.allow_empty_prompt,

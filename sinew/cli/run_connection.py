@@ -1,4 +1,6 @@
-"""Opens the source of chunks for ``sinew run``: a server, a local policy, a local head, or a second policy."""
+"""Opens the source of action chunks for ``sinew run``: a server, a policy in this process, the action head of a
+policy in this process, or a second policy.
+"""
 
 from __future__ import annotations
 
@@ -44,16 +46,19 @@ def open_connection(
     frames: str = "raw",
     timeout: float = TIMEOUT,
 ) -> Connection:
-    """Return the policy's description, the server's or engine's description, and a function that opens a connection.
+    """Prepare the connection to a policy.
 
     Args:
-        target: The policy.
-        runs: Options of an engine.
-        split: Server of the first half of a policy whose head runs here.
+        target: The policy: the address of a server, or a bundle that runs in this process.
+        runs: Options of an engine, for a policy in this process.
+        split: Address of a server that computes vision and prefix, while the action head runs in this process.
         key: Key of the server.
         frames: Encoding of the frames for the server.
         timeout: Seconds to wait for the server's first answer. With :data:`TIMEOUT`, the default, it is
             :data:`FIRST_TIMEOUT`.
+
+    Returns:
+        The policy's description, the server's or engine's description, and a function that opens a connection.
     """
     try:
         travelling = Frames(frames)
@@ -62,7 +67,7 @@ def open_connection(
     if addresses := addresses_of(target):
         if split is not None:
             raise SinewError(
-                f"split: expected the bundle here, whose head runs here, got the server {target}"
+                f"split: expected a bundle, because the action head runs in this process, got the server {target}"
             )
         served = ask_server(target, runs, key, FIRST_TIMEOUT if timeout == TIMEOUT else timeout)
         policy = served["policy"]
@@ -72,12 +77,14 @@ def open_connection(
         opener = Servers(addresses, key, max_rows=most, frames=travelling, policy=policy)
         return policy, served["server"], opener
     if frames != "raw":
-        raise SinewError(f"frames_as: expected a server, whose frames travel, got the policy here {target}")
+        raise SinewError(
+            f"frames_as: expected a server, to which frames are sent, got the policy in this process {target}"
+        )
     local, policy = load_here(target, runs)
     if split is not None:
         about = local.describe() | {
-            "unguided": "a policy in two places does not continue chunks",
-            "unscaled": "a policy in two places reads one prompt",
+            "unguided": "a policy that is split between two machines cannot continue a running chunk",
+            "unscaled": "a policy that is split between two machines reads only one prompt",
         }
         return policy, about, _split(local, split, key)
     local.warm_up()
@@ -87,7 +94,7 @@ def open_connection(
 def check_guidance(handover: str, policy: dict[str, Any], about: dict[str, Any]) -> None:
     """Check, before the robot moves, that the policy and its engine support the requested real-time chunking.
 
-    A server that does not state its support gets the requests.
+    If a server does not state whether it supports real-time chunking, the requests are sent to it anyway.
 
     Raises:
         SinewError: The policy or its engine does not support it.
@@ -118,12 +125,13 @@ def check_guidance(handover: str, policy: dict[str, Any], about: dict[str, Any])
 def conditioned(
     connect: Callable[[], Call], about: dict[str, Any], advantage: str | None, scale: float | None
 ) -> Callable[[], Call]:
-    """Return a function that opens the same connections, with an advantage and a guidance scale in each request.
+    """Return a function that opens connections like ``connect``, and adds an advantage and a guidance scale to each
+    request.
 
-    A server that does not state its support gets the requests.
+    If a server does not state whether it supports them, the requests are sent to it anyway.
 
     Raises:
-        SinewError: The policy or its engine does not support them. It is raised before the robot moves.
+        SinewError: The policy or its engine does not support them. The error is raised before the robot moves.
     """
     fields = {"advantage": advantage, "guidance_scale": scale}
     fields = {name: value for name, value in fields.items() if value is not None}
@@ -149,7 +157,7 @@ def conditioned(
 def asking(
     connect: Callable[[], Call], more: Callable[[], dict[str, Any]], latencies: list[float] | None = None
 ) -> Callable[[], Call]:
-    """Return a function that opens the same connections, with further fields in each request.
+    """Return a function that opens connections like ``connect``, and adds further fields to each request.
 
     ``latencies`` is a list to which the milliseconds of each answer are appended.
     """
@@ -171,7 +179,8 @@ def asking(
 
 
 def assist_rule(target: str, address: str | None, when: str, deadline: float) -> AssistRule | None:
-    """Return the rule for requests to the far policy; None without a far policy.
+    """Return the rule that decides when the larger policy on a server (option assist) gets a request; None without
+    such a policy.
 
     Raises:
         SinewError: There are settings of assist without assist, or the rule is not valid.
@@ -183,7 +192,7 @@ def assist_rule(target: str, address: str | None, when: str, deadline: float) ->
         return None
     if addresses_of(target):
         raise SinewError(
-            f"assist: expected a policy here, which the far one assists, got the server {target}"
+            f"assist: expected a policy in this process, which the server's policy assists, got the server {target}"
         )
     from sinew_client.arm.assist import parse_assist
 
@@ -200,15 +209,17 @@ def open_assist(
     settings: Settings,
     key: str = "",
 ) -> Assist:
-    """Return a function that opens connections to ``near`` and to the policy at ``address``.
+    """Return a function that opens connections to two policies: ``near`` in this process, and the larger policy at
+    ``address``, which assists it.
 
-    ``key`` is the key of that policy's server.
+    ``key`` is the key of the server of the larger policy.
     """
     from sinew_client.arm.assist import Assist
 
     try:
         far = ask_server(address, key=key)["policy"]
-    except ClientError as error:  # the robot works without the far policy, and sends requests to it later
+    # The robot also works without the larger policy on the server, and sends requests to it later.
+    except ClientError as error:
         log.warning("assist %s: %s", address, error)
     else:
         for name in ("state", "action"):
@@ -216,7 +227,7 @@ def open_assist(
                 raise SinewError(
                     f"assist: expected {policy[name]['dim']} numbers of {name}, got {far[name]['dim']}"
                 )
-    # The far policy may have other cameras, but its actions must be commands of the same robot.
+    # The larger policy on the server may have other cameras, but its actions must be commands of the same robot.
     servers = Servers(address.split(","), key, without=("time",), policy=policy, parts=COMMANDS)
     return Assist(near, servers, rule, settings.hz, deadline, settings.parse_motion())
 
@@ -237,10 +248,10 @@ def load_here(target: str, runs: Runs, **options: Any) -> tuple[Policy, dict[str
 def ask_server(
     target: str, runs: Runs = RUNS, key: str = "", timeout: float = FIRST_TIMEOUT
 ) -> dict[str, Any]:
-    """Return a server's description of itself and its policy, after at most ``timeout`` seconds.
+    """Request a server's description of itself and its policy, and return it. Wait at most ``timeout`` seconds.
 
     Raises:
-        SinewError: There are options of an engine, which only the server can have.
+        SinewError: There are options of an engine. Only the server itself can have such options.
     """
     if (flag := changed(runs)) is not None:
         raise SinewError(f"{flag}: expected a policy that is run here, got the server {target}")
@@ -249,7 +260,9 @@ def ask_server(
 
 
 def _split(local: Policy, address: str, key: str) -> Callable[[], Call]:
-    """Return a function that opens connections to the other half, which must be available and have the same bundle."""
+    """Return a function that opens connections to the server that computes vision and prefix. The server must be
+    reachable and have the same bundle.
+    """
     from sinew.stream.split import SplitCalls
 
     opener = SplitCalls(local, address, key)

@@ -1,4 +1,6 @@
-"""Options of ``sinew run`` for other drivers and for the envelope: leaders, shadows, frames, filters and ages."""
+"""Options of ``sinew run`` for other drivers (a person with a leader arm), and for the filters and limits of actions
+and sensors.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ class LeaderFlags:
 
     @property
     def wanted(self) -> bool:
-        """True if another driver may take the policy's place."""
+        """True if the options allow another driver, such as a person, to replace the policy."""
         return self.takeover is not None or self.shadow
 
     def check(self) -> None:
@@ -119,7 +121,9 @@ class LeaderFlags:
 
 
 class FrameKeeper:
-    """Stores each control step with a command in a folder, until the disk has less than a gigabyte of free space."""
+    """Stores each control step with a command (observation, command and driver) in a folder, until the disk has less
+    than a gigabyte of free space.
+    """
 
     def __init__(self, folder: Path, plan: RunPlan, stack: ExitStack):
         from sinew.records.recorder import Recorder
@@ -187,7 +191,7 @@ def _seconds(texts: Iterable[str]) -> dict[str, float]:
 
 
 def _bounds(limits: Limits) -> str:
-    """Return a note about the limits of the step at a change of the driver."""
+    """Return a note about the limits that bound the robot's step when the driver changes."""
     if not (free := limits.unpaced()):
         return "take-over: limits of velocity, acceleration, jerk or jump bound the step at each hand-over"
     return (

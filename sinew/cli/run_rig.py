@@ -1,4 +1,4 @@
-"""Opens a policy that drives a robot with chunks, for ``sinew run``: flags, policy and run."""
+"""Opens a policy for ``sinew run``, and prepares the run in which it drives a robot with chunks."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class RobotFlags:
             run.report_to(server, self.robot, key, session)
 
     def ticks(self, rate: float) -> int | None:
-        """Return the number of control steps after which the run ends; None without an end."""
+        """Return the number of control steps after which the run ends; None if no duration was requested."""
         return None if self.seconds is None else max(1, round(self.seconds * rate))
 
 
@@ -251,11 +251,11 @@ def plan_run(
 
 
 def drive(driving: Run | Loop, robot: Any, policy: Mapping[str, Any], ticks: int | None) -> None:
-    """Drive until a signal arrives, ``ticks`` ticks have passed, or the robot ends the run.
+    """Drive a robot until a signal arrives, ``ticks`` control steps have passed, or the robot ends the run.
 
-    The first signal ends the run after the present tick, and a :class:`Run` returns the robot to its rest pose. The
-    second signal stops the robot where it is. The third interrupts a robot that does not return from one of its
-    methods.
+    The first signal ends the run after the present control step, and a :class:`Run` returns the robot to its rest
+    pose. The second signal stops the robot where it is. The third signal interrupts a robot that does not return from
+    one of its methods.
     """
     signals = 0
 
@@ -277,7 +277,9 @@ def drive(driving: Run | Loop, robot: Any, policy: Mapping[str, Any], ticks: int
 
 @contextmanager
 def of_robot() -> Iterator[None]:
-    """Replace an error of the robot's own code inside the block by :class:`SinewError` with the error's place."""
+    """Inside the ``with`` block, replace an error of the robot's own code by :class:`SinewError` with the place of
+    the error.
+    """
     try:
         yield
     except Exception as error:
@@ -342,17 +344,19 @@ _HINT = re.compile(
 
 
 def refusal(text: str, machine: Any, policy: Mapping[str, Any]) -> str:
-    """Return the reason why a policy rejected the robot's observation, with the flags that may fix it."""
+    """Return the message that a policy rejected the robot's first observation, with the reason and the flags that may
+    fix it.
+    """
     text = _HINT.sub("", text)
     needed = [camera["name"] for camera in policy["cameras"]]
     shown = list(_shown(machine))
     if "images" not in text or sorted(needed) == sorted(shown):
-        return f"the policy refused the robot's first observation: {text}"
+        return f"the policy rejected the robot's first observation: {text}"
     example = renames_for(needed, shown)
     hint = f"; say which is which: {example}" if example else ""
     return (
-        f"the policy refused the robot's first observation: {text}; the policy has the cameras {', '.join(needed)}, the"
-        f" robot {', '.join(shown) or 'none'}{hint}"
+        f"the policy rejected the robot's first observation: {text}; the policy has the cameras"
+        f" {', '.join(needed)}, the robot {', '.join(shown) or 'none'}{hint}"
     )
 
 

@@ -1,4 +1,6 @@
-"""``sinew run --stream``: sends samples at every tick, and frames when there are new ones, and receives waypoints."""
+"""``sinew run --stream``: sends the robot's state in every control step, and frames when there are new ones, and
+receives waypoints (future commands).
+"""
 
 from __future__ import annotations
 

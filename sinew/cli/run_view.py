@@ -28,9 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class Keys:
-    """Reads single keys on a thread.
+    """Reads single keys from the keyboard on a thread of its own.
 
-    Space pauses or continues, ``p`` begins an instruction, ``q`` stops, and ``takeover_key`` takes over or gives back.
+    Space pauses or continues, ``p`` begins an instruction, ``q`` stops, and ``takeover_key`` takes over or gives
+    back.
 
     Attributes:
         typing: The instruction so far; None while no instruction is typed.
@@ -61,7 +62,7 @@ class Keys:
                 except OSError:  # Linux raises this if the other end of the terminal is closed
                     data = b""
                 if not data:
-                    log.warning("the keyboard is gone: the robot holds")
+                    log.warning("the keyboard is not available any more, so the robot holds")
                     self.quit()  # without a keyboard, the user could not pause or stop the robot
                     return
                 for key in data.decode(errors="ignore"):

@@ -114,7 +114,7 @@ class Remote:
     zenoh_config: Path | None = None
 
     def settings(self) -> RemoteSettings:
-        """Return the settings of the protocol. Raises :class:`SinewError` for an invalid size."""
+        """Return these options as the settings of the protocol. Raises :class:`SinewError` for an invalid size."""
         sizes = []
         for camera, size in hints.pairs("--camera-size", "CAMERA=WIDTHxHEIGHT", self.camera_size).items():
             width, _, height = size.partition("x")

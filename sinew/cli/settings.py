@@ -54,7 +54,8 @@ def take_config(tokens: list[str]) -> Path | None:
 
 
 def sources(file: Path | None, verbs: Iterable[str]) -> tuple[Callable[..., None], ...]:
-    """Return the sources of options besides the command line, in order of priority.
+    """Return the sources of options in addition to the command line (environment and settings file), in order of
+    priority.
 
     Args:
         file: The settings file; None if there is none.
@@ -251,7 +252,7 @@ class SettingsFile:
 
 
 def flags(arguments: ArgumentCollection) -> dict[str, Any]:
-    """Return name without dashes -> argument, for all options of a command. ``--set`` is not an option."""
+    """Return all options of a command, as a dict: name without dashes -> argument. ``--set`` is not an option."""
     names = [argument.name for argument in arguments]
     return {
         argument.name.removeprefix("--"): argument

@@ -85,7 +85,7 @@ def skip(
 
 
 def _measured(place: Path, reference: Any, inputs: list[Any], text: str) -> dict[str, Any]:
-    """Return the change of the actions by a shorter policy, and the size of its weights."""
+    """Return the size of a shorter policy's weights, and how much its actions differ from those of the whole policy."""
     from sinew.bundle import Bundle
     from sinew.lowbit.quantization import measure
     from sinew.policy import Policy

@@ -11,7 +11,8 @@ from sinew.cli import terminal
 
 EXIT_ERROR, EXIT_USAGE, EXIT_FAULTS, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 3, 130, 141
 
-# This many requests in a row without an answer at the end of a run are a failure. A single one may only be late.
+# If this many requests in a row have no answer at the end of a run, the run has failed. A single request may only be
+# late.
 UNANSWERED = 2
 PAUSED = "paused"
 
@@ -47,7 +48,7 @@ def problems(
 
 
 def ended(errors: list[str]) -> int:
-    """Print the errors of a run that has ended, and return its exit code."""
+    """Print the errors of a run that has ended, and return the exit code of the command."""
     for text in errors:
         terminal.console(stderr=True).print(f"[bold red]failed:[/] {escape(text)}")
     return EXIT_FAULTS if errors else 0

@@ -65,7 +65,9 @@ def shown(text: str) -> str:
 
 
 class _Console(Console):
-    """Prints every text like :func:`shown`. Control codes of rich itself are not escaped."""
+    """A console of rich that escapes control characters of every text, like :func:`shown`. Control codes of rich
+    itself are not escaped.
+    """
 
     # rich calls this method before a table measures its cells, so the escaped text fits into its cell.
     def render_str(self, text: str, **options: Any) -> Text:

@@ -23,7 +23,7 @@ from sinew.cli.settings import SET, option_name
 from sinew.cli.verbs import WITHIN
 from sinew.core import did_you_mean
 
-# A flag that was moved to another command -> what a user types now.
+# Key: flag that was moved to another command. Value: the command and flag that a user types now.
 MOVED_FLAGS = {("sinew run", "--trials"): "sinew trials --scenes"}
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -86,7 +86,7 @@ def message_of(error: CycloptsError) -> str:
 
 
 def _no_verb(word: str, names: list[str], within: bool) -> str:
-    """Return the message about a word that is not a command, without importing any command.
+    """Return the error message about a word that is not a command. The function does not import any command.
 
     Args:
         word: The word.

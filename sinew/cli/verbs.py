@@ -34,7 +34,11 @@ class Verb:
         return bool(self.package and not self.where and not self.commands)
 
 
-FLEET = {"up": Verb("Start the replicas of a configuration, and answer.", "fleet up fleet.yaml", "fleet:up")}
+FLEET = {
+    "up": Verb(
+        "Start the replicas of policies, and answer robots with them.", "fleet up fleet.yaml", "fleet:up"
+    )
+}
 RECORDING = {
     "replay": Verb(
         "Repeat a recording, and compare the results.", "recording replay records/ tcp://127.0.0.1:5555"
@@ -55,8 +59,10 @@ RECORDING = {
 }
 CACHE = {
     "list": Verb("List the checkpoints that were converted.", "hub cache list", "hub_cache:list_entries"),
-    "show": Verb("Print the record of one of them.", "hub cache show pick-cube --verify", "hub_cache:show"),
-    "rm": Verb("Remove some of them.", "hub cache rm pick-cube", "hub_cache:remove"),
+    "show": Verb(
+        "Print the record of a converted checkpoint.", "hub cache show pick-cube --verify", "hub_cache:show"
+    ),
+    "rm": Verb("Remove converted checkpoints from the cache.", "hub cache rm pick-cube", "hub_cache:remove"),
 }
 HUB = {
     "pull": Verb(

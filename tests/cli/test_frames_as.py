@@ -31,7 +31,7 @@ def test_how_frames_travelled_is_reported(tmp_path: Path, capsys: pytest.Capture
         wrong = "frames_as: expected raw, auto or a JPEG quality from 1 to 95, got 'png'"
         assert wrong in capsys.readouterr().err
     assert main(["run", str(BLOCKS), "--robot", "dry", "--set", "frames_as=auto"]) == 1
-    assert "frames_as: expected a server, whose frames travel" in capsys.readouterr().err
+    assert "frames_as: expected a server, to which frames are sent" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -127,8 +127,11 @@ def test_every_mode_is_here():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--set", "split=tcp://127.0.0.1:1"], "split: expected the bundle here"),
-        (["--set", "assist=tcp://127.0.0.1:1"], "assist: expected a policy here"),
+        (
+            ["--set", "split=tcp://127.0.0.1:1"],
+            "split: expected a bundle, because the action head runs in this process",
+        ),
+        (["--set", "assist=tcp://127.0.0.1:1"], "assist: expected a policy in this process"),
         (["--set", "edge_adapter=nowhere.safetensors"], "nowhere.safetensors: No such file"),
         (["--set", f"edge_adapter={BLOCKS}"], "expected a safetensors file"),
     ],
