@@ -327,7 +327,7 @@ INSTALLATION: tuple[Callable[[], Check | list[Check]], ...] = (
     loopback,
     golden,
 )
-# These checks cannot run without torch. Key: function of the check. Value: name of its line in the report.
+# These checks need torch. Key: function of the check. Value: name of its line in the report.
 NEED_TORCH: dict[Callable[[], Check | list[Check]], str] = {
     cpu_kernels: "cpu kernels",
     torch_build: "torch",

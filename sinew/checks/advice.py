@@ -1,7 +1,8 @@
-"""Advice from a recorded run: chunk merging, replan interval, rate and limits, each with its reason.
+"""Advice for the settings of a run, from a recorded run: chunk merging, replan interval, rate and limits, each with
+its reason.
 
-Only advice that held on the built-in tasks is given (research/log/2026-11-29.md). Other questions are listed as
-unknown.
+The module gives only advice that improved runs of the built-in tasks (research/log/2026-11-29.md). Other questions
+are listed as unknown.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sinew_client.control.what_if import Played, RunLog
 from sinew.checks.plan_age import PlanAges
 from sinew.core.statistics import wilson
 
-OFTEN = 0.01  # share of control steps from which a problem gets advice
+OFTEN = 0.01  # A problem that occurs in at least this share of the control steps gets advice.
 # Plans of an age are outdated if the 95 % interval of the share of episodes with an outdated plan is above this share.
 MAJORITY = 0.5
 # The advice accepts at most this part of a chunk between two requests, and recommends this part if no age of plans is
@@ -45,10 +46,10 @@ class Advice:
 
 @dataclass(frozen=True)
 class Advised:
-    """All pieces of advice for a recorded run.
+    """The advice for a recorded run.
 
     Attributes:
-        advice: The advice.
+        advice: The pieces of advice.
         unknown: Sentences about settings that the recording cannot determine.
     """
 

@@ -1,4 +1,4 @@
-"""One line of `sinew doctor`."""
+"""The record of one line of `sinew doctor`: a check and its result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of `sinew doctor`.
+    """One check of `sinew doctor` with its result, which is printed as one line.
 
     Attributes:
         name: Subject of the check, such as "torch".

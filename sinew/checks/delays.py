@@ -1,7 +1,8 @@
-"""Measure the delays of a robot from a trace of its commands, states and frames while it wobbles.
+"""Measure the delays of a robot's cameras and actuators. The input is a recording of its commands, states and frames
+during a small test motion (a wobble).
 
-The robot moves along a known smooth curve (:mod:`sinew.checks.wobble`). A delay is the time by which one signal must be
-shifted so that it explains most of the variance of another signal, by least squares. Two delays are measured:
+The robot moves along a known smooth curve (:mod:`sinew.checks.wobble`). A delay is the time by which one signal must
+be shifted so that it explains most of the variance of another signal, by least squares. Two delays are measured:
 
 * from a command until the state has reached it (the actuators, and the reading of the state)
 * from the exposure of a frame until the frame is in memory (the camera)
@@ -35,7 +36,7 @@ Signal = Callable[[np.ndarray], np.ndarray]  # times [n] -> regressors [n, k]
 
 @dataclass(frozen=True)
 class Look:
-    """One reading of a camera.
+    """One reading of a camera by the control loop.
 
     Attributes:
         begun: Time when the robot was asked for an observation, in seconds of the loop's clock.
@@ -53,7 +54,8 @@ class Look:
 
 @dataclass
 class DelayTrace:
-    """The commands, states and frames of a wobble. Times are seconds of the loop's clock.
+    """The commands, states and frames that were recorded during the test motion (wobble). Times are seconds of the
+    loop's clock.
 
     Attributes:
         names: Name of each number of a command.
@@ -116,7 +118,7 @@ class Delay:
         return not self.why
 
     def text(self) -> str:
-        """Return the delay and its interval in milliseconds, or the reason why it was not measured."""
+        """Return the delay with its interval in milliseconds as text, or the reason why it was not measured."""
         if self.why:
             return self.why
         return f"{1e3 * self.seconds:.0f} ms ({1e3 * self.low:.0f} to {1e3 * self.high:.0f})"
@@ -183,10 +185,10 @@ class Delays:
 
 
 def measure(trace: DelayTrace) -> Delays:
-    """Measure the delays in a trace.
+    """Measure the delays of a robot from the recording of a test motion (wobble).
 
     Args:
-        trace: Commands, states and frames of a wobble.
+        trace: Commands, states and frames of the motion.
 
     Returns:
         A delay for each number of the command and for each camera. A delay that could not be measured has the reason.
@@ -218,7 +220,7 @@ def shift(times: np.ndarray, values: np.ndarray, signal: Signal, step: float = 0
     if len(times) < 8 * PARTS:
         return Delay(why=f"{len(times)} observations; at least {8 * PARTS} are needed")
     if not np.ptp(values, axis=0).any():
-        return Delay(why="it did not change")
+        return Delay(why="the signal did not change")
     best, explained, blur = _best(times, values, signal, EARLIEST_S, LATEST_S)
     edges = np.linspace(times[0], times[-1], PARTS + 1)
     parts = []
@@ -227,7 +229,7 @@ def shift(times: np.ndarray, values: np.ndarray, signal: Signal, step: float = 0
         if inside.sum() >= 8 and np.ptp(values[inside], axis=0).any():
             parts.append(_best(times[inside], values[inside], signal, best - NEAR_S, best + NEAR_S)[0])
     if len(parts) < PARTS:
-        return Delay(why=f"it changed only in {len(parts)} of {PARTS} parts of the time")
+        return Delay(why=f"the signal changed only in {len(parts)} of {PARTS} parts of the time")
     half = max(blur, step / 2, T_QUANTILE * float(np.std(parts, ddof=1)) / np.sqrt(PARTS))
     return Delay(best, best - half, best + half, explained)
 
@@ -297,7 +299,7 @@ def _joint(
         step: See :class:`DelayTrace`.
     """
     if not len(times) or not np.ptp(targets):
-        return Delay(why="it was not moved")
+        return Delay(why="this joint was not moved")
     if not np.isfinite(positions).all():
         return Delay(why="the state does not contain its position")
 
@@ -308,18 +310,18 @@ def _joint(
     if delay.measured and delay.explained < EXPLAINED:
         return Delay(
             explained=delay.explained,
-            why=f"it did not follow its commands, which explain {100 * delay.explained:.0f} % of its motion",
+            why=f"this joint did not follow its commands, which explain {100 * delay.explained:.0f} % of its motion",
         )
     return delay
 
 
 @dataclass(frozen=True)
 class _Arm:
-    """The motion of all joints that follow their commands.
+    """The part of the recorded motion that comes from joints that follow their commands.
 
     Attributes:
-        commanded: The main direction of the commands, and its square, because a picture does not change linearly with a
-            joint.
+        commanded: The main direction of the commands, and its square, because a picture does not change linearly with
+            a joint.
         actuation: Mean delay from the commands to the joints, in seconds.
         half: Half of the width of its 95 % interval.
     """

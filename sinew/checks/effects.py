@@ -65,7 +65,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Effects:
-    """The effects of all inputs of a policy.
+    """The effects of all inputs of a policy on its actions.
 
     Attributes:
         effects: One entry for each change of an input.
@@ -189,12 +189,12 @@ def changes(
                 _with_frame(observation, name, itemgetter(other)),
             )
     if policy.spec.state.dim:
-        yield "state", "by one standard deviation", _with_state(observation, state_step(policy))
+        yield "state", "changed by one standard deviation", _with_state(observation, state_step(policy))
         far = max(others, key=lambda each: float(np.linalg.norm(each.state - observation.state)))
         if not np.array_equal(far.state, observation.state):
             yield (
                 "state",
-                "that of another observation",
+                "replaced by the state of another observation",
                 _with_state(observation, far.state - observation.state),
             )
 

@@ -140,7 +140,7 @@ def _memory(policy: Policy, available: int, needs: Needs | None) -> Check:
             "bundle memory",
             "fail",
             detail,
-            "close programs or use a smaller dtype; else inference reads from disk",
+            "close programs or use a smaller dtype; otherwise each inference reads weights from the disk",
         )
     return Check("bundle memory", "ok", detail)
 

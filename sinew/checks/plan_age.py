@@ -1,8 +1,9 @@
-"""Compares an old plan (chunk of actions) with a new plan for the same steps, if both start from the same noise.
+"""Compares an old plan (a chunk of actions from an earlier observation) with a new plan for the same control steps.
+Both start from the same noise.
 
 A policy that samples its actions gives another chunk for each request, even if nothing has happened. The recorded
-chunks cannot tell this noise from a change of the scene. Therefore each recorded observation is computed again with the
-same seeds. The differences that all seeds have in common come from the observations alone.
+chunks cannot tell this noise from a change of the scene. Therefore each recorded observation is computed again with
+the same seeds. The differences that all seeds have in common come from the observations alone.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Age:
-    """Statistics of the difference between plans of one age and the newest plans for the same steps.
+    """How plans (chunks) of one age differ from the newest plans for the same control steps.
 
     Attributes:
         age: Age of the plans, in executed control steps.
@@ -62,7 +63,7 @@ class Age:
 
 @dataclass(frozen=True)
 class PlanAges:
-    """The result of comparing old and new plans of one recording.
+    """The result of comparing old and new plans (chunks of actions) of one recording.
 
     Attributes:
         ages: One entry for each age, ascending.

@@ -41,7 +41,7 @@ class _NotNowError(SinewError):
 
 @dataclass(frozen=True)
 class Preparing:
-    """The result of preparing a bundle.
+    """The result of ``sinew prepare`` for a bundle.
 
     Attributes:
         text: The result as a sentence.
@@ -230,11 +230,11 @@ def _prepare(
 
 @contextlib.contextmanager
 def _form(bundle: Bundle, candidate: EngineChoice) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """Yield the file that an engine opens, and a function that moves this file to the place where the engine looks for
-    it.
+    """Yield the file that an engine opens, and a function that moves this file to the place where the engine looks
+    for it.
 
-    The graphs of an export are written to a temporary folder, which is removed unless the function is called. Other
-    engines open the bundle itself.
+    The graphs of an export are written to a temporary folder. The folder is removed at the end of the ``with`` block,
+    unless the function was called. Other engines open the bundle itself.
     """
     from sinew.bundle import EXPORTED
     from sinew.engine.backend import BACKENDS
@@ -247,7 +247,7 @@ def _form(bundle: Bundle, candidate: EngineChoice) -> Iterator[tuple[Path, Calla
         return
     folder = graphs_folder(bundle)
     with contextlib.ExitStack() as stack:
-        with _kept_as(f"{folder}: expected to write the exported graphs beside the bundle"):
+        with _kept_as(f"{folder}: expected to write the exported graphs next to the bundle"):
             partial = stack.enter_context(scratch.beside(folder))
         write_folder(bundle, partial, folder)
 
@@ -262,7 +262,7 @@ def _form(bundle: Bundle, candidate: EngineChoice) -> Iterator[tuple[Path, Calla
 def _prove(
     bundle: Bundle, form: Path, candidate: EngineChoice, observations: int, episodes: Episodes
 ) -> tuple[str, str]:
-    """Compare an engine with eager float32, and store the record.
+    """Compare an engine with the reference (eager float32) to verify it, and store the record of the comparison.
 
     Args:
         bundle: The bundle.
@@ -460,15 +460,13 @@ def _check_room_for_two(bundle: Bundle, need: int, memory_gib: float | None) -> 
 
 
 def _wide(bundle: Bundle) -> int:
-    """Return the number of bytes that a bundle's weights would have in float32."""
+    """Return the size in bytes that a bundle's weights would have in float32."""
     return sum(4 * math.prod(info.shape) for info in bundle.infos.values())
 
 
 @contextlib.contextmanager
 def _alone(bundle: Path, engine: str) -> Iterator[None]:
-    """Hold a lock while the ``with`` block runs, so that only one process at a time prepares this engine of the
-    bundle.
-    """
+    """Inside the ``with`` block, hold a lock, so that only one process at a time prepares this engine of the bundle."""
     from sinew.engine import prepared
 
     path, lock = prepared.lock_of(bundle, engine), None

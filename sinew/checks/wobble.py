@@ -1,6 +1,6 @@
-"""Move a robot a little around its pose, inside all limits, and record its commands, states and frames.
+"""Move a robot a little around its pose, inside all limits (a wobble), and record its commands, states and frames.
 
-The wobble is a source of actions like a policy, so it drives the robot through a
+In this test motion, a generator of actions takes the place of the policy, so it drives the robot through a
 :class:`~sinew_client.control.run.Run`. Limits, watchdog, holds and the return to the rest pose are the same as in
 `sinew run`.
 """
@@ -187,7 +187,7 @@ class TracedRobot:
         if self._begun is None:
             self._begun = begun
         elif begun > self._begun + self._seconds:
-            raise Stopped("the wobble has ended")
+            raise Stopped("the test motion has ended")
         seen = self._look()
         if not self.over:
             pose = self._motion.pose(state_of(seen["state"]), len(self._trace.names))
@@ -242,7 +242,9 @@ class TracedRobot:
 
 
 class EveryStep(LoopListener):
-    """Makes the loop observe the robot in every control step, and ends the run when a new episode begins."""
+    """A listener of the control loop that observes the robot in every control step, and ends the run when a new
+    episode begins.
+    """
 
     observes = True
 
@@ -250,14 +252,16 @@ class EveryStep(LoopListener):
         self._watched = watched
 
     def restarted(self) -> None:
-        """End the run. In a new episode, the robot has another pose, and the wobble would move it to the old pose."""
+        """End the run, because a new episode begins. In a new episode, the robot has another pose, and the wobble
+        would move it to the old pose.
+        """
         self._watched.over = True
         self.loop.stop()
 
 
 @dataclass(frozen=True)
 class WobblePlan:
-    """A planned wobble. The robot has not moved yet.
+    """The plan of a wobble (a small test motion), made before the robot moves.
 
     Attributes:
         run: The run. The robot ends it when the wobble is over.

@@ -100,7 +100,9 @@ def test_only_what_differs_is_changed() -> None:
     np.testing.assert_array_equal(
         found["camera now", "the frame of previous"].images["now"], one.images["previous"]
     )
-    np.testing.assert_array_equal(found["state", "that of another observation"].state, other.state)
+    np.testing.assert_array_equal(
+        found["state", "replaced by the state of another observation"].state, other.state
+    )
     assert (found["camera now", "grey"].images["now"] == 128).all()
     assert len({id(each) for each in found.values()}) == len(found)
 

@@ -1,8 +1,8 @@
-"""Verify a folder of graphs on a machine without the weights. The folder contains the actions of eager float32 for one
-observation.
+"""Verify a folder of exported graphs on a machine that does not have the weights. The folder contains the actions of
+the reference engine (eager float32) for one observation.
 
-``sinew export`` writes these actions. ``sinew doctor FOLDER`` computes the actions again, on any machine and execution
-provider, and compares them.
+``sinew export`` writes these actions. ``sinew doctor FOLDER`` computes the actions again, on any machine and
+execution provider, and compares them.
 """
 
 from __future__ import annotations

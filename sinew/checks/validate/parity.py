@@ -125,10 +125,10 @@ class StageParity:
 
 @dataclass
 class Parity:
-    """The result of a comparison.
+    """The result of comparing an engine with the reference engine.
 
     Attributes:
-        stages: Name -> comparison of the stage.
+        stages: Name -> comparison of the stage (part of the model).
         precision: The lowest precision in use. Its bounds apply.
         observations: Number of observations.
         indices: Name of an index table -> True if its row numbers were equal.
@@ -157,7 +157,7 @@ class Parity:
 
 
 def compare(policy: Policy, reference: Policy, observations: Iterable[Observation]) -> Parity:
-    """Compare a policy with a reference.
+    """Compare the results of a policy, stage by stage, with those of a reference policy.
 
     Args:
         policy: The policy.
@@ -227,7 +227,9 @@ def _stages(parity: Parity, reference: Trace, got: Trace) -> None:
     parity.stages["prefix"].differences.append(worst)
     parity.stages[
         "prefix"
-    ].compared = f"{len(names)} of {len(reference.prefix)} tensors, the others by the head"
+    ].compared = (
+        f"{len(names)} of {len(reference.prefix)} tensors; an error in the others shows in the head's output"
+    )
     pairs = list(zip(got.head, reference.head, strict=True)) if len(got.head) == len(reference.head) else []
     steps = [Difference.of(a, b) for a, b in pairs] or [Difference(*[float("inf")] * 3)]
     parity.stages["head"].differences.append(reduce(Difference.worst, steps))

@@ -56,18 +56,18 @@ def compared(
 def kept_record(
     bundle: Path, parity: dict[str, Any], command: str, gate: dict[str, Any] | None = None, skipped: str = ""
 ) -> dict[str, Any]:
-    """Return the record of a comparison, as :mod:`sinew.engine.proofs` stores it.
+    """Build the record of a comparison in the form that :mod:`sinew.engine.proofs` stores.
 
     Args:
         bundle: The policy that was compared.
         parity: The result of :func:`compared`.
         command: The command that the user typed.
-        gate: Verdict of the success gate; None if no gate was played.
+        gate: Verdict of the success gate (a test of the success rate); None if no gate was played.
         skipped: Why no gate was played.
 
     Returns:
-        The record. ``passed`` is True if all required bounds are met. ``weaker`` has a sentence for each bound that was
-        met only in a weaker form.
+        The record. ``passed`` is True if all required bounds are met. ``weaker`` has a sentence for each bound that
+        was met only in a weaker form.
     """
     from sinew.engine.fingerprint import fingerprint
 

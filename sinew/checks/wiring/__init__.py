@@ -52,7 +52,7 @@ def mismatch(processor: Processor, seen: Mapping[str, Any]) -> Finding | None:
 
 
 def findings(watch: WiringWatch, manifest: Manifest, hz: float | None = None) -> list[Finding]:
-    """Return the findings, the suspicious ones first.
+    """Return the findings about a robot (statements about what looks wrong), the suspicious ones first.
 
     Args:
         watch: The observed frames and states.

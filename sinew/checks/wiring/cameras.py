@@ -1,9 +1,9 @@
-"""Check which camera frames come from, which way up they are, and whether red and blue are exchanged.
+"""Check from which camera frames come, which way up they are, and whether red and blue are exchanged.
 
-Frames are compared with the thumbnails of the training data. An explanation is the camera's own place, or another
-place: another camera, a turned frame, or exchanged colours. Only the difference between both places is measured, so
-that another light or another table has no influence. An explanation is reported only if the spread of the training data
-cannot cause the same difference.
+Frames are compared with the thumbnails (tiny mean pictures) of the training data. An explanation of the frames is the
+camera's own place, or another place: another camera, a turned frame, or exchanged colours. Only the difference
+between both places is measured, so that another light or another table has no influence. An explanation is reported
+only if the spread of the training data cannot cause the same difference.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _EXCHANGED = np.array([1.0, -1.0, 1.0], np.float32)  # factors that exchange red
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The appearance of a camera's frames in training, in opponent colours [8, 8, 3].
+    """The appearance of a camera's frames in the training data, as a thumbnail in opponent colours, [8, 8, 3].
 
     Attributes:
         mean: Mean of each cell.
@@ -66,7 +66,9 @@ class Place:
         return cls(opponent(unpacked(seen.thumbnail)), unpacked(seen.spread), seen.farthest)
 
     def changed(self, turn: str, exchanged: bool) -> Place:
-        """Return the place as a turned camera, or a camera with exchanged red and blue, would show it."""
+        """Return the place (appearance in training) as a turned camera, or a camera with exchanged red and blue,
+        would show it.
+        """
         turned = TURNS[turn][0]
         mean = turned(self.mean) * _EXCHANGED if exchanged else turned(self.mean)
         return Place(mean, turned(self.spread), self.farthest)
@@ -83,7 +85,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """An explanation of a camera's frames.
+    """A possible reason why a camera's frames look as they do, for example that two cameras are exchanged.
 
     Attributes:
         camera: The camera whose place the frames show.
@@ -114,7 +116,7 @@ class CameraFit:
         self._records = seen.cameras
 
     def findings(self, shown: Mapping[str, np.ndarray]) -> list[Finding]:
-        """Return the suspicious findings.
+        """Return a finding for each camera whose frames look wrong.
 
         Args:
             shown: Camera -> mean thumbnail of its frames, RGB [8, 8, 3].
@@ -250,7 +252,7 @@ def _between(own: Place, other: Place, shown: np.ndarray) -> tuple[float, float,
 
 
 def _told(name: str, explanation: Explanation, swapped: Mapping[str, str]) -> Finding:
-    """Convert an explanation to a finding with a text for the user.
+    """Convert an explanation of a camera's frames to a finding with a text for the user.
 
     Args:
         name: Name of the camera.

@@ -1,8 +1,8 @@
-"""Check whether the numbers of a state have the order, the sign and the unit of the training data.
+"""Check whether the numbers of a robot's state have the order, the sign and the unit of the training data.
 
-The mean and spread of each number in training define how well a value fits a position in the state. If the numbers fit
-badly, and fit well after they are exchanged, negated or scaled, this explanation is reported. A number that fits no
-position is reported by its joint.
+The mean and spread of each number in training define how well a value fits a position in the state. If the numbers
+fit badly, and fit well after they are exchanged, negated or scaled, this explanation is reported. A number that fits
+no position is reported with the name of its joint.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class JointFit:
         return np.where(self.known, distances, 0.0)
 
     def findings(self, states: np.ndarray) -> list[Finding]:
-        """Return the suspicious findings about finite states, float [n, D] in robot units."""
+        """Return a finding for each number of the states that looks wrong. ``states`` are finite, float [n, D] in
+        robot units.
+        """
         if not self.known.any() or not len(states):
             return []
         before = self.mismatch(states)

@@ -78,7 +78,7 @@ class CameraStatistics:
 
 @dataclass
 class WiringWatch:
-    """Statistics of a robot's observations.
+    """Statistics of a robot's observations during some seconds.
 
     Attributes:
         cameras: Camera -> statistics of its frames.
@@ -139,7 +139,7 @@ class WiringWatch:
         return np.stack(fine) if fine else np.zeros((0, dim))
 
     def pictures(self, names: Sequence[str], cameras: CameraFit, lit: Mapping[str, float]) -> list[Finding]:
-        """Return the suspicious findings about frames.
+        """Return a finding for each camera whose frames look wrong.
 
         Args:
             names: The cameras.
@@ -157,7 +157,7 @@ class WiringWatch:
         return results + cameras.findings(usable)
 
     def numbers(self, joints: JointFit) -> list[Finding]:
-        """Return the suspicious findings about the states."""
+        """Return a finding for each number of the states that looks wrong."""
         bad = sum(not np.isfinite(each).all() for each in self.states)
         results = []
         if bad:
@@ -227,7 +227,7 @@ class WiringWatch:
         return results
 
     def clock(self, hz: float | None) -> list[Finding]:
-        """Return the suspicious findings about the times of the frames and about the rate of observations.
+        """Return findings about wrong times of the frames, and about a low rate of observations.
 
         Args:
             hz: Required observations per second; None if unknown.
