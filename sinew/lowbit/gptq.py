@@ -59,7 +59,9 @@ def second_moments(
 
 
 def portions(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Module]]:
-    """Split ``layers`` into parts, in order. The second moments of each part take at most ``MOST_BYTES`` of memory."""
+    """Split ``layers`` into parts, in order, so that the second moments of each part take at most ``MOST_BYTES`` of
+    memory.
+    """
     some: dict[str, nn.Module] = {}
     nbytes = 0
     for name, layer in layers.items():
@@ -129,7 +131,9 @@ def pack_q4_0(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _factor(moments: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the inverse of the damped moments, float32 [k, k]."""
+    """Return the upper Cholesky factor of the inverse of the moments, float32 [k, k]. A damping is added to the
+    moments before the inversion.
+    """
     damped = moments.clone()
     diagonal = damped.diagonal()
     diagonal += DAMPING * float(diagonal.mean()) or 1.0

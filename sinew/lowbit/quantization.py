@@ -308,9 +308,10 @@ def gated(record: Quantization, out: Path, episodes: int) -> tuple[Quantization,
 
 
 def rewritten(record: Quantization, out: Path) -> None:
-    """Replace the quantisation record in the header of a bundle.
+    """Replace the quantisation record in the header of a bundle, and keep its tensors.
 
-    The folder of its exported graphs gets the name of the new fingerprint.
+    The folder of the bundle's exported graphs is renamed, because its name contains the bundle's fingerprint, which
+    changes.
     """
     graphs = graphs_folder(Bundle(out))
     write(Bundle(out), record, out)
@@ -396,9 +397,9 @@ def paired(
 
 
 def trials(opened: Bundle, samples: Samples) -> Measure:
-    """Return a function that quantises the bundle by a recipe and measures the error.
+    """Return a function that quantises the bundle by a recipe and measures the error of the actions.
 
-    It always uses the same observations.
+    The function uses the same observations for every recipe.
     """
     reference = Policy(opened, "cpu", engine="eager")
     inputs = list(islice(samples.to(reference)[1], samples.count))
