@@ -107,7 +107,7 @@ class ActConfig:
 
 
 class ActContext(NamedTuple):
-    """The tensors that the decoder attends to.
+    """The results of the encoder that each decoder layer attends to, computed once per observation.
 
     Attributes:
         keys: Keys of each decoder layer, [B, K, H, D].
@@ -150,7 +150,7 @@ class PlacedAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The MLP of a transformer layer."""
+    """The feed-forward part of a transformer layer: two linear layers with an activation between them."""
 
     def __init__(self, config: ActConfig):
         super().__init__()
@@ -306,7 +306,7 @@ class ACT(Regression):
         return torch.cat([self.places.weight, table])
 
     def valid(self, camera_mask: Tensor, most: int) -> Tensor:
-        """Return the mask of the encoder's tokens, bool [B, K].
+        """Return a mask of the encoder's tokens, bool [B, K]: True for tokens that other tokens may attend to.
 
         Args:
             camera_mask: bool [B, V], False for a missing view.

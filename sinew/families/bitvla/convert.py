@@ -167,8 +167,9 @@ def bundle_name(name: str) -> str:
 
 
 def views_after(tokenizer: TokenizerFiles) -> int:
-    """Return the number of prompt tokens that come before the camera views. They are a system text, which is the
-    same in every prompt."""
+    """Return the number of prompt tokens that come before the camera views. These tokens are a system text, which is
+    the same in every prompt.
+    """
     ids = Tokenizer.from_str(tokenizer.text).encode(SYSTEM + VIEWS).ids
     return ids.index(tokenizer.token_id(VIEWS))
 

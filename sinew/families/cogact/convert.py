@@ -95,7 +95,7 @@ UNUSED_TENSORS = ("language_model.lm_head.", "action_model.net.history_embedder.
 
 
 def run_of(path: Path) -> Path:
-    """Return the folder of the run for a path, which is the folder itself or a file in its ``checkpoints``."""
+    """Return the folder of a training run. ``path`` is this folder, or a file in its subfolder ``checkpoints``."""
     return path.parents[1] if path.suffix == ".pt" and path.parent.name == "checkpoints" else path
 
 

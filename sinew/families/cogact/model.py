@@ -55,11 +55,11 @@ class CogACTConfig(PrismaticConfig):
 
 
 class Cognition(NamedTuple):
-    """The features of an observation that each solver step reads.
+    """The results of an observation that each solver step reads.
 
     Attributes:
-        conditions: [B, K, C]. K is 1 without guidance: the hidden state of the prompt's last token ("cognition"). K is
-            2 with guidance: this state, and the learned vector that replaces it.
+        conditions: [B, K, C]. K is 1 without guidance: the hidden state of the prompt's last token ("cognition"). K
+            is 2 with guidance: this state, and the learned vector that replaces it.
     """
 
     conditions: Tensor
@@ -125,8 +125,8 @@ class CogACT(PrismaticVLM):
     def cognition(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor
     ) -> Tensor:
-        """Return the final hidden state of the prompt's last token, [B, 1, C]. The arguments are those of
-        :meth:`read`.
+        """Run the language model over views and prompt. Return the final hidden state of the prompt's last token (the
+        "cognition"), [B, 1, C]. The arguments are those of :meth:`read`.
         """
         x, valid = self.sequence(image_tokens, camera_mask, tokens, token_mask)
         positions = valid.long().cumsum(dim=1) - 1

@@ -89,7 +89,8 @@ class DiffusionConfig:
 
 
 class DiffusionContext(NamedTuple):
-    """The scales and shifts of all U-Net blocks that follow from the condition.
+    """The part of the scales and shifts of all U-Net blocks that follows from the observation, and not from the
+    solver's time.
 
     Attributes:
         film: The values of all blocks one after the other, [B, F].

@@ -1,9 +1,9 @@
 """A U-Net of one-dimensional convolutions over the actions of a chunk (Chi et al. 2023, arXiv 2303.04137).
 
-Each stage has two residual blocks, and half the rows of the stage before. In the upward path a stage also reads the
-output of the downward stage with the same number of rows. A condition scales and shifts the channels of each block
-(FiLM, Perez et al. 2018). The condition is the same for all rows and is passed in already projected, so the part that
-does not depend on the solver's time is computed once.
+Each stage has two residual blocks, and half the rows (actions) of the stage before. In the upward path a stage also
+reads the output of the downward stage with the same number of rows. A condition scales and shifts the channels of
+each block (FiLM, Perez et al. 2018). The condition is the same for all rows. The caller passes the condition after
+its projection, so the part that does not depend on the solver's time is computed once.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class UNetConfig:
 
     @property
     def unit(self) -> int:
-        """The number of actions of a chunk must be a multiple of this number, because each stage except the last
-        halves the rows."""
+        """The number of actions of a chunk must be a multiple of this number. Each stage except the last halves the
+        number of rows, which must stay whole.
+        """
         return 2 ** (len(self.widths) - 1)
 
     @property
@@ -157,7 +158,7 @@ class UNetStage(nn.Module):
 
 
 class UNet(nn.Module):
-    """The U-Net."""
+    """The U-Net: stages on the downward path, a middle, stages on the upward path, and the last convolutions."""
 
     down: Sequence[UNetStage]
     up: Sequence[UNetStage]

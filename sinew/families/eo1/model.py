@@ -1,8 +1,9 @@
-"""EO-1 (Qu et al. 2025, arXiv 2508.21112), as LeRobot computes it: the language model's own layers denoise the actions.
+"""EO-1 (Qu et al. 2025, arXiv 2508.21112), as LeRobot computes it: the language model's own layers denoise the
+actions.
 
-Qwen2.5-VL reads views, state and instruction once (:mod:`sinew.models.qwen25_vl`). In each solver step the same layers
-run over one token per action of the chunk, which attends to the prefix and to the earlier actions. The output is the
-velocity of flow matching.
+Qwen2.5-VL reads views, state and instruction once (:mod:`sinew.models.qwen25_vl`). In each solver step the same
+layers run over one token per action of the chunk. Such a token attends to the views, the state, the instruction and
+the earlier actions. The output is the velocity of flow matching.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sinew.models.qwen25_vl import ChunkContext, Qwen25VL, Qwen25VLConfig
 
 @dataclass(frozen=True)
 class EO1Config(FlowConfig, Qwen25VLConfig):
-    """Sizes of the policy.
+    """Sizes of EO-1.
 
     Attributes:
         out_layers: Number of linear layers from a hidden state to an action.

@@ -145,7 +145,7 @@ def _category(checkpoint: LeRobotCheckpoint) -> int:
 
 
 def _cut(normalization: Normalization, dim: int) -> Normalization:
-    """Return the normalisation of only the first ``dim`` values, without the statistics of the padding."""
+    """Return the normalisation of only the first ``dim`` values of a vector, without the statistics of the padding."""
     short = [name for name, values in normalization.stats.items() if len(values) < dim]
     if short:
         raise ConvertError(

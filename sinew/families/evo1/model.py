@@ -108,7 +108,8 @@ class Evo1Config:
 
 
 class Evo1Context(NamedTuple):
-    """The tensors that the head attends to.
+    """The results of the language model and the state encoder that each block of the head attends to, computed once
+    per observation.
 
     Attributes:
         keys: Keys of each block, [B, K, H, D].
@@ -122,8 +123,8 @@ class Evo1Context(NamedTuple):
 
 
 class HeadLayer(nn.Module):
-    """A block of the head: cross-attention to the context, then an MLP whose input is the sum of hidden state and
-    time.
+    """A block of the action head: cross-attention to the features of the observation, then an MLP whose input is the
+    sum of hidden state and time.
     """
 
     def __init__(self, size: int, num_heads: int):
@@ -134,9 +135,9 @@ class HeadLayer(nn.Module):
         self.mlp = GeluMLP(size, approximate="none")
 
     def fold_sites(self) -> list[FoldSite]:
-        # Only the query projection reads the result of the first norm, because keys and values come from the context,
-        # so this norm can be merged into that projection. The time is added after the second norm, so the second norm
-        # cannot be merged into a linear layer.
+        # Only the query projection reads the result of the first norm, because keys and values come from the language
+        # model's features. So this norm can be merged into that projection. The time is added after the second norm,
+        # so the second norm cannot be merged into a linear layer.
         return [FoldSite(self, "norm1", (self.attn.q_proj,))]
 
     def forward(self, x: Tensor, time: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
@@ -171,8 +172,8 @@ class Evo1ActionEncoder(nn.Module):
 
 
 class Evo1Head(nn.Module):
-    """The action head. It computes the context once per observation, and the velocity of noisy actions once per solver
-    step.
+    """The action head. It computes keys and values of the observation once, and the velocity of noisy actions once
+    per solver step.
     """
 
     layers: Sequence[HeadLayer]
@@ -192,7 +193,7 @@ class Evo1Head(nn.Module):
         self.decoder = Projector(size, config.decoder_size, horizon * config.max_action_dim)
 
     def context(self, features: Tensor, valid: Tensor, state: Tensor) -> Evo1Context:
-        """Compute the tensors that the head attends to.
+        """Compute the keys and values of an observation that all solver steps attend to.
 
         Args:
             features: [B, L, C], normalised.
@@ -264,8 +265,8 @@ class Evo1(Model):
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> Evo1Context:
-        """Compute the context. The arguments are those of ``Model.read``. ``tokens`` contains a placeholder per image
-        token.
+        """Run the language model, and compute the keys and values that the head attends to. The arguments are those
+        of ``Model.read``. ``tokens`` contains a placeholder for each image token.
         """
         tokens, token_mask = self.filled(tokens, token_mask)
         x, valid = self.embed(image_tokens, camera_mask, tokens, token_mask)

@@ -183,7 +183,9 @@ class NvidiaFiles:
 
     @cached_property
     def numbers(self) -> Mapping[str, Any]:
-        """The index of each embodiment in the weights that the checkpoint stores per embodiment."""
+        """The index of each embodiment (robot). The checkpoint stores some weights once per embodiment, in the order
+        of these indices.
+        """
         return JsonRecord(self.path / "embodiment_id.json").content
 
     @cached_property

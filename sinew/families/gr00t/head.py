@@ -62,7 +62,7 @@ class HeadConfig:
 
 
 class HeadContext(NamedTuple):
-    """The features of an observation that the head reads in each solver step.
+    """The results of an observation that the head reads in each solver step.
 
     Attributes:
         prefix: Tokens before the actions, [B, state and future tokens, D].
@@ -95,8 +95,8 @@ class ActionEncoder(nn.Module):
 
 
 class Head(nn.Module):
-    """The action head. It computes the context once per observation, and the velocity of noisy actions once per solver
-    step.
+    """The action head. It computes keys and values of the vision-language features once per observation, and the
+    velocity of noisy actions once per solver step.
     """
 
     def __init__(self, config: HeadConfig, state_dim: int, action_dim: int):
@@ -120,7 +120,7 @@ class Head(nn.Module):
         self.dit = DiT(config.dit)
 
     def refine(self, features: Tensor, valid: Tensor) -> Tensor:
-        """Refine the features that the blocks read.
+        """Run the self-attention blocks over the vision-language features, before the head reads them.
 
         Args:
             features: [B, L, C].
@@ -136,7 +136,7 @@ class Head(nn.Module):
         return x
 
     def context(self, features: Tensor, is_image: Tensor, valid: Tensor, state: Tensor) -> HeadContext:
-        """Compute the part of an observation that the solver steps read.
+        """Compute the results of an observation that all solver steps read.
 
         Args:
             features: [B, L, C], features of the vision-language model.

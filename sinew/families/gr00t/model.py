@@ -34,7 +34,7 @@ SOLVER = Solver(start=0.0, end=1.0)
 
 @dataclass(frozen=True)
 class Gr00tConfig:
-    """Fields that all versions share. Sizes are in tokens and dimensions.
+    """Fields that the configurations of all GR00T versions share. Sizes are in tokens and dimensions.
 
     Attributes:
         language: Sizes of the language model.
@@ -64,7 +64,7 @@ class Gr00tConfig:
 
 @dataclass(frozen=True)
 class Gr00tQwenConfig(Gr00tConfig):
-    """Sizes of N1.7.
+    """Sizes of GR00T N1.7.
 
     Attributes:
         vision: Sizes of Qwen3-VL's tower.
@@ -78,7 +78,7 @@ class Gr00tQwenConfig(Gr00tConfig):
 
 @dataclass(frozen=True)
 class Gr00tEagleConfig(Gr00tConfig):
-    """Sizes of N1.5 and N1.6.
+    """Sizes of GR00T N1.5 and N1.6.
 
     Attributes:
         vision: Sizes of the SigLIP tower.
@@ -91,8 +91,9 @@ class Gr00tEagleConfig(Gr00tConfig):
 
 
 class Gr00t(Model):
-    """The base class of all versions: it puts image tokens into the prompt, and runs the language model and the
-    head."""
+    """The base class of all GR00T versions: it puts image tokens into the prompt, and runs the language model and the
+    head.
+    """
 
     solver = SOLVER
     per_embodiment: ClassVar[tuple[str, ...]] = (
@@ -110,8 +111,8 @@ class Gr00t(Model):
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> HeadContext:
-        """Compute the context. The arguments are those of ``Model.read``. ``tokens`` contains a placeholder per image
-        token.
+        """Run the language model, and compute the results that the head reads in each solver step. The arguments are
+        those of ``Model.read``. ``tokens`` contains a placeholder for each image token.
         """
         is_image, valid = self.seen(image_tokens, camera_mask, tokens, token_mask)
         return self.head.context(self.features(image_tokens, is_image, tokens, valid), is_image, valid, state)
@@ -145,8 +146,8 @@ class Gr00t(Model):
         """Compute the language model's features that the head reads, [B, L, C]."""
 
     def embed(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Return the language model's input [B, L, C], and the tensors that are later added to the outputs of its first
-        layers ("taps").
+        """Return the language model's input [B, L, C], and the "taps". Taps are features of earlier layers of the
+        vision tower, which are later added to the outputs of the language model's first layers.
 
         The taps are zero at all tokens except image tokens.
         """
@@ -247,7 +248,9 @@ class Gr00tQwen(Gr00t):
         return self.config.vision.merge
 
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """Encode pixels, float32 [B, V, 3, height, width], to image tokens [B, V, tokens, (1 + taps) * C]."""
+        """Encode pixels, float32 [B, V, 3, height, width], to image tokens [B, V, tokens, (1 + taps) * C]. Each token
+        also contains the features of the earlier layers (taps).
+        """
         return self.vision(pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])
 
     def features(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ PARTS = 6
 
 @dataclass(frozen=True)
 class MultiTaskDiTConfig:
-    """Sizes of the policy.
+    """Sizes of the multi-task diffusion transformer.
 
     Attributes:
         vision: Sizes of CLIP's vision tower.
@@ -90,7 +90,9 @@ class MultiTaskDiTConfig:
 
     @property
     def condition_size(self) -> int:
-        """Return the size of the condition."""
+        """Return the number of values in the condition (states, camera features and text features of all observation
+        steps).
+        """
         features = self.cameras * self.vision.hidden_size + self.language.out_size
         return self.max_state_dim + self.history * features
 
@@ -101,7 +103,7 @@ class MultiTaskDiTConfig:
 
 
 class MultiTaskContext(NamedTuple):
-    """The tensors that the solver steps read.
+    """The results of an observation that all solver steps read.
 
     Attributes:
         modulation: The part of all scales, shifts and gates that follows from the condition, float32 [B,

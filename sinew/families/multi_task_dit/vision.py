@@ -18,11 +18,12 @@ from sinew.layers.vit import BlockConfig, ViTConfig, ViTLayer
 
 @dataclass(frozen=True)
 class ClipVisionConfig(BlockConfig):
-    """Sizes of the tower.
+    """Sizes of CLIP's vision tower.
 
     Attributes:
         image_size: Side of a picture in pixels.
-        patch_size: Side of a patch in pixels. Pixels at the right and the bottom that do not fill a patch are ignored.
+        patch_size: Side of a patch in pixels. Pixels at the right and the bottom that do not fill a patch are
+            ignored.
     """
 
     image_size: int

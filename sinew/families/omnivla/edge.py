@@ -134,7 +134,7 @@ class EdgeConfig:
 
 
 class EdgeContext(NamedTuple):
-    """The tokens of an observation.
+    """The tokens of an observation that the transformer reads.
 
     Attributes:
         rows: [B, T + K, C], the tokens of frames and goals.
@@ -233,7 +233,7 @@ class WordFilm(nn.Module):
 
 
 class EdgeVision(nn.Module):
-    """The vision networks.
+    """The vision networks of OmniVLA-edge.
 
     Attributes:
         frames: Tower for one frame.
@@ -254,7 +254,7 @@ class EdgeVision(nn.Module):
 
 
 class OmniVLAEdge(Regression):
-    """OmniVLA-edge.
+    """The model of OmniVLA-edge: vision networks, a text encoder, a transformer and output layers.
 
     Attributes:
         reads: [goals, K], 1 if a goal (row) uses a kind of input (column), else 0.

@@ -67,7 +67,7 @@ class GoalHead(RegressionHead):
 
 
 class OmniVLA(OpenVLAOFT):
-    """OmniVLA.
+    """The model of OmniVLA: OpenVLA-OFT's network, whose head also reads the number of the goal.
 
     Attributes:
         reads: [goals, kinds], 1 if a goal (row) uses a kind of input (column), else 0.
@@ -91,7 +91,7 @@ class OmniVLA(OpenVLAOFT):
     def whole(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Build the whole sequence.
+        """Build the whole input sequence of the language model.
 
         Returns:
             The embeddings [B, L, C], the mask of existing tokens, bool [B, L], and the mask of tokens that others may

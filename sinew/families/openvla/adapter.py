@@ -45,7 +45,7 @@ class AdapterConfig(PrismaticConfig):
 
 
 class LayerStates(NamedTuple):
-    """The hidden states of all layers of the language model, which the head reads.
+    """The hidden states of all layers of the language model, which the action head reads.
 
     Attributes:
         task: [layers, B, V * N, C], the first rows of each layer's output.
@@ -122,8 +122,9 @@ class BridgeBlock(nn.Module):
 
 
 class BridgeHead(nn.Module):
-    """The action head: blocks between two projections. Its input is always zero, so the result of its first
-    projection is a constant."""
+    """The action head: blocks between two projections. The input of its first projection is always zero, so the
+    result of this projection is a constant.
+    """
 
     def __init__(self, size: int, output_size: int, num_blocks: int, rotary: bool):
         super().__init__()

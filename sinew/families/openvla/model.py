@@ -39,7 +39,7 @@ Piece = tuple[Tensor, Tensor]  # embeddings [B, n, C], and their mask, bool [B, 
 
 @dataclass(frozen=True)
 class PrismaticConfig:
-    """Sizes of a policy.
+    """Sizes that OpenVLA, OpenVLA-OFT, VLA-Adapter, CogACT and BitVLA have in common.
 
     Attributes:
         vision: Sizes of the vision towers. Each tower reads three channels of a view.
@@ -138,7 +138,9 @@ class Towers(nn.Module):
 
 
 class PrismaticVLM(Model):
-    """The base class of the policies: vision towers, a language model, and views inside the prompt."""
+    """The base class of the policies with OpenVLA's network: vision towers, and a language model whose prompt
+    contains the views.
+    """
 
     def __init__(self, config: PrismaticConfig):
         super().__init__()
@@ -215,7 +217,7 @@ def last_row(x: Tensor, token_mask: Tensor, behind: int) -> Tensor:
 
 
 class ActionStates(NamedTuple):
-    """The hidden states of the language model that the head reads.
+    """The hidden states of the language model that the action head reads.
 
     Attributes:
         hidden: [B, H, A * C], final states of the language model, one row per action of the chunk.
@@ -310,7 +312,7 @@ class OpenVLAOFT(PrismaticVLM, Regression):
 
 
 class OpenVLA(PrismaticVLM, DecoderSpeaker):
-    """OpenVLA: one action token after the other."""
+    """OpenVLA: the language model generates one action token after the other."""
 
     config_type = OpenVLAConfig
     config: OpenVLAConfig

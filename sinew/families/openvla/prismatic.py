@@ -1,7 +1,8 @@
-"""The parts that all checkpoints of OpenVLA's family share: files, towers, statistics, and constants of robots.
+"""The parts that all checkpoints with OpenVLA's files share: files, vision towers, statistics, and constants of
+robots.
 
-The constants are in no file of a checkpoint. Sources: openvla/openvla, moojink/openvla-oft (prismatic/vla/constants.py,
-experiments/robot/openvla_utils.py).
+The constants are in no file of a checkpoint. Sources: openvla/openvla, moojink/openvla-oft
+(prismatic/vla/constants.py, experiments/robot/openvla_utils.py).
 """
 
 from __future__ import annotations
@@ -135,7 +136,9 @@ class PrismaticCheckpoint:
 
     @cached_property
     def statistics(self) -> tuple[str, dict[str, Any]]:
-        """(Name of a data set, its statistics). ``--stats-key`` selects the data set if the file contains several."""
+        """The statistics that the user chose with ``--stats-key``, or the only ones: (name of the data set, its
+        statistics).
+        """
         own, option = self.path / "dataset_statistics.json", self.options.stats
         file = option or (own if own.exists() else None)
         if file is not None:

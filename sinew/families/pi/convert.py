@@ -243,7 +243,7 @@ def paligemma_head(
 
 
 def with_text(recipe: Processing, head: LMHead, options: ConvertOptions, subtasks: bool) -> Processing:
-    """Return the recipe, with the prompts for text generation if the bundle contains the language head.
+    """Add the prompts for text generation to a processing recipe, if the bundle contains the language head.
 
     Args:
         recipe: The processing recipe.
@@ -264,10 +264,11 @@ def with_text(recipe: Processing, head: LMHead, options: ConvertOptions, subtask
 
 
 def with_memory_of(config: PI0Config, recipe: Processing) -> Processing:
-    """Return the recipe for a model with memory, which reads several observation steps; unchanged for other models.
+    """Adapt a processing recipe to a model with memory, which reads several observation steps. The recipe of another
+    model is returned unchanged.
 
-    Each observation step has a state and the frames of all cameras. LeRobot masks empty cameras, so the recipe contains
-    no empty cameras.
+    Each observation step has a state and the frames of all cameras. LeRobot masks empty cameras, so the recipe
+    contains no empty cameras.
     """
     if not isinstance(config, PI05Config) or config.memory is None:
         return recipe
@@ -447,7 +448,7 @@ def processing(
     old_layout: bool = False,
     prompt_template: str = PI05_PROMPT,
 ) -> Processing:
-    """Build the processing recipe.
+    """Build the processing recipe of a policy: the steps for frames, prompt, state and actions.
 
     Args:
         checkpoint: The opened checkpoint.

@@ -82,7 +82,7 @@ class PiExpert(nn.Module):
 
 
 class PI0(ExpertModel):
-    """pi0: flow matching with a Gemma action expert over a PaliGemma prefix."""
+    """pi0: flow matching with a Gemma action expert, which reads the keys and values of PaliGemma."""
 
     config_type = PI0Config
     float32_modules = (*ExpertModel.float32_modules, "time_mlp_in", "time_mlp_out")
@@ -172,8 +172,9 @@ class PI0(ExpertModel):
         return ExpertContext(prefix.kv, (rotate,), (sees,), prefix.state)
 
     def modulations(self, time_embedding: Tensor) -> tuple[list[tuple], tuple]:
-        """Return, for each layer and for the final norm, the arguments that depend on the solver's time. pi0's norms
-        have no such arguments."""
+        """Return, for each layer and for the final norm, the arguments that depend on the solver's time (scale, shift
+        and gate). pi0's norms have no such arguments.
+        """
         return [()] * len(self.expert.layers), ()
 
     def act(self, x: Tensor, time_embedding: Tensor, context: ExpertContext) -> Tensor:
@@ -283,8 +284,8 @@ class PI05(PI0):
     def embed_prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Embed the prefix. If the policy has memory, ``camera_mask`` is True for the observation steps that exist. All
-        views of the newest step must exist.
+        """Embed the prefix (views, states and prompt). If the policy has memory, ``camera_mask`` is True for the
+        observation steps that exist. All views of the newest step must exist.
         """
         memory = self.config.memory
         if memory is None:

@@ -95,7 +95,9 @@ class SmolVLAConfig(FlowConfig):
 
 
 class SmolVLAExpert(nn.Module):
-    """The action expert of SmolVLA, with self layers and cross layers."""
+    """The action expert of SmolVLA. Its self layers attend to the actions, and its cross layers attend only to the
+    prefix (views, instruction and state).
+    """
 
     layers: Sequence[DecoderLayer]
 
@@ -210,8 +212,9 @@ class SmolVLA(ExpertModel):
         return sinusoidal_embedding(t, config.expert.hidden_size, config.min_period, config.max_period)
 
     def context(self, prefix: Prefix) -> ExpertContext:
-        """Return the prefix with the rotary positions and masks for solver steps: first those of the self layers,
-        then those of the cross layers."""
+        """Return the inputs of the solver steps: the results of the language model (prefix), and the rotary positions
+        and masks, first those of the self layers, then those of the cross layers.
+        """
         config = self.config.expert
         # The expert's tokens are the actions, after a token for the state if there is one.
         H = self.config.chunk_size + (prefix.state is not None)

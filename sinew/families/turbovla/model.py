@@ -98,7 +98,7 @@ class TurboVLAConfig:
 
 
 class TurboVLAContext(NamedTuple):
-    """The tensors that the decoder attends to.
+    """The results of the encoders that each decoder layer attends to, computed once per observation.
 
     Attributes:
         keys: Keys of each decoder layer, [B, K, H, D].
@@ -150,7 +150,7 @@ class FusionLayer(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Cross-attention of the decoder."""
+    """The attention of the decoder's tokens to the patches, the text and the state."""
 
     def __init__(self, size: int, num_heads: int):
         super().__init__()
@@ -327,7 +327,7 @@ class TurboVLA(Regression):
         return self.remember(*self.fuse(image_tokens, tokens, token_mask), token_mask, state)
 
     def decode(self, context: TurboVLAContext) -> Tensor:
-        """Run the decoder. Returns its output [B, H, C], one row per action."""
+        """Run the decoder, and return its output [B, H, C], one row per action."""
         x = self.queries.weight.expand(context.valid.shape[0], -1, -1)
         mask = key_mask(context.valid, x.shape[1])
         for layer, *kv in zip(self.decoder, context.keys, context.values, strict=True):

@@ -24,11 +24,11 @@ NORM_EPS = 1e-5  # default of torch; the reference implementation uses the defau
 def patch_rotation(
     rows: int, cols: int, first: int, head_dim: int, theta: float, device: torch.device
 ) -> Rotation:
-    """Return the rotation of a tower's tokens.
+    """Return the rotary embedding of the tokens of the vision tower.
 
-    The centre of each patch has coordinates from -1 to 1. Each dimension in the first half of a head forms a pair with
-    one in the second half. One half of the pairs is rotated by the row, the other half by the column. The order of
-    operations is that of transformers' ``DINOv3ViTRopePositionEmbedding``, in float32.
+    The centre of each patch has coordinates from -1 to 1. Each dimension in the first half of a head forms a pair
+    with one in the second half. One half of the pairs is rotated by the row, the other half by the column. The order
+    of operations is that of transformers' ``DINOv3ViTRopePositionEmbedding``, in float32.
 
     Args:
         rows: Rows of patches.

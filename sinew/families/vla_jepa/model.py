@@ -44,8 +44,8 @@ class VLAJepa(Gr00tQwen):
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> HeadContext:
-        """Compute the context. The arguments are those of ``Model.read``. ``tokens`` contains a placeholder per image
-        token.
+        """Run the language model, and compute the results that the head reads in each solver step. The arguments are
+        those of ``Model.read``. ``tokens`` contains a placeholder for each image token.
         """
         is_image, valid = self.seen(image_tokens, camera_mask, tokens, token_mask)
         features = self.features(image_tokens, is_image, tokens, valid)  # [B, L, C]

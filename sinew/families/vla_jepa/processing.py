@@ -177,7 +177,7 @@ def processing(
     vectors: tuple[VectorSpec, VectorSpec],
     has_state: bool,
 ) -> Processing:
-    """Build the processing.
+    """Build the processing recipe of a policy: the steps for frames, prompt, state and actions.
 
     Raises:
         ConvertError: The actions are relative, and the policy has no state.

@@ -90,7 +90,7 @@ class VQBeTConfig:
 
     @property
     def chunk_size(self) -> int:
-        """Return the number of rows of the noise and of the result.
+        """Return the number of rows of the noise and of the result. The noise and the result have the same shape.
 
         There must be at least one row for each action and one for each code book.
         """
@@ -110,11 +110,11 @@ class VQBeTConfig:
 
 
 class VQBeTContext(NamedTuple):
-    """The tensors from which the codes and the actions are computed.
+    """The results of an observation from which the codes and the actions are computed.
 
     Attributes:
-        logits: [B, 2, codes], scores of each code book. With ``sequential``, the scores of the second code book do not
-            include the first code's contribution.
+        logits: [B, 2, codes], scores of each code book. With ``sequential``, the scores of the second code book do
+            not include the first code's contribution.
         offsets: [B, 2, codes, action_rows * action_dim], the offset that each code adds to the decoded actions.
     """
 

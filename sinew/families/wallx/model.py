@@ -1,9 +1,10 @@
 """Wall-X (X Square Robot), as LeRobot computes it: the language model's own layers denoise the actions.
 
-Qwen2.5-VL reads views, state and instruction once (:mod:`sinew.models.qwen25_vl`). In each solver step the same layers
-run over one token per action of the chunk, which attends to the prefix and to all actions. All tokens share the
-attention weights of a layer. The feed-forward part has two experts: one for prompt tokens, and one for action tokens,
-which may read and write only the first channels. Euler steps run from noise (t = 0) to actions (t = 1).
+Qwen2.5-VL reads views, state and instruction once (:mod:`sinew.models.qwen25_vl`). In each solver step the same
+layers run over one token per action of the chunk. Such a token attends to the views, the state, the instruction and
+all actions. All tokens share the attention weights of a layer. The feed-forward part has two experts (separate MLPs):
+one for prompt tokens, and one for action tokens. The expert for action tokens may read and write only the first
+channels. Euler steps run from noise (t = 0) to actions (t = 1).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SOLVER = Solver(start=0.0, end=1.0)
 
 @dataclass(frozen=True)
 class WallXConfig(Qwen25VLConfig):
-    """Sizes of the policy. ``language`` has the sizes of the expert for prompt tokens.
+    """Sizes of Wall-X. ``language`` has the sizes of the expert for prompt tokens.
 
     Attributes:
         expert_width: The expert for action tokens reads and writes only this many channels, the first ones.
@@ -138,5 +139,5 @@ class WallX(Qwen25VL):
 
 
 def masked(vector: Tensor, mask: Tensor) -> Tensor:
-    """Return the vector followed by its mask: [..., D] and [D] -> [..., 2 D]."""
+    """Append the mask of a padded vector to the vector: [..., D] and [D] -> [..., 2 D]."""
     return torch.cat([vector, mask.to(vector.dtype).expand_as(vector)], dim=-1)

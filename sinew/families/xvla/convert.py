@@ -271,7 +271,7 @@ def action_space(checkpoint: LeRobotCheckpoint) -> ActionSpace:
 
 
 def turns(checkpoint: LeRobotCheckpoint) -> bool:
-    """Return True if the postprocessor converts the rotation in an action from six numbers to three."""
+    """Return True if a step of the postprocessor converts the rotation in an action from six numbers to three."""
     return checkpoint.pipelines.step(POST, ROTATE) is not None
 
 

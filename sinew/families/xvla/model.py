@@ -107,7 +107,7 @@ class XVLAConfig:
 
 
 class XVLAContext(NamedTuple):
-    """The tensors that each solver step reads.
+    """The results of an observation that each solver step reads.
 
     Attributes:
         rows: Tokens of the head that stay constant over the steps, [B, K, C].
@@ -280,7 +280,7 @@ class XVLA(Model):
         return self.closed(self.action_out_proj(self.norm(h[:, :H])).float())
 
     def closed(self, actions: Tensor) -> Tensor:
-        """Return the actions [B, H, A] with a sigmoid applied to the gripper values."""
+        """Apply a sigmoid to the gripper values of the actions [B, H, A], and return the actions."""
         parts, start = [], 0
         for index in self.config.grippers:
             parts += [actions[..., start:index], actions[..., index : index + 1].sigmoid()]

@@ -227,7 +227,7 @@ def _unknown_config(path: Path, name: str) -> str:
 def read_weights(
     path: Path, architecture: str, options: ConvertOptions, lora: bool
 ) -> tuple[dict[str, TensorSource], list[Path], list[str]]:
-    """Read the weights.
+    """Read the weights of an openpi checkpoint.
 
     Args:
         path: The checkpoint directory.
@@ -291,7 +291,9 @@ def _alpha(options: ConvertOptions) -> tuple[float, float] | None:
 
 
 def _ignored(options: ConvertOptions, path: Path) -> list[str]:
-    """Return those names in ``--set ignore`` that are names of arrays. The other names are keys of config.json."""
+    """Return the names in ``--set ignore`` that are names of arrays in the checkpoint. The other names are keys of
+    config.json.
+    """
     keys = directory_config(path)
     return [name for name in str(options.setting("ignore", "")).split(",") if name and name not in keys]
 
