@@ -171,7 +171,9 @@ def make_observation(
 
 
 def stages_apart(policy: Policy, observation: dict[str, Any], runs: int) -> list[Timing]:
-    """Return the times of separate stages for an engine that runs all stages as one graph, else an empty list."""
+    """Return the times of the single stages for an engine that normally runs all stages as one graph; an empty list
+    for any other engine.
+    """
     if not policy.facts.one_graph:
         return []
     timings = []

@@ -1,7 +1,7 @@
-"""Measure the first answer after a pause: clock rates have dropped, caches contain other data, and memory may be
-swapped out.
+"""Measure the time of the first answer after a pause. This answer is slower, because clock rates have dropped, caches
+contain other data, and memory may be swapped out.
 
-A steady rate hides this effect, because each inference begins right after the previous inference.
+A measurement at a steady rate hides this effect, because each inference begins right after the previous inference.
 """
 
 from __future__ import annotations

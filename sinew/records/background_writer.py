@@ -97,8 +97,9 @@ class BackgroundWriter(ABC):
         return False
 
     def stats(self) -> dict[str, int | bool]:
-        """Return the numbers of written, dropped and failed records, and whether the limit is reached and the thread is
-        alive."""
+        """Return the counters of the writer: the numbers of written, dropped and failed records, whether the limit is
+        reached, and whether the thread is alive.
+        """
         return {
             "written": self._written,
             "dropped": self._dropped,

@@ -154,7 +154,7 @@ class Recorder(BackgroundWriter):
 
     @property
     def full(self) -> bool:
-        """Return True if the size limit is reached."""
+        """Return True if the records have reached the size limit. No more records are written then."""
         return self._remaining <= 0
 
     def _write(self, entry: Entry) -> None:
@@ -318,7 +318,7 @@ def moments_in(names: Iterable[str]) -> int:
 
 
 def _moments(arrays: dict[str, np.ndarray]) -> list[Moment]:
-    """Return the observation steps of a record, oldest first.
+    """Read the observation steps of a record from its arrays, and return them, oldest first.
 
     Raises:
         SinewError: A step is missing, or an array of a step is not valid.

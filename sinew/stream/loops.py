@@ -50,7 +50,7 @@ class Pausable(Protocol):
 
 
 class _Free:
-    """A :class:`Pausable` that never waits, for a machine without requests."""
+    """A :class:`Pausable` that never waits, for a process that answers no requests in addition to streams."""
 
     def begin(self) -> None: ...
     def pause(self) -> None: ...
@@ -94,13 +94,12 @@ class _Stream:
 
 
 class Loops:
-    """Runs the two loops of streams. The threads start with the first stream. If a computation fails, the stream's
-    listener receives the error, and the stream continues with its next frame or sample.
+    """The two loops (threads) that compute for all streams. The threads start with the first stream. If a computation
+    fails, the stream's listener receives the error, and the stream continues with its next frame or sample.
 
     Args:
         threads: Number of compute threads of the slow loop and of the fast loop.
-        start: Starts a thread from a name and a function. A server passes its supervisor, which restarts
-            threads.
+        start: Starts a thread from a name and a function. A server passes its supervisor, which restarts threads.
         clock: Returns the time in seconds, for the rates of streams.
     """
 
@@ -207,7 +206,9 @@ class Loops:
                 news.wait(wait)
 
     def _next(self, which: int) -> float | None:
-        """Choose the next stream of a loop, and return None. If no stream is due, return the seconds to wait."""
+        """Choose the stream whose turn is next in a loop, prepare its computation, and return None. If no stream is
+        due, return the seconds to wait.
+        """
         now, wait = self._clock(), IDLE_S
         with self._lock:
             spent, ready, busy = self._spent[which], list[_Stream](), self._busy[which]
@@ -232,14 +233,14 @@ class Loops:
         return None
 
     def _between(self, stream: _Stream, running: _Stream) -> bool:
-        """Return True if a run of ``stream`` may run between two evaluations of the running stream."""
+        """Return True if a head run of ``stream`` may run between two evaluations of the present computation."""
         spent = self._spent[RUN]
         return QUICK * stream.session.run_cost <= running.session.run_cost and spent.get(
             stream.owner, 0.0
         ) < spent.get(running.owner, 0.0)
 
     def _work(self, which: int) -> None:
-        """Compute for the chosen stream. Afterwards, no reference to the stream remains."""
+        """Compute a prefix or a head run for the chosen stream. Afterwards, no reference to the stream remains."""
         try:
             self._safely(which)
         finally:

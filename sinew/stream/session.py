@@ -79,12 +79,13 @@ class StreamSettings:
 
 @dataclass(frozen=True, eq=False)
 class StateSample:
-    """A reading of the robot's sensors.
+    """A sample: one reading of the robot's sensors, which the robot sends in each control step.
 
     Attributes:
         state: State of the robot, float [D].
         time: Time of the reading, seconds of the robot's clock.
-        delay: Number of nodes after the sample at which its window begins. Earlier nodes would arrive too late.
+        delay: Number of waypoints after the sample at which its window begins. Earlier waypoints would arrive too
+            late.
         arrived: Time of arrival on this machine's clock, seconds.
         tag: Number that is sent back with the window.
     """
@@ -125,7 +126,7 @@ class StreamPrefix:
 
 
 class Session:
-    """One robot's stream.
+    """The stream of one robot: its newest inputs, and the functions that compute waypoints from them.
 
     Args:
         policy: The policy. Its engine must support running the prefix and the head separately.
@@ -219,10 +220,10 @@ class Session:
         self._frame = _Frame(images if callable(images) else lambda: images, taken)
 
     def push_sample(self, sample: StateSample) -> None:
-        """Store a sample in place of the previous one.
+        """Store a sample (a reading of the robot's state) in place of the previous one.
 
-        A delay above ``MAX_DELAY`` is reduced to this number. An answer tells the robot the present delay, so
-        without answers the robot's estimate would never fall.
+        A delay above ``MAX_DELAY`` is reduced to this number. An answer tells the robot the present delay, so without
+        answers the robot's estimate would never fall.
 
         Raises:
             ObservationError: The sample is invalid, or older than the previous one.
@@ -247,7 +248,9 @@ class Session:
         self._sample = replace(sample, delay=min(sample.delay, MAX_DELAY))
 
     def before(self, time: float) -> bool:
-        """Return True if a time is earlier than the newest sample. The robot's clock has then started again."""
+        """Return True if a time of the robot's clock is earlier than the newest sample. This means that the robot's
+        clock has started again.
+        """
         return self._sample is not None and time < self._sample.time
 
     def now(self) -> float:
@@ -276,8 +279,8 @@ class Session:
 
     @property
     def wants_prefix(self) -> bool:
-        """True if a frame and a state have arrived, and no prefix was computed yet for the newest frame and the newest
-        instruction.
+        """True if there is work for the slow loop: a frame and a state have arrived, and no prefix was computed yet
+        for the newest frame and the newest instruction.
         """
         return (
             self._frame is not None and self._sample is not None and self._seen != (self._frame, self.prompt)
@@ -285,8 +288,8 @@ class Session:
 
     @property
     def wants_run(self) -> bool:
-        """True if a head run would read new input: a prefix that no run has used yet or, for a head that reads the
-        state, a sample that no run has used yet.
+        """True if there is work for the fast loop: a prefix that no head run has used yet or, for a head that reads
+        the state, a sample that no run has used yet.
         """
         prefix, sample = self._prefix, self._sample
         if prefix is None or sample is None:
@@ -347,7 +350,9 @@ class Session:
         return StreamPrefix(context, sample.state, prepared.noise, prepared.steps, frame.time, text)
 
     def swap(self, prefix: StreamPrefix) -> None:
-        """Replace the prefix in use. Head runs that begin from now on use the new prefix."""
+        """Replace the prefix in use (the model's result for a frame). Head runs that begin from now on use the new
+        prefix.
+        """
         self._prefix, self._swapped = prefix, self._clock()
         self.prefixes += 1
 

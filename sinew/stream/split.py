@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def read_context(policy: Policy, prepared: Prepared, form: str) -> bytes:
-    """Compute the context of an observation on the server. The context is the input of the head, which runs on the
-    robot.
+    """Compute the context of an observation on the server: the results of vision tower and language model. The
+    context is the input of the action head, which runs on the robot.
 
     Args:
         policy: The policy.

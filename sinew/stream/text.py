@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StreamedText:
-    """The generated text of a stream at the time of one prefix.
+    """The generated text of a stream at the time when one prefix was computed.
 
     Attributes:
         running: The text that is being generated.

@@ -1,6 +1,7 @@
-"""The results of head runs: the next waypoints (nodes) of a trajectory, from a rolling window or from a whole chunk.
+"""The results of head runs: the next waypoints (future commands, also called nodes) of a trajectory. They come from a
+rolling window or from a whole chunk.
 
-Nodes are counted at the stream's rate from the start of the robot's clock: the time of node k is k / rate
+Waypoints are counted at the stream's rate from the start of the robot's clock: the time of node k is k / rate
 seconds.
 """
 
@@ -29,7 +30,7 @@ HISTORY = 1024  # number of sent waypoints that the server stores (two seconds a
 
 @dataclass(frozen=True)
 class Window:
-    """Waypoints ``step``, ``step + 1`` ... of a trajectory.
+    """A window: the waypoints (future commands) ``step``, ``step + 1`` ... of a trajectory.
 
     Attributes:
         step: Number of the first waypoint.
@@ -170,10 +171,10 @@ class Chunks:
         origin: int,
         pause: Callable[[], None] | None = None,
     ) -> np.ndarray:
-        """Compute a chunk.
+        """Compute a chunk in model units, which continues the waypoints that were sent before.
 
         Args:
-            context: Context of the prefix.
+            context: The results of vision tower and language model for the frame.
             noise: Noise from which the solution starts.
             steps: Number of evaluations.
             state: Normalised state of the prefix.

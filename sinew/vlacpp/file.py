@@ -25,8 +25,9 @@ PACKED = {"bitvla": (GGMLQuantizationType.I8,)}
 
 
 class VlacppFile:
-    """One file. Reading a metadata entry ``ARCHITECTURE.NAME`` raises :class:`ConvertError` with the key if it is
-    missing or has a wrong type."""
+    """A GGUF file of vla.cpp. Reading a metadata entry ``ARCHITECTURE.NAME`` raises :class:`ConvertError` with the
+    key if the entry is missing or has a wrong type.
+    """
 
     def __init__(self, path: Path):
         if path.suffix in (".safetensors", ".pt", ".bin", ".json"):
