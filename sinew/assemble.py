@@ -224,7 +224,7 @@ def open_adapters(bundle: Bundle, files: Mapping[str, str | Path]) -> dict[str, 
 
 
 def identity(bundle: Bundle) -> dict[str, str]:
-    """Return the identity of a bundle, ready for JSON.
+    """Return the facts that identify a bundle, such as its hash and version, ready for JSON.
 
     Returns:
         ``hash``: SHA-256 of the header, which contains the hash of every tensor. For a bundle without hashes, the

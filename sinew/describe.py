@@ -11,7 +11,9 @@ from sinew.processing import Prepared
 
 
 class DescribedPolicy(PolicyParts):
-    """The parts of a policy, and methods that describe the policy in words."""
+    """A loaded policy, as its parts (bundle, engine, processors ...), and the methods that describe it for people and
+    for metadata.
+    """
 
     def __repr__(self) -> str:
         spec, cameras = self.spec, ", ".join(camera.name for camera in self.spec.cameras)
@@ -36,7 +38,7 @@ class DescribedPolicy(PolicyParts):
 
     @property
     def precision_text(self) -> str:
-        """The precision of the computation, as text.
+        """The precision of the computation as text, such as "bf16".
 
         If the engine ignores the bundle's quantisation recipe, the text also states this recipe.
         """
@@ -84,7 +86,7 @@ class DescribedPolicy(PolicyParts):
         }
 
     def metadata(self) -> dict[str, Any]:
-        """Return the metadata of a server with default settings.
+        """Return the metadata that a server with default settings would send for this policy.
 
         Returns:
             ``policy``: inputs and outputs, with the limits of the actions. ``server``: engine and precision, from

@@ -127,7 +127,7 @@ class Policy(DescribedPolicy, OpenPolicy):
 
     @property
     def threads(self) -> int:
-        """Number of computing threads."""
+        """Number of threads that the engine computes with."""
         return self.engine.threads
 
     def check(self, observation: Observation | Mapping[str, Any]) -> None:

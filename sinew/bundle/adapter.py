@@ -49,8 +49,8 @@ def check_name(name: str) -> None:
 def open_adapter(path: Path, base: Bundle) -> Bundle:
     """Open an adapter, and check that it belongs to ``base``. Weights are not read.
 
-    The architecture, configuration, weights' hash and tokenizer must be those of the base, and the robot must have the
-    same inputs and outputs.
+    The adapter must have the same architecture, configuration, weights' hash and tokenizer as the base. The inputs
+    and outputs of the robot must also be equal.
 
     Raises:
         BundleError: The adapter belongs to another base. The message names the difference.

@@ -206,7 +206,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Success:
-    """The success rate of a quantised policy in simulation, compared with that of the unquantised policy.
+    """The success rates of a quantised policy and of the unquantised policy, in the same simulated episodes.
 
     Attributes:
         env: The environment, which is a simulated task.
@@ -223,8 +223,8 @@ class Success:
 
 @dataclass(frozen=True)
 class Validated:
-    """The check that ``sinew quantize`` does before it rounds the weights: the actions of ``engine`` are compared with
-    those of eager float32.
+    """The result of the check that ``sinew quantize`` does before it rounds the weights. The check compares the
+    actions of ``engine`` with the actions of the reference, eager float32.
 
     Attributes:
         engine: Name of the engine.

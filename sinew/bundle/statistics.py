@@ -100,10 +100,10 @@ def _ends(recipe: Normalization) -> tuple[Sequence[float], Sequence[float]]:
 
 
 def _spans(recipe: Normalization) -> list[float]:
-    """Return the width of the range of each value.
+    """Return the width of the range that each value of a vector had in training.
 
-    For mean_std, the width is twice the standard deviation. It is not computed from the ends, because mean + std may be
-    rounded.
+    For mean_std, the width is twice the standard deviation. It is not computed from the ends, because mean + std may
+    be rounded.
     """
     if recipe.mode == "mean_std":
         return [2 * std for std in recipe.stats.get("std", ())]

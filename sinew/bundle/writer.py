@@ -54,7 +54,7 @@ class FileSlice:
 
 @dataclass(frozen=True)
 class ArraySlice:
-    """The bytes of a tensor that is an array in memory."""
+    """The bytes of a tensor whose values are a numpy array in memory, and not in a source file."""
 
     array: np.ndarray
 

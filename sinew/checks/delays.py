@@ -114,7 +114,7 @@ class Delay:
 
     @property
     def measured(self) -> bool:
-        """Return True if the delay was measured."""
+        """Return True if the delay was measured, and False if only the reason for its absence is known."""
         return not self.why
 
     def text(self) -> str:

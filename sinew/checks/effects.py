@@ -200,7 +200,7 @@ def changes(
 
 
 def reads_instruction(policy: Policy) -> bool:
-    """Return True if the policy reads an instruction."""
+    """Return True if the policy's prompt contains the instruction, so that the instruction can change the actions."""
     return policy.spec.max_prompt_tokens > 1
 
 

@@ -135,7 +135,7 @@ class Wobble:
         return answer
 
     def cancel(self) -> None:
-        """Discard the chunk."""
+        """Discard the computed chunk, so that ``poll`` does not return it."""
         self._answer = None
 
     def close(self, wait: float = 0.0) -> None:
@@ -178,7 +178,7 @@ class TracedRobot:
         self.hold = robot.hold
 
     def facts(self) -> RobotFacts:
-        """Return the facts of the robot itself."""
+        """Return the facts (such as names and limits of joints) of the wrapped robot."""
         return facts_of(self._robot)
 
     def observe(self) -> dict[str, Any]:

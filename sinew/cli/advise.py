@@ -238,7 +238,7 @@ def _draw(plans: PlanAges, period: float, path: Path) -> None:
 def _record(
     recording: Path, log: RunLog, outcomes: Sequence[Played], plans: PlanAges | None, advised: Advised
 ) -> dict[str, Any]:
-    """Return the result for --json."""
+    """Return the advice and the numbers behind it as a JSON-ready dict, for --json."""
     period = 1e3 * log.settings.period
     rows = []
     for each in outcomes:

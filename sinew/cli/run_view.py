@@ -72,11 +72,11 @@ class Keys:
         self.loop.stop()
 
     def typed(self, text: str) -> None:
-        """Use a typed line as the instruction."""
+        """Use a line that the user has typed as the new instruction."""
         self.loop.say(text)
 
     def press(self, key: str) -> None:
-        """Perform the action of a key."""
+        """Perform the action that belongs to a pressed key, such as a pause."""
         if self.typing is not None:
             if key in "\r\n":
                 text, self.typing = self.typing.strip(), None

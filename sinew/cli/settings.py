@@ -197,7 +197,7 @@ class SettingsFile:
 
     @classmethod
     def read(cls, path: Path, verbs: Iterable[str]) -> SettingsFile:
-        """Read a TOML file.
+        """Read the flags of commands from a TOML file.
 
         Raises:
             SinewError: The file cannot be read, or is not valid TOML.

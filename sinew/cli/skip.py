@@ -85,7 +85,9 @@ def skip(
 
 
 def _measured(place: Path, reference: Any, inputs: list[Any], text: str) -> dict[str, Any]:
-    """Return the size of a shorter policy's weights, and how much its actions differ from those of the whole policy."""
+    """Return how much the actions of a shorter policy differ from the actions of the whole policy, and the size of
+    the shorter policy's weights.
+    """
     from sinew.bundle import Bundle
     from sinew.lowbit.quantization import measure
     from sinew.policy import Policy

@@ -1,7 +1,7 @@
 """A tokenizer and a prompt recipe for policies that do not read any instruction.
 
-Every bundle must have a tokenizer and a prompt recipe. With those of this module, any instruction becomes one token,
-which the model ignores.
+Every bundle must have a tokenizer and a prompt recipe. The tokenizer of this module converts any instruction to one
+token, which the model ignores.
 """
 
 from __future__ import annotations

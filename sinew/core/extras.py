@@ -37,7 +37,7 @@ EXTRAS = {
 
 
 def install(module: str) -> str:
-    """Return the command that installs a Python module.
+    """Return the command that a user types to install a Python module.
 
     The command installs an extra of this pip distribution. If no extra contains the module, it reinstalls Sinew.
     """

@@ -200,7 +200,7 @@ def _cpu_quota() -> float | None:
 
 
 def memory() -> tuple[int, int]:
-    """Return the limit of memory and the available memory, in bytes.
+    """Return two numbers of bytes: how much memory this process may use at most, and how much of it is available now.
 
     The numbers are the machine's, or the cgroup's if these are smaller. Cached pages of files count as available,
     because the system can reclaim them.
@@ -316,7 +316,7 @@ def may_have_cuda() -> bool:
 
 
 def resident_bytes() -> dict[str, int]:
-    """Return the memory of this process in bytes.
+    """Return how much of the machine's memory this process uses, in bytes.
 
     The keys are ``peak`` and ``now``, and on Linux ``anonymous`` and ``file``. ``file`` includes mapped weights and
     libraries.

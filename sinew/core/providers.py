@@ -35,7 +35,7 @@ class MissingDistributionError(SinewError):
 
 
 def how_to_install(package: str) -> str:
-    """Return the command that installs one of `PACKAGES`."""
+    """Return the command that a user types to install one of the distributions in `PACKAGES`."""
     return install_package(PACKAGES[package][1])
 
 

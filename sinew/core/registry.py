@@ -151,12 +151,12 @@ def place_of(group: str, name: str) -> str:
 
 
 def architectures() -> dict[str, Family]:
-    """Return a dict from each architecture to its family."""
+    """Return a dict: name of an architecture -> the family whose folder has its model."""
     return {architecture: family for family in families() for architecture in family.models}
 
 
 def model_class(architecture: str) -> Any:
-    """Return the class of an architecture (:class:`sinew.models.base.Model`).
+    """Return the Python class (:class:`sinew.models.base.Model`) that implements an architecture.
 
     Raises:
         BundleError: The architecture is unknown.

@@ -55,7 +55,7 @@ def summarize(samples: Any, percentiles: Sequence[int] = (50, 95, 99)) -> dict[s
 def ratio_of_medians(before: Sequence[float], now: Sequence[float]) -> tuple[float, float, float]:
     """Return the ratio of two medians and its 95 % interval.
 
-    The interval is that of 2,000 bootstrap samples of both series (Efron 1979), drawn with a fixed seed.
+    The interval comes from 2,000 bootstrap samples of both series (Efron 1979), drawn with a fixed seed.
 
     Args:
         before: The first series. Its median is the denominator.

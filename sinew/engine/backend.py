@@ -361,7 +361,7 @@ class _Passed(NamedTuple):
 
 
 def choose_device(device: str | None, backend: Backend | None = None) -> tuple[str, str]:
-    """Return the device, and the reason for this device.
+    """Choose the device that a policy runs on. Return the device, and the reason for this choice.
 
     If the user named an engine, the engine's own device is used. Otherwise the device is a GPU if PyTorch finds one.
     """
@@ -787,7 +787,7 @@ def installed(module: str) -> bool:
 
 
 def chosen_by(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the given options of ``sinew.load`` that :func:`choose` accepts, without threads and adapters."""
+    """Select the options of ``sinew.load`` that :func:`choose` also accepts, except threads and adapters."""
     names = ("engine", "device", "dtype", "providers", "ignore_recipe", "prepared")
     return {name: options[name] for name in names if name in options}
 

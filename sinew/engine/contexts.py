@@ -178,7 +178,7 @@ def _read(kind: str, shape: list[int], data: memoryview) -> Tensor:
 
 
 def _heads(data: bytes, count: int) -> tuple[list[Any], int]:
-    """Read the header of packed data.
+    """Read the header of a packed context.
 
     Return a description of each tensor, and the position of the first tensor in ``data``.
     """

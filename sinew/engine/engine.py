@@ -129,7 +129,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def threads(self) -> int:
-        """Return the number of threads that compute."""
+        """Return the number of threads that this engine computes with."""
 
     @abstractmethod
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> Context:

@@ -93,7 +93,7 @@ def norm(channels: int, group: int) -> nn.Module:
 
 
 class BasicBlock(nn.Module):
-    """A residual block of two convolutions."""
+    """A residual block: two convolutions with norms, whose result is added to the block's input."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, group: int):
         super().__init__()

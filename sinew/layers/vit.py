@@ -114,7 +114,7 @@ def position_rows(rows: int, cols: int, side: int, device: torch.device | None =
 
 
 class ViTAttention(nn.Module):
-    """Self-attention of a vision transformer."""
+    """Self-attention of a vision transformer: every patch attends to every patch of its view."""
 
     def __init__(self, config: ViTConfig):
         super().__init__()

@@ -92,7 +92,7 @@ class Quantized:
 
     @property
     def warnings(self) -> list[str]:
-        """Return warnings about the quantisation recipe."""
+        """Return warnings for the user about the recipe of this bundle (:func:`warnings`)."""
         return warnings(self.record)
 
 
@@ -261,10 +261,10 @@ def validated(opened: Bundle, samples: Samples) -> Validated:
 
 
 def warnings(record: Quantization) -> list[str]:
-    """Return warnings about a quantisation recipe.
+    """Return warnings for the user about components whose quantisation may reduce the success.
 
-    The errors of a quantised head add up over the solver's steps (flow matching and diffusion), so other projects keep
-    the head in floats. Only episodes show how much success is lost.
+    The errors of a quantised head add up over the solver's steps (flow matching and diffusion), so other projects
+    keep the head in floats. Only episodes show how much success is lost.
     """
     kind = record.recipe.get("head", "fp32")
     if kind == "fp32":

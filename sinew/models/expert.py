@@ -256,10 +256,10 @@ class ExpertModel(Model):
         return TextState(tuple(cache), valid, instruction, instruction.sum(dim=1), row, state)
 
     def continue_text(self, text: TextState, tokens: Tensor) -> TextState:
-        """Append tokens to the text.
+        """Append tokens to the generated text, and compute their keys and values.
 
-        The text is causal and attends to the views and the instruction, which do not attend to the text. PaliGemma uses
-        the same mask for its answers (Beyer et al. 2024, arXiv 2407.07726, section 3).
+        The text is causal and attends to the views and the instruction, which do not attend to the text. PaliGemma
+        uses the same mask for its answers (Beyer et al. 2024, arXiv 2407.07726, section 3).
         """
         B, N = tokens.shape
         steps = torch.arange(N, device=tokens.device)

@@ -143,7 +143,9 @@ class Qwen25VL(Model):
 
     @property
     def decoder_layers(self) -> Sequence[DecoderLayer]:
-        """Return the layers of the language model."""
+        """Return the layers that process the prompt and, in each solver step, the actions: the layers of the language
+        model.
+        """
         return self.language.layers  # type: ignore[return-value]
 
     def embed_images(self, pixels: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ class PartNormalizer:
 
 
 def part_normalizer(part: VectorPart, what: str) -> Normalizer | Angles | RotationPart:
-    """Return the normaliser of one part. ``what`` is for messages.
+    """Return the normaliser of one part of a vector. ``what`` ("state" or "action") is for messages.
 
     Raises:
         BundleError: The statistics do not fit the mode or the size.

@@ -27,11 +27,11 @@ from sinew.steps.vector.base import apply_steps
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """One observation as a model reads it. Shapes are those of a single observation. :meth:`batched` and
+    """One observation in the form in which a model reads it. The arrays have no batch axis. :meth:`batched` and
     :func:`sinew.processing.stack` add a batch axis.
 
-    In a batch, pixels may have fewer rows than the other arrays, because several prompts may share the same views. Row
-    i of the other arrays then uses views i modulo the number of rows of pixels.
+    In a batch, pixels may have fewer rows than the other arrays, because several prompts may share the same views.
+    Row i of the other arrays then uses views i modulo the number of rows of pixels.
 
     Attributes:
         pixels: The prepared views, float32 [V, channels, H, W], the oldest observation step first.

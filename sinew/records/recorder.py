@@ -234,7 +234,7 @@ class Recorder(BackgroundWriter):
 
 
 def read_records(directory: Path) -> Iterator[Record]:
-    """Read the records of a folder, oldest first.
+    """Read all records in a folder, oldest first.
 
     Raises:
         SinewError: The folder has no records, or a file is not a record.

@@ -8,8 +8,8 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """Settings of a policy's queue, batches and limits of actions. Names and defaults are those of the flags of ``sinew
-    serve``.
+    """Settings of a policy's queue, batches and limits of actions. The fields have the names and defaults of the
+    flags of ``sinew serve``.
     """
 
     queue: int = 64

@@ -409,7 +409,7 @@ def compiling_frames() -> Iterator[None]:
 
 
 def python_module() -> list[str]:
-    """Return the command prefix for ``python -m MODULE``.
+    """Return the words before MODULE in the command that starts ``python -m MODULE``.
 
     The new process imports modules of the current folder only if this process does.
     """

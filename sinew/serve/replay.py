@@ -127,7 +127,7 @@ class Replay(OpenPolicy, ServedPolicy):
 
     @property
     def chunks(self) -> int:
-        """Number of recorded chunks."""
+        """Number of chunks in the recording."""
         return sum(map(len, self.sessions.values()))
 
     @property
@@ -137,7 +137,7 @@ class Replay(OpenPolicy, ServedPolicy):
 
     @property
     def warning(self) -> str:
-        """The warning in every reply."""
+        """The warning that every reply contains: the actions were recorded and not computed."""
         return f"this is a replay of {self.folder.name}: the actions were recorded and not computed"
 
     def describe(self) -> dict[str, Any]:

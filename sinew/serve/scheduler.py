@@ -222,7 +222,7 @@ class Scheduler:
             )
 
     def stats(self) -> dict[str, int | bool]:
-        """Return the counters of the scheduler.
+        """Return counters of the requests that this scheduler has handled.
 
         ``waiting`` and ``running`` are the present requests. ``served``, ``failed``, ``busy``, ``superseded`` and
         ``late`` count requests since the start, and ``batches`` counts inferences.

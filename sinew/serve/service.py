@@ -291,7 +291,7 @@ class Service:
         }
 
     def records(self) -> dict[str, dict[str, int]]:
-        """Return the counters of each recorder, by its name."""
+        """Return the counters of each recorder (such as the number of written records), by the recorder's name."""
         return {name: record.stats() for name, record in self._records.items()}
 
     def _engine(self) -> dict[str, Any]:

@@ -228,7 +228,7 @@ class Forms:
     def check(
         self, name: str, old: PolicySpec, new: PolicySpec, accept: Sequence[str] = ()
     ) -> tuple[str, ...]:
-        """Compare the form of a new policy with that of the present policy.
+        """Compare the form (cameras, sizes, units ...) of a new policy with the form of the present policy.
 
         Args:
             name: Name of the policy.

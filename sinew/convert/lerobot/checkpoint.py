@@ -735,7 +735,9 @@ class LeRobotCheckpoint:
 
     @cached_property
     def _own_statistics(self) -> Found:
-        """Return the statistics of the processors. If the processors have none, return those of the weights."""
+        """Return the statistics in the files of the processors. If these files have no statistics, return the
+        statistics among the weights.
+        """
         features = [*self["input_features"], *self["output_features"]]
         statistics = processor_statistics(self.path, self.pipelines, features)
         return statistics or legacy_statistics(self._weights[0], features)

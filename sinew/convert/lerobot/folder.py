@@ -23,9 +23,9 @@ MODEL, ADAPTER = "pretrained_model", "adapter_config.json"
 def resolve(path: Path, adapters: bool = False) -> Path:
     """Return the ``pretrained_model`` folder of a training run or of one of its checkpoints.
 
-    For a run, the checkpoint is the one that ``checkpoints/last`` points to, else the one with the highest number. For
-    a run of transformers' Trainer, the checkpoint is the ``checkpoint-STEP`` with the highest number whose weights are
-    complete, and its name is printed. Other paths are returned unchanged.
+    For a run, the link ``checkpoints/last`` selects the checkpoint. Without this link, the checkpoint with the
+    highest number is selected. For a run of transformers' Trainer, the checkpoint is the ``checkpoint-STEP`` with the
+    highest number whose weights are complete, and its name is printed. Other paths are returned unchanged.
 
     Args:
         path: A training run, one of its checkpoints, or any other path.
@@ -157,7 +157,7 @@ def run_dataset(path: Path) -> Path | None:
 
 
 def run_folder(path: Path) -> Path:
-    """Return the folder of the run that a checkpoint's folder belongs to."""
+    """Return the folder of the training run that a checkpoint's folder belongs to."""
     folder = path.resolve()
     if folder.name == MODEL:
         step = folder.parent

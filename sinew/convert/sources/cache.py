@@ -65,7 +65,7 @@ class CacheRecord(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CacheEntry:
-    """One converted checkpoint in the cache.
+    """A folder of the cache with one converted checkpoint: its bundle, and the record of the conversion.
 
     Raises:
         SinewError: The record of the entry cannot be read.

@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 
 
 class NoCheckpointError(SinewError):
-    """The folder is not a checkpoint."""
+    """Error for a folder that does not contain a checkpoint."""
 
 
 @dataclass(frozen=True)

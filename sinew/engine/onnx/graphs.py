@@ -113,7 +113,7 @@ class GraphSet:
 
     @classmethod
     def load(cls, directory: Path) -> GraphSet:
-        """Read the record of an export.
+        """Read ``graphs.json``, the record of an export, and check it.
 
         Raises:
             BundleError: The record is damaged, or no export wrote it.
@@ -165,7 +165,7 @@ def _hashes(directory: Path) -> dict[str, str]:
 
 
 def check_operators(path: Path) -> None:
-    """Check the operators of a graph.
+    """Check that a graph contains only operators that an export writes.
 
     Raises:
         BundleError: The graph contains operators that no export writes and that may run forever.

@@ -26,10 +26,10 @@ ROOM = 3
 
 
 def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
-    """Return the ONNX engine for a bundle.
+    """Open a bundle with the ONNX engine.
 
-    The graphs are the folder of an export, the graphs next to the bundle, or the graphs of a built-in policy that come
-    with Sinew. Missing graphs are exported next to the bundle.
+    The graphs are the folder of an export, the graphs next to the bundle, or the graphs of a built-in policy that
+    come with Sinew. Missing graphs are exported next to the bundle.
     """
     # Report a missing provider before the export, which may take minutes.
     choose(options.providers)

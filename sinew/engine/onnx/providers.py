@@ -170,7 +170,7 @@ def open_axis(node: Any) -> bool:
 
 
 def open_session(ort: Any, path: Path, options: Any, providers: Sequence[str]) -> Any:
-    """Return the session for one graph.
+    """Open one graph in ONNX Runtime, and return the session that runs it.
 
     Raises:
         BundleError: ONNX Runtime cannot open the graph.

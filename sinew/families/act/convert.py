@@ -1,8 +1,9 @@
 """Convert LeRobot ACT checkpoints to bundles.
 
-The configuration names the backbone, and its widths are those of torchvision's ResNet with this name. Frames are read
-at their own size, and the sizes of the cameras may differ. The encoder that computes the latent vector is omitted,
-because only training uses it. Frozen batch norms are merged into the weights of the convolutions before them.
+The configuration names the backbone. The backbone has the widths of torchvision's ResNet with this name. Frames are
+read at their own size, and the sizes of the cameras may differ. The encoder that computes the latent vector is
+omitted, because only training uses it. Frozen batch norms are merged into the weights of the convolutions before
+them.
 """
 
 from __future__ import annotations

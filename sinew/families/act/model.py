@@ -185,10 +185,10 @@ class EncoderLayer(nn.Module):
 
 
 class ActDecoderLayer(EncoderLayer):
-    """A layer of ACT's decoder.
+    """A layer of ACT's decoder, which computes the tokens of the chunk.
 
-    ``norm1`` and ``attn`` are for the attention among the chunk's tokens, ``norm2`` and ``cross`` for the attention to
-    the encoder's output, and ``norm3`` and ``mlp`` for the MLP.
+    ``norm1`` and ``attn`` are for the attention among the chunk's tokens, ``norm2`` and ``cross`` for the attention
+    to the encoder's output, and ``norm3`` and ``mlp`` for the MLP.
     """
 
     def __init__(self, config: ActConfig):

@@ -141,7 +141,7 @@ class CogACTCheckpoint(PrismaticCheckpoint):
 
 
 def only_checkpoint(run: Path) -> Path:
-    """Return the only file of weights of a run.
+    """Return the file with the weights of a training run, which must be the only one.
 
     Raises:
         ConvertError: There is no such file, or more than one.

@@ -66,7 +66,7 @@ class Cognition(NamedTuple):
 
 
 class CognitionHead(nn.Module):
-    """The diffusion transformer of CogACT."""
+    """The diffusion transformer of CogACT, which predicts the noise in the actions of a chunk."""
 
     layers: Sequence[ViTLayer]
 

@@ -67,7 +67,7 @@ SCHEMA = Schema(
 
 
 def read(path: Path, options: ConvertOptions) -> Parts:
-    """Read a LeRobot directory.
+    """Read an Evo-1 checkpoint in LeRobot's layout.
 
     Raises:
         ConvertError: The checkpoint is not supported.

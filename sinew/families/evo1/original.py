@@ -52,7 +52,7 @@ def is_original(path: Path) -> bool:
 
 
 def read(path: Path, options: ConvertOptions) -> Parts:
-    """Read a folder of the original repository.
+    """Read an Evo-1 checkpoint in the layout of the original repository.
 
     Raises:
         ConvertError: The checkpoint is not supported.

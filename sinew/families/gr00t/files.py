@@ -353,7 +353,7 @@ def specification(
     prompt: PromptRecipe,
     default_prompt: str = "",
 ) -> PolicySpec:
-    """Build the policy specification."""
+    """Build the policy specification: cameras, state, actions, solver and rate."""
     cameras, vectors = robot.cameras, robot.vectors
     rows = config["action_horizon"]
     horizon = min(vectors.horizon, rows)

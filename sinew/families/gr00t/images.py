@@ -65,7 +65,7 @@ def image_recipe(
 
 
 def _decide(frames: tuple[int, int] | None, squared: bool | None, edge: int) -> tuple[int, int]:
-    """Return the size of the frames.
+    """Decide which size the camera frames have, in pixels.
 
     Raises:
         ConvertError: The files do not contain the size. The message names the option that sets it.

@@ -90,7 +90,7 @@ class Block(nn.Module):
 
 
 class EfficientNet(nn.Module):
-    """EfficientNet-B0 without its classifier."""
+    """EfficientNet-B0 without its classifier. It returns the mean of the last feature map."""
 
     blocks: Sequence[Block]
 

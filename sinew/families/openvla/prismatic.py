@@ -282,8 +282,9 @@ def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list
 
 
 def tower_rules(prefix: str, target: str) -> tuple[Rule, ...]:
-    """Return the rules that rename the tensors of timm's VisionTransformer to those of
-    :class:`sinew.layers.vit.VisionTransformer`."""
+    """Return the rules that give the tensors of timm's VisionTransformer the names of
+    :class:`sinew.layers.vit.VisionTransformer`.
+    """
     theirs, layer = re.escape(prefix), target + r"layers.\1."
     block, places = theirs + r"blocks\.(\d+)\.", f"{target}position_embedding.weight"
     return (

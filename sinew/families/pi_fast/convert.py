@@ -139,7 +139,7 @@ def action_tokenizer(checkpoint: LeRobotCheckpoint) -> tuple[TokenizerFiles, Pat
 def action_tokens(
     checkpoint: LeRobotCheckpoint, tokenizer: TokenizerFiles, fast: TokenizerFiles, facts: Path
 ) -> dict[str, Any]:
-    """Return the configuration's fields for action tokens.
+    """Read the values that define the meaning of the action tokens, for the model's configuration.
 
     Raises:
         ConvertError: The files are missing or contradict each other.

@@ -260,7 +260,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def opened(path: Path) -> Checkpoint:
-    """Open the configuration and the tensors of a checkpoint.
+    """Read a checkpoint's file or folder: its configuration and its tensors.
 
     Raises:
         ConvertError: The file has another layout, or another network with the same name.
@@ -504,7 +504,7 @@ def camera_names(config: TurboVLAConfig, options: ConvertOptions) -> tuple[str, 
 
 
 def statistics_of(path: Path, options: ConvertOptions) -> tuple[JsonRecord, str]:
-    """Read the statistics of one data set.
+    """Read the statistics of states and actions from the file of --stats, for one data set.
 
     Returns:
         The statistics, and their key in the file. The key is "" if the file has only one data set.

@@ -85,7 +85,7 @@ class PostNormLayer(nn.Module):
 
 
 class Bert(nn.Module):
-    """BERT with a projection of its output."""
+    """The text encoder BERT, followed by a linear projection of its output."""
 
     layers: Sequence[PostNormLayer]
 

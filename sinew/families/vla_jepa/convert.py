@@ -222,7 +222,7 @@ def model_config(
 
 
 def rules(tensors: Mapping[str, TensorSource], model: JepaConfig, has_state: bool) -> Rules:
-    """Return the rules for all tensors that inference reads."""
+    """Return the rules that rename all tensors of a checkpoint that inference reads."""
     embedded = any(name.endswith("language_model.embed_tokens.weight") for name in tensors)
     coder = HEAD + r"(state_encoder|action_encoder|action_decoder)\.layer(\d)\.(.*)"
     return (

@@ -38,7 +38,7 @@ ENCODER = "model.video_encoder."
 
 
 def image_processor(vlm_dir: Path) -> JsonRecord:
-    """Return Qwen's image processor.
+    """Read the configuration of Qwen's image processor.
 
     The file is processor_config.json, or preprocessor_config.json before transformers 5.
     """

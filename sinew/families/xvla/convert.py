@@ -299,10 +299,10 @@ def domain(checkpoint: LeRobotCheckpoint) -> int:
 
 
 def image_recipe(checkpoint: LeRobotCheckpoint) -> ImageRecipe:
-    """Build the recipe of a frame.
+    """Build the recipe that converts a camera frame to the model's pixels.
 
-    LeRobot resizes a frame after the normalisation. Sinew resizes before the normalisation, so the bars have the colour
-    of the mean.
+    LeRobot resizes a frame after the normalisation. Sinew resizes before the normalisation, so the bars have the
+    colour of the mean.
 
     Raises:
         ConvertError: The steps of the preprocessor are not supported.

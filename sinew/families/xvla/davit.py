@@ -216,7 +216,7 @@ class DaViTStage(nn.Module):
 
 
 class DaViT(nn.Module):
-    """The DaViT tower."""
+    """The vision tower DaViT: a sequence of stages, each with fewer and wider patches than the stage before."""
 
     stages: Sequence[DaViTStage]
 

@@ -62,10 +62,10 @@ class Store:
     @property
     @abstractmethod
     def kind(self) -> str:
-        """Name of the store for reports."""
+        """Name of the form of the weight, such as "int8", for reports."""
 
     def size(self, held: Held) -> tuple[int, int]:
-        """Return rows and width of W."""
+        """Return the size of the weight matrix W: its number of rows, and the width of a row."""
         rows, width = held.weight.shape
         return rows, width
 

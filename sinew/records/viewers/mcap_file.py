@@ -1,8 +1,8 @@
 """Write records of `sinew serve --record` as one MCAP file, which Foxglove and PlotJuggler open.
 
-Messages are JSON with JSON schemas, so that any viewer can read them. Their times are those of the server's clock when
-the answer was recorded. The observation's own time (``time``) is in ``/request``, because each robot may have its own
-clock.
+Messages are JSON with JSON schemas, so that any viewer can read them. The time of a message is the time of the
+server's clock when the answer was recorded. The observation's own time (``time``) is in ``/request``, because each
+robot may have its own clock.
 """
 
 from __future__ import annotations

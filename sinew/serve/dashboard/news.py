@@ -259,10 +259,10 @@ class Pictures(Broadcast):
 
 
 def records(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Return answers as values for JSON.
+    """Convert answers to values for JSON, for the messages to the dashboard.
 
-    Only the newest chunk of a robot has its numbers and its age. A chunk that a person requested on the page
-    does not count.
+    Only the newest chunk of a robot has its numbers and its age. A chunk that a person requested on the page does not
+    count.
     """
     shown = max(
         (

@@ -181,7 +181,7 @@ class Dashboard:
 
 
 async def _send(response: web.StreamResponse, message: bytes) -> None:
-    """Write events to a viewer.
+    """Write events to the connection of a viewer.
 
     Raises:
         TimeoutError: The viewer did not read the events in time.

@@ -111,7 +111,7 @@ def build(args: dict[str, Any]) -> Any:
 
 
 def app_name(policy: str) -> str:
-    """Return the name of a policy's application in the cluster."""
+    """Return the name under which a policy's application runs in the cluster."""
     return f"sinew-{policy}"
 
 

@@ -69,7 +69,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def most(self) -> int:
-        """Return the largest number of replicas."""
+        """Return the largest number of replicas that the policy may have."""
         return self.replicas if isinstance(self.replicas, int) else self.replicas.max
 
 
@@ -107,7 +107,7 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(path: Path) -> FleetConfig:
-    """Return the configuration in a file.
+    """Read the configuration of a fleet from a file.
 
     Raises:
         SinewError: The file cannot be read, or a field is wrong. The error names the field.

@@ -88,7 +88,7 @@ class RemotePolicy(ServedPolicy):
         return observation
 
     def run(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
-        """Return the chunk of the replica that answers.
+        """Send an observation to a replica, and return the chunk that the replica computes.
 
         Raises:
             SinewError: The replica has answered with an error, or no replica answers.

@@ -52,7 +52,7 @@ class ErrorRecord:
         return cls(error.code, str(error))
 
     def error(self) -> SinewError:
-        """Return the original error, with the same code."""
+        """Convert the record back to the original error, with the same code."""
         if self.field:
             return ObservationError(self.field, self.expected, self.got)
         error = SinewError(self.message)

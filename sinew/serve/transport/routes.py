@@ -122,7 +122,7 @@ class Page(Protocol):
 
 
 async def read_body(request: web.Request) -> tuple[float, bytearray]:
-    """Read the body of a request.
+    """Read the whole body of an HTTP request.
 
     ``request.read`` is not used, because that method stores the body until the connection ends.
 

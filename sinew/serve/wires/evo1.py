@@ -58,7 +58,7 @@ def read(payload: bytes) -> WireMessage:
 
 
 def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
-    """Return the observation of a message.
+    """Convert a message of an Evo-1 client to an observation.
 
     Raises:
         RequestError: The message is not valid JSON.

@@ -75,7 +75,7 @@ def _message(tree: Mapping[str, Any]) -> WireMessage:
 
 
 def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
-    """Return the observation of a message.
+    """Convert a message of an HTTP client to an observation.
 
     Raises:
         ObservationError: A field of the observation is missing or wrong.
@@ -259,7 +259,7 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
 
 
 def _json(body: bytes | bytearray) -> Any:
-    """Return the value of a JSON text.
+    """Decode a JSON text, within limits.
 
     Values are counted before they are made, because sixty megabytes of empty objects become gigabytes of Python
     objects. Long texts must be base64, because one wide character makes Python store every character of its text in

@@ -67,8 +67,8 @@ def _one(tree: Mapping[str, Any]) -> WireMessage:
 
 
 def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
-    """Return the observation of a message. Frames with values in [0, 1] become bytes as in openpi: each value is
-    multiplied by 255 and rounded down.
+    """Convert a message of an openpi client to an observation. Frames with values in [0, 1] become bytes as in
+    openpi: each value is multiplied by 255 and rounded down.
 
     Raises:
         ObservationError: A field of the observation is missing or wrong.

@@ -57,7 +57,7 @@ class OwnPolicy(ServedPolicy):
         return observation
 
     def run(self, prepared: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
-        """Return the chunk of the policy.
+        """Call the user's policy, check its actions, and return them as a chunk.
 
         Raises:
             SinewError: The policy has failed, or its actions have a wrong shape or are not finite.

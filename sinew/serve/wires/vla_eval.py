@@ -232,7 +232,7 @@ class Conversation:
     def observation(
         self, message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None
     ) -> Observation:
-        """Return the observation of a message.
+        """Convert a message of the benchmark to an observation.
 
         For a policy with an observation history, the decoded step is stored in the message, until the request is
         accepted.

@@ -61,7 +61,7 @@ class FastTokens(ActionTokens):
             yield f"tokenizer: {error}"
 
     def opened(self) -> Tokenizer:
-        """Return FAST's tokenizer.
+        """Return the tokenizer object of FAST, created from the text in ``tokenizer``.
 
         Raises:
             BundleError: The text is not a valid tokenizer.

@@ -40,7 +40,7 @@ class Letterbox(SizedStep):
 
     @property
     def colour(self) -> tuple[float, float, float]:
-        """Return ``pad_value`` for each colour."""
+        """Return ``pad_value`` as three numbers, one for each colour."""
         return self.pad_value if isinstance(self.pad_value, tuple) else (self.pad_value,) * 3
 
     @property

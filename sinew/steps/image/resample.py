@@ -189,9 +189,9 @@ def resize_antialias(image: np.ndarray, height: int, width: int, method: str) ->
 def resize_pillow(image: np.ndarray, height: int, width: int, method: str) -> np.ndarray:
     """Resize uint8 [h, w, 3] to uint8 [height, width, 3] as Pillow before version 13, with its filter ``method``.
 
-    The arithmetic is that of torch's kernel, which was derived from Pillow, except for weights with ``PILLOW_BITS``
-    binary places. Without compiled kernels, Pillow itself computes. The training images of policies were resized by
-    columns first. Pillow 13 begins with rows if rows shrink much more. Source: Pillow ``Resample.c``.
+    The arithmetic equals that of torch's kernel, which was derived from Pillow, except for weights with
+    ``PILLOW_BITS`` binary places. Without compiled kernels, Pillow itself computes. The training images of policies
+    were resized by columns first. Pillow 13 begins with rows if rows shrink much more. Source: Pillow ``Resample.c``.
     """
     if compiled.in_use:
         return _resized(image, height, width, antialias_taps, method, PILLOW_BITS)

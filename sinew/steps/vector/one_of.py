@@ -38,7 +38,7 @@ class OneOf(VectorStep):
 
     @property
     def meanings(self) -> str:
-        """Return the values as text, each with its meaning."""
+        """Return the allowed values as text, each with its meaning."""
         words = self.words or ("",) * len(self.values)
         return ", ".join(f"{value:g} {word}".strip() for value, word in zip(self.values, words, strict=True))
 
