@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,11 +18,11 @@ from sinew.bundle.gguf_file import FilesInUse, watch
 from sinew.bundle.rename import rename_cameras, renamed
 from sinew.bundle.schema import KEY_HEADER
 from sinew.capabilities import Capabilities
-from sinew.core import PolicySpec, SinewError
-from sinew.engine.backend import BACKENDS, EngineChoice, choose
+from sinew.core import SinewError
+from sinew.engine.backend import BACKENDS, choose
 from sinew.engine.capability import Capability
 from sinew.engine.cpu.kernels.frame_kernels import take_kept_resize
-from sinew.engine.engine import Engine, Facts
+from sinew.engine.engine import Engine
 from sinew.engine.fingerprint import fingerprint
 from sinew.processing import Allowed, Processor
 from sinew.warm_up import WarmUp
@@ -80,119 +80,91 @@ class LoadOptions:
     stream: str | None = None
 
 
-@dataclass(eq=False, repr=False)
-class PolicyParts:
-    """The parts of a loaded policy.
-
-    Attributes:
-        bundle: The file.
-        manifest: The manifest of the file, with the cameras under the robot's names.
-        adapters: The bundles of the adapters, by name.
-        choice: The engine, device and precision, with reasons.
-        opened: The engine. None after the policy is closed.
-        facts: Properties of the open engine, such as its threads and precision.
-        capabilities: The operations that the policy supports.
-        processors: Preprocessing and postprocessing, by adapter. The key "" is the bundle itself.
-        identity: The bundle's ``hash``, ``version``, ``date`` and ``source``.
-        files: The files of weights, which must not change while the policy is open.
-        start: The choices that the first inference makes: the number of threads, and the cache of repeated inputs.
-        spec: The manifest's specification: cameras, state, actions, solver.
-        lock: Locked while the engine computes. The thread that holds it may start another run between two solver steps
-            of a run.
-    """
-
-    bundle: Bundle
-    manifest: Manifest
-    adapters: Mapping[str, Bundle]
-    choice: EngineChoice
-    opened: Engine | None
-    facts: Facts
-    capabilities: Capabilities
-    processors: Mapping[str, Processor]
-    identity: dict[str, str]
-    files: FilesInUse
-    start: WarmUp
-    lock: threading.RLock = field(default_factory=threading.RLock)
-
-    spec: PolicySpec = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.spec = self.manifest.spec
-
-
-def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
-    """Load a policy. The stages are in the order in which they run.
+class LoadedPolicy:
+    """The parts of a loaded policy. The constructor loads them, stage by stage.
 
     Args:
         bundle: The file. Only its header has been read.
         options: The user's choices.
 
-    Returns:
-        The parts of a policy that is ready to prepare observations and to run.
+    Attributes:
+        bundle: The file.
+        identity: The bundle's ``hash``, ``version``, ``date`` and ``source``.
+        manifest: The manifest of the file, with the cameras under the robot's names.
+        spec: The manifest's specification: cameras, state, actions, solver.
+        adapters: The bundles of the adapters, by name.
+        choice: The engine, device and precision, with reasons.
+        processors: Preprocessing and postprocessing, by adapter. The key "" is the bundle itself.
+        opened: The engine. None after the policy is closed.
+        facts: Properties of the open engine, such as its threads and precision.
+        capabilities: The operations that the policy supports.
+        files: The files of weights, which must not change while the policy is open.
+        start: The choices that the first inference makes: the number of threads, and the cache of repeated inputs.
+        lock: Locked while the engine computes. The thread that holds it may start another run between two solver steps
+            of a run.
 
     Raises:
         SinewError: An option does not fit the bundle or this machine. No other option is selected instead.
     """
-    # Compute the identity of the file first, so that another process has no time to change the file before that.
-    which = identity(bundle)
 
-    # Rename the cameras of the policy to the robot's names.
-    manifest = _renamed(bundle.manifest, options.rename)
-    for note in statistics.notes(manifest.spec, bundle.manifest.processing):
-        log.warning("%s: %s", manifest.name, note)
+    def __init__(self, bundle: Bundle, options: LoadOptions):
+        # Compute the identity of the file first, so that another process has no time to change the file before that.
+        self.bundle, self.identity = bundle, identity(bundle)
 
-    # Open the bundles of the LoRA adapters.
-    adapters = open_adapters(bundle, options.adapters or {})
+        # Rename the cameras of the policy to the robot's names.
+        self.manifest = _renamed(bundle.manifest, options.rename)
+        self.spec = self.manifest.spec
+        for note in statistics.notes(self.spec, bundle.manifest.processing):
+            log.warning("%s: %s", self.manifest.name, note)
 
-    # Select the engine, the device and the precision.
-    choice = choose(
-        bundle,
-        options.engine,
-        # Convert to a text, because the caller may pass a torch.device.
-        None if options.device is None else str(options.device),
-        options.dtype,
-        threads=options.threads,
-        providers=options.providers,
-        ignore_recipe=options.ignore_recipe,
-        adapters=adapters,
-        prepared=options.prepared,
-        stream=options.stream,
-    )
+        # Open the bundles of the LoRA adapters.
+        self.adapters = open_adapters(bundle, options.adapters or {})
 
-    # Create the processors, which convert observations to model inputs and model outputs to actions.
-    allowed: Allowed = {
-        "allow_missing_cameras": options.allow_missing_cameras,
-        "allow_empty_prompt": options.allow_empty_prompt,
-    }
-    processors = {"": Processor(manifest, **allowed)}
-    for name, each in adapters.items():
-        adapted = fitted(each, manifest)
-        processors[name] = Processor(adapted, beside=processors[""], adapter=name, **allowed)
+        # Select the engine, the device and the precision.
+        self.choice = choose(
+            bundle,
+            options.engine,
+            # Convert to a text, because the caller may pass a torch.device.
+            None if options.device is None else str(options.device),
+            options.dtype,
+            threads=options.threads,
+            providers=options.providers,
+            ignore_recipe=options.ignore_recipe,
+            adapters=self.adapters,
+            prepared=options.prepared,
+            stream=options.stream,
+        )
 
-    # Open the engine, which builds the model and loads its weights. Compiled kernels resize frames and multiply low-bit
-    # weights.
-    take_kept_resize()
-    engine = BACKENDS[choice.engine].open(bundle, replace(choice.options, kernels=_compiled_products))
+        # Create the processors, which convert observations to model inputs and model outputs to actions.
+        allowed: Allowed = {
+            "allow_missing_cameras": options.allow_missing_cameras,
+            "allow_empty_prompt": options.allow_empty_prompt,
+        }
+        own = Processor(self.manifest, **allowed)
+        self.processors = {"": own}
+        for name, each in self.adapters.items():
+            adapted = fitted(each, self.manifest)
+            self.processors[name] = Processor(adapted, beside=own, adapter=name, **allowed)
 
-    # Find the supported operations once, so that requests need no check of the engine.
-    capabilities = Capabilities.of(manifest, engine.facts, choice.engine)
-    if options.reuse and (problem := capabilities.why_not(Capability.REUSE)):
-        raise SinewError(f"reuse: {problem}")
+        # Open the engine, which builds the model and loads its weights. Compiled kernels resize frames and multiply
+        # low-bit weights.
+        take_kept_resize()
+        engine = BACKENDS[self.choice.engine].open(
+            bundle, replace(self.choice.options, kernels=_compiled_products)
+        )
+        self.opened: Engine | None = engine
+        self.facts = engine.facts
 
-    files = [bundle.file.in_use, *(each.file.in_use for each in adapters.values())]
-    return PolicyParts(
-        bundle=bundle,
-        manifest=manifest,
-        adapters=adapters,
-        choice=choice,
-        opened=engine,
-        facts=engine.facts,
-        capabilities=capabilities,
-        processors=processors,
-        identity=which,
-        files=FilesInUse((*files, *map(watch, engine.facts.files))),
-        start=WarmUp(options.threads, options.reuse),
-    )
+        # Find the supported operations once, so that requests need no check of the engine.
+        self.capabilities = Capabilities.of(self.manifest, self.facts, self.choice.engine)
+        if options.reuse and (problem := self.capabilities.why_not(Capability.REUSE)):
+            raise SinewError(f"reuse: {problem}")
+
+        # Watch the files of weights, and leave the remaining choices to the first inference.
+        bundles = (bundle, *self.adapters.values())
+        self.files = FilesInUse((*(each.file.in_use for each in bundles), *map(watch, self.facts.files)))
+        self.start = WarmUp(options.threads, options.reuse)
+        self.lock = threading.RLock()
 
 
 def _compiled_products() -> None:

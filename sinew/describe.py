@@ -5,15 +5,13 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from sinew.assemble import PolicyParts, identity
+from sinew.assemble import LoadedPolicy, identity
 from sinew.engine.backend import REFERENCE, other_precision
 from sinew.processing import Prepared
 
 
-class DescribedPolicy(PolicyParts):
-    """A loaded policy, as its parts (bundle, engine, processors ...), and the methods that describe it for people and
-    for metadata.
-    """
+class DescribedPolicy(LoadedPolicy):
+    """The parts of a loaded policy, and the methods that describe it for people and for metadata."""
 
     def __repr__(self) -> str:
         spec, cameras = self.spec, ", ".join(camera.name for camera in self.spec.cameras)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from sinew_client.open_policy import Limit, OpenPolicy, asking
 
-from sinew.assemble import LoadOptions, assemble, shown_source
+from sinew.assemble import LoadOptions, shown_source
 from sinew.bundle import EXPORTED, Bundle
 from sinew.bundle.adapter import unknown
 from sinew.convert.sources import resolve
@@ -106,7 +106,7 @@ class Policy(DescribedPolicy, OpenPolicy):
         engine: str | None = None,
         **options: Any,
     ):
-        vars(self).update(vars(assemble(bundle, LoadOptions(device, dtype, engine, **options))))
+        super().__init__(bundle, LoadOptions(device, dtype, engine, **options))
         self.processor, processing = self.processors[""], self.manifest.processing
         self.engine_name, self.device = self.choice.engine, self.facts.device
         self.dtype = self.choice.options.dtype
@@ -348,13 +348,7 @@ class Policy(DescribedPolicy, OpenPolicy):
                 batch keys, ``cancel`` was set, or a file of weights was changed.
         """
         first = members[0]
-        if len(members) > 1:
-            if self.unbatched:
-                raise SinewError(f"a batch of {len(members)} observations: {self.unbatched}")
-            if None in (keys := {self.batch_key(member) for member in members}) or len(keys) > 1:
-                raise SinewError(
-                    "a batch: expected observations with the same batch_key; use Policy.infer_all, which groups them"
-                )
+        self._check_batch(members)
         guidance, noise = _steered(members, self.spec.solver, self.engine.place)
         alone = len(members) == 1 and first.unconditional is None
         prompt = self.processors[first.adapter].recipe.prompt
@@ -378,25 +372,24 @@ class Policy(DescribedPolicy, OpenPolicy):
                 else:
                     chunks = engine.solve(context, noise, first.steps, guidance, watch)
             computed = time.perf_counter()
+            normalized = not self.facts.world_units
             outcomes = [
-                finished(
-                    chunk, member, self.processors[member.adapter], normalized=not self.facts.world_units
-                )
+                finished(chunk, member, self.processors[member.adapter], normalized=normalized)
                 for chunk, member in zip(chunks, members, strict=True)
             ]
             end_time = time.perf_counter()
             self.files.check()
-        return [
-            actions
-            if isinstance(actions, SinewError)
-            else ActionChunk(
+
+        def answer(actions: np.ndarray, member: Prepared) -> ActionChunk:
+            timing = watch.timing(
+                len(members),
+                postprocess_ms=1e3 * (end_time - computed),
+                preprocess_ms=member.milliseconds,
+                total_ms=1e3 * (end_time - start) + member.milliseconds,
+            )
+            return ActionChunk(
                 actions,
-                watch.timing(
-                    len(members),
-                    postprocess_ms=1e3 * (end_time - computed),
-                    preprocess_ms=member.milliseconds,
-                    total_ms=1e3 * (end_time - start) + member.milliseconds,
-                ),
+                timing,
                 member.seed if len(actions) else None,
                 member.session,
                 member.time,
@@ -404,8 +397,23 @@ class Policy(DescribedPolicy, OpenPolicy):
                 text=text,
                 adapter=member.adapter,
             )
-            for actions, member in zip(outcomes, members, strict=True)
+
+        return [
+            outcome if isinstance(outcome, SinewError) else answer(outcome, member)
+            for outcome, member in zip(outcomes, members, strict=True)
         ]
+
+    def _check_batch(self, members: Sequence[Prepared]) -> None:
+        """Raise :class:`SinewError` if several prepared observations cannot be computed in one inference."""
+        if len(members) == 1:
+            return
+        if self.unbatched:
+            raise SinewError(f"a batch of {len(members)} observations: {self.unbatched}")
+        keys = {self.batch_key(member) for member in members}
+        if None in keys or len(keys) > 1:
+            raise SinewError(
+                "a batch: expected observations with the same batch_key; use Policy.infer_all, which groups them"
+            )
 
     def exchange(self, weights: Mapping[str, Any]) -> None:
         """Replace weights of the policy between two inferences.
