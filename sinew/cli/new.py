@@ -18,6 +18,7 @@ from sinew.core import SinewError
 from sinew.core.registry import families, plain
 from sinew.engine.backend import BACKENDS
 from sinew.serve.wires import WIRES
+from sinew.steps.registry import IMAGE
 
 TEMPLATES = Path(__file__).parent / "templates"
 SUFFIX = "-tpl"  # a template's Python files have this suffix, so that they are not modules of this package
@@ -28,19 +29,25 @@ KINDS = {
     "family": ("sinew.families", "our_name"),
     "engine": ("sinew.engines", "our_name:BACKEND"),
     "wire": ("sinew.wires", "our_name:WIRE"),
+    "step": ("sinew.steps", "our_name:OurName"),
     "robot": ("sinew.robots", "our_name:OurName"),
     "task": ("sinew.tasks", "our_name:OurName"),
 }
 
 
 def new(
-    kind: Literal["family", "engine", "wire", "robot", "task"], name: str, /, *, out: Path | None = None
+    kind: Literal["family", "engine", "wire", "step", "robot", "task"],
+    name: str,
+    /,
+    *,
+    out: Path | None = None,
 ) -> int:
     """Write your own package, which Sinew finds once it is installed, with a test that passes.
 
     Args:
         kind: What the package adds: family (a model and its converter), engine (runs models), wire (a client
-            protocol of the server), robot (for `sinew run --robot`), or task (for `sinew eval --env`).
+            protocol of the server), step (processes camera frames), robot (for `sinew run --robot`), or task (for
+            `sinew eval --env`).
         name: Name of the package and of the thing that it adds: lower-case letters, digits and `_`.
         out: Folder to write. It must not exist. Default: the name, with hyphens.
     """
@@ -64,7 +71,8 @@ def check(kind: str, name: str) -> None:
         form = f"at most {MOST} small letters and digits, words joined by '_'"
         raise SinewError(f"name: expected {form}, got {name!r}{hint}")
     owners: dict[str, Iterable[str]] = {
-        each: (each,) for each in {"engine": BACKENDS, "wire": WIRES, "robot": EMBEDDED}.get(kind, ())
+        each: (each,)
+        for each in {"engine": BACKENDS, "wire": WIRES, "step": IMAGE, "robot": EMBEDDED}.get(kind, ())
     }
     if kind == "family":
         owners = {each.name: (each.name, *each.models, *each.published()) for each in families()}

@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from PIL import Image
 
 from sinew.cli import main
+from sinew.cli.new import KINDS
 from sinew.convert.sources import identity
 from sinew.core import registry
 from sinew.engine import backend
@@ -75,7 +77,9 @@ def test_its_own_test_passes_on_onnx(made: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow  # each is installed, one starts a server and one runs a robot for two seconds
-@pytest.mark.parametrize(("kind", "tests"), [("engine", 5), ("wire", 1), ("robot", 2), ("task", 4)])
+@pytest.mark.parametrize(
+    ("kind", "tests"), [("engine", 5), ("wire", 1), ("step", 1), ("robot", 2), ("task", 4)]
+)
 def test_what_else_is_written_passes_its_own_test(
     kind: str, tests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,13 +135,20 @@ def test_verbs_know_an_installed_family(
 
 
 @pytest.mark.parametrize(
-    ("kind", "files"), [("family", 7), ("engine", 4), ("wire", 4), ("robot", 3), ("task", 3)]
+    ("kind", "files"), [("family", 7), ("engine", 4), ("wire", 4), ("step", 3), ("robot", 3), ("task", 3)]
 )
 def test_what_is_written_is_clean(kind: str, files: int, tmp_path: Path) -> None:
     made = tmp_path / "my-arm"
     assert main(["new", kind, NAME, "--out", str(made)]) == 0
     texts = {path: path.read_text() for path in made.rglob("*") if path.suffix in (".py", ".toml", ".md")}
     assert len(texts) == files
+    assert {path.parts[0] for path in (each.relative_to(made) for each in made.rglob("*"))} <= {
+        *("pyproject.toml", "README.md", NAME, "tests")
+    }
+    group, _ = KINDS[kind]
+    points = tomllib.loads(texts[made / "pyproject.toml"])["project"]["entry-points"]
+    assert [*points] == [group]
+    assert [*points[group]] == [NAME]
     for path, text in texts.items():
         assert not any(word in text for word in ("our_name", "OurName", "our-name", "OUR_")), path
     if (ruff := shutil.which("ruff", path=Path(sys.executable).parent)) is None:
@@ -160,6 +171,7 @@ def test_what_is_written_is_clean(kind: str, files: int, tmp_path: Path) -> None
         ("gr00tn15", "which gr00t has"),  # an architecture, spelt otherwise
         ("engine eager", "expected a name that no other engine has, got 'eager', which eager has"),
         ("wire http", "expected a name that no other wire has, got 'http', which http has"),
+        ("step square", "expected a name that no other step has, got 'square', which square has"),
         ("robot tests", "got 'tests'"),
         ("robot dry", "expected a name that no other robot has, got 'dry', which dry has"),
     ],

@@ -248,11 +248,11 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         (["run", "--episodes", "0"], "error: --episodes: expected a number >= 1, got 0"),
         (
             ["new", "famly", "x"],
-            "KIND: expected one of family, engine, wire, robot, task, got 'famly'; did you mean 'family'?",
+            "KIND: expected one of family, engine, wire, step, robot, task, got 'famly'; did you mean 'family'?",
         ),
         (
             ["new"],
-            "error: KIND is required (one of family, engine, wire, robot, task); see `sinew new --help`",
+            "error: KIND is required (one of family, engine, wire, step, robot, task); see `sinew new --help`",
         ),
         (["convert", "a"], "error: OUT is required (bundle to write); see `sinew convert --help`"),
         (["convert", "a", "b", "--vlm"], "error: --vlm is required (a value); see `sinew convert --help`"),
