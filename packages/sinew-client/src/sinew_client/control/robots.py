@@ -76,7 +76,7 @@ class Pair:
 
     def __init__(self, left: Any, right: Any):
         self.sides = {"left": left, "right": right}
-        degrees = [getattr(each.config, "use_degrees", None) for each in (left, right)]
+        degrees = [lerobot_setting(each, "use_degrees") for each in (left, right)]
         if degrees[0] != degrees[1]:
             raise RobotError(
                 f"use_degrees: expected the same value for both arms, got {degrees[0]} and {degrees[1]}"
@@ -184,7 +184,7 @@ class LeRobotArm:
         # In LeRobot's own arms, the suffix ".pos" marks a goal position in an action and a position in the state.
         absolute = all(name.endswith(".pos") for name in self.joints)
         self.motion = {"kind": "absolute"} if absolute else None
-        degrees = getattr(getattr(robot, "config", None), "use_degrees", None)
+        degrees = lerobot_setting(robot, "use_degrees")
         self.joint_unit = "" if degrees is None else "deg" if degrees else "of -100 to 100"
         self._last: dict[str, float] | None = None
         # True if the motors may be switched off, because the robot has not moved or is at its rest pose.
@@ -217,17 +217,22 @@ class LeRobotArm:
 
         If it is not at its rest pose, its motors stay on, with the last command as their goal.
         """
-        for side in [] if self._free else getattr(self.robot, "sides", {"": self.robot}).values():
-            keep_torque(side)
+        if not self._free:
+            for device in self.robot.sides.values() if isinstance(self.robot, Pair) else (self.robot,):
+                keep_torque(device)
         self.robot.disconnect()
 
 
-def keep_torque(robot: Any) -> None:
+def lerobot_setting(device: Any, name: str) -> Any:
+    """Return a setting from the configuration of one of LeRobot's robots; None if its configuration lacks it."""
+    return getattr(getattr(device, "config", None), name, None)
+
+
+def keep_torque(device: Any) -> None:
     """Configure one of LeRobot's robots, and the arms inside it, so that its motors stay on after a disconnect."""
-    for part in (robot, *(getattr(robot, name, None) for name in ("left_arm", "right_arm"))):
-        config = getattr(part, "config", None)
-        if getattr(config, "disable_torque_on_disconnect", False):
-            config.disable_torque_on_disconnect = False
+    for part in (device, *(getattr(device, name, None) for name in ("left_arm", "right_arm"))):
+        if lerobot_setting(part, "disable_torque_on_disconnect"):
+            part.config.disable_torque_on_disconnect = False
             logger.warning(
                 "the arm is not at its rest pose, so its motors stay on; support it before you switch it off"
             )
