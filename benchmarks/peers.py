@@ -325,7 +325,8 @@ class VlaCpp:
     """A client of vla.cpp's server, whose protocol has the same messages and sockets as Sinew's native protocol."""
 
     def __init__(self, address: str, bundle: Path, process: subprocess.Popen[bytes] | None = None):
-        from sinew_client.link import Link, place_of
+        from sinew_client.addresses import ServerAddress
+        from sinew_client.link import Link
 
         from sinew.bundle import Bundle
         from sinew.processing.processor import Processor
@@ -336,7 +337,7 @@ class VlaCpp:
         begun = time.monotonic()
         while True:
             try:
-                self._link = Link(place_of(address), begun + START_S)
+                self._link = Link(ServerAddress.parse(address), begun + START_S)
                 return
             except OSError:
                 if time.monotonic() > begun + START_S or (process is not None and process.poll() is not None):

@@ -85,12 +85,13 @@ JOURNEY = (
 # Bare participles as names of variables do not tell the reader what the variables contain.
 PARTICIPLES = re.compile(r"\b(?:found|known|given|said|wanted|asked|held|kept|told) (?::[^=]*)?= ")
 ASKS_AN_ENGINE = re.compile(r'[!=]= "(?:eager|plan|onnx)"|(?:get|has)attr\([^,]*engine')
-NAMES_AN_ENGINE = re.compile(r"\bengines? (?:eager|plan|cpu|onnx|cuda)\b")
+# The flag `--engine NAME` in the example of a command is not a statement about an engine.
+NAMES_AN_ENGINE = re.compile(r"(?<!--)\bengines? (?:eager|plan|cpu|onnx|cuda)\b")
+# On a variable for one of Sinew's robots. Modules call the robots of other projects devices.
 PROBES_A_ROBOT = re.compile(r"(?:get|has)attr\((?:self\._?)?(?:robot|machine)\b")
-SPLITS_AN_ADDRESS = re.compile(r'"://"')
-# The one file that reads the attributes of a robot, and the one file that parses what a user types.
+# The one file that reads the attributes of a robot, and the one file that takes addresses apart.
 ROBOT_FACTS = "packages/sinew-client/src/sinew_client/control/facts.py"
-TARGETS = "packages/sinew-client/src/sinew_client/target.py"
+ADDRESSES = "packages/sinew-client/src/sinew_client/addresses.py"
 
 
 @cache
@@ -335,6 +336,28 @@ class Structure:
             ]
         return found_in
 
+    def splits_addresses(self) -> list[str]:
+        """Return the files that take an address apart: those with a string that ends in "://", outside of f-strings.
+
+        A program needs such a string to search an address for its scheme. An f-string only writes an address.
+        """
+        return [
+            path.relative_to(self.root).as_posix()
+            for path in self.homes.values()
+            for written in [
+                {
+                    id(part)
+                    for node in ast.walk(tree(path))
+                    if isinstance(node, ast.JoinedStr)
+                    for part in node.values
+                }
+            ]
+            if any(
+                isinstance(node, ast.Constant) and str(node.value).endswith("://") and id(node) not in written
+                for node in ast.walk(tree(path))
+            )
+        ]
+
     def largest(self, module: str, name: str) -> str:
         """Return the size of a class as "N methods, M lines", or "absent"."""
         path = self.homes.get(module)
@@ -372,9 +395,7 @@ class Structure:
             "places that assemble a Loop": str(
                 len(self.places(re.compile(r"^(?! *>>>).*\bLoop\(", re.MULTILINE)))
             ),
-            "files that split addresses, but target.py": str(
-                len(self.places(SPLITS_AN_ADDRESS, without=(TARGETS,)))
-            ),
+            "files that take addresses apart": str(len(self.splits_addresses())),
             "probes of robots, but facts.py": str(len(self.places(PROBES_A_ROBOT, without=(ROBOT_FACTS,)))),
             "engine names in messages outside engine/": str(
                 len(self.texts(NAMES_AN_ENGINE, without=("sinew/engine/",)))

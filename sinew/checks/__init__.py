@@ -254,13 +254,15 @@ def loopback() -> Check:
     """Measure the time of a round trip over ZeroMQ on 127.0.0.1, with a message of an observation's size. A server adds
     at least this time to an inference.
     """
+    from sinew_client.addresses import ServerAddress
     from sinew_client.link import Link
 
     payload, samples = bytes(2 * 224 * 224 * 3), []
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=_echo, args=(listening,), daemon=True).start()
         try:
-            link = Link(listening.getsockname(), time.monotonic() + LOOPBACK_S)
+            server = ServerAddress.parse(f"127.0.0.1:{listening.getsockname()[1]}")
+            link = Link(server, time.monotonic() + LOOPBACK_S)
             try:
                 for _ in range(ROUND_TRIPS):
                     started = time.perf_counter()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
+from sinew_client.addresses import split_scheme
 from sinew_client.auth import key_from_environment, keys_in
 from sinew_client.tls import ALLOW_VARIABLE
 
@@ -131,13 +132,13 @@ REMOTE = Remote()
 
 
 def warn_of_exposure(host: str, wires: Sequence[Listener], key: bool, tls: bool) -> None:
-    wires = [wire for wire in wires if not wire.address.startswith("ipc://")]
+    wires = [wire for wire in wires if split_scheme(wire.address)[0] != "ipc"]
     if wires and not key:
         logger.warning(
             "%s is reachable from other machines, and requests are not authenticated; set a key with --api-key-file",
             host,
         )
-    plain = [wire.name for wire in wires if not tls or wire.address.startswith("tcp://")]
+    plain = [wire.name for wire in wires if not tls or split_scheme(wire.address)[0] == "tcp"]
     if plain:
         choices = "a tunnel" if tls else "--tls-cert and --tls-key, or a tunnel"
         logger.warning(

@@ -24,6 +24,7 @@ from cyclopts.argument import Argument, ArgumentCollection
 from cyclopts.config import Dict, Env
 from rich.markup import escape
 from rich.table import Table
+from sinew_client.addresses import split_scheme
 from sinew_client.untrusted import read_toml, shown
 
 from sinew.cli.verbs import groups_of
@@ -168,7 +169,7 @@ def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCol
     for variable, value in os.environ.items():
         # Kubernetes sets variables for each Service in every pod. If a Service is called `sinew-serve`, its variables
         # look like flags.
-        by_kubernetes = SERVICE.search(variable) or (variable.endswith("_PORT") and "://" in value)
+        by_kubernetes = SERVICE.search(variable) or (variable.endswith("_PORT") and split_scheme(value)[0])
         if variable not in variables and by_kubernetes:
             continue
         if variable.startswith(prefix) and variable not in variables:

@@ -144,7 +144,7 @@ def refused_page(
         return f"Host: expected an address or a name of this machine, got {host[:80]!r}; see --allow-host"
     if origin is None or allowed:
         return None
-    if origin.partition("://")[2] == host:
+    if origin in (f"http://{host}", f"https://{host}"):
         return None  # the request comes from this server's own page
     return f"Origin: requests from web pages are rejected, got {origin[:80]!r}; see --allow-origin"
 

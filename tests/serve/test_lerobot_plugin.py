@@ -159,8 +159,11 @@ FAR = "tcp://198.51.100.7:5555"  # nobody's; it is refused before anybody is ask
 def test_what_neither_a_server_nor_a_folder_may_do(release: str, plugin: Path, tmp_path: Path) -> None:
     """Chunks of another form than was agreed, metadata that is none, frames that do not go together, and a folder
     whose configuration sends the key to a machine that its user did not name."""
-    config = {"type": "sinew", "address": FAR, "input_features": {}, "output_features": {}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    several = tmp_path / "several"
+    several.mkdir()
+    for folder, address in ((tmp_path, FAR), (several, f"{FAR},tcp://127.0.0.1:5555")):
+        config = {"type": "sinew", "address": address, "input_features": {}, "output_features": {}}
+        (folder / "config.json").write_text(json.dumps(config))
     good = {"policy": SPEC}
     metadata = (
         {},
@@ -189,14 +192,14 @@ def test_what_neither_a_server_nor_a_folder_may_do(release: str, plugin: Path, t
             {"address": fine, "batch": {"frames": 0, "states": 0, "tasks": 0}},
             {"address": fine, "batch": {"value": 200.0}},
             {"address": fine, "batch": {"value": float("nan")}},
-            {"folder": str(tmp_path)},
+            *({"folder": str(folder)} for folder in (tmp_path, several)),
             {"address": fine},
             {"address": f"tcp://127.0.0.1:{two.port}", "steps": 7, "n_action_steps": 3},
         ]
         done = lerobot(release, plugin, "refusals", *map(json.dumps, wanted), SINEW_API_KEY="secret")
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    told, chunks, frames, folder = found[:7], found[7:11], found[11:16], found[16]
+    told, chunks, frames, folders = found[:7], found[7:11], found[11:16], found[16:18]
     assert [each.partition(", got ")[0] for each in told] == [
         f"ClientError: {what}"
         for what in (
@@ -215,12 +218,14 @@ def test_what_neither_a_server_nor_a_folder_may_do(release: str, plugin: Path, t
         "ValueError: observation.images.front: expected floats in [0, 1], got 200 to 200",
         "ValueError: observation.images.front: expected floats in [0, 1], got nan to nan",
     ]
-    assert folder == (
-        f"ValueError: policy.address: {FAR} comes from the configuration of {tmp_path}, so SINEW_API_KEY is not sent"
-        f" there. If you trust this address, pass --policy.type=sinew --policy.address={FAR}. Otherwise"
+    # One of several addresses is enough, because the client tries all of them.
+    assert folders == [
+        f"ValueError: policy.address: {far} comes from the configuration of {folder}, so SINEW_API_KEY is not sent"
+        f" there. If you trust this address, pass --policy.type=sinew --policy.address={far}. Otherwise"
         " unset SINEW_API_KEY"
-    )
-    assert found[17:] == [[1, 2], [1, 2]]
+        for far, folder in ((FAR, tmp_path), (f"{FAR},tcp://127.0.0.1:5555", several))
+    ]
+    assert found[18:] == [[1, 2], [1, 2]]
     # Of two moments, an episode's first stands for the one before it: of control steps, and not of requests.
     assert [tuple(asked.raw_state[::2]) for asked in two.asked] == [(0, 0), (2, 3), (5, 6)]
     assert [list(asked.camera_names) for asked in two.asked] == 3 * [["front", "front"]]

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import zmq
 from sinew_client import Client, ClientError, ConnectionLost, protocol, schema, zmtp
+from sinew_client.addresses import ServerAddress
 from sinew_client.aio import AsyncClient
-from sinew_client.link import Link, place_of, unconnected
+from sinew_client.link import Link, unconnected
 
 from tests.serve.puppet import GREETING, WAIT_S, frame
 
@@ -69,7 +70,7 @@ def test_sockets_of_the_library(kind: int) -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        link = Link(("127.0.0.1", port), time.monotonic() + WAIT_S)
+        link = Link(ServerAddress.parse(f"127.0.0.1:{port}"), time.monotonic() + WAIT_S)
         for parts in ([b"ab", memoryview(b"c")], [b"x"] * 2000, [bytes(1 << 20)]):
             sent = b"".join(parts)
             assert link.ask(parts, time.monotonic() + WAIT_S) == sent[::-1]
@@ -92,7 +93,7 @@ def test_a_peer_that_reads_slowly_gets_every_byte() -> None:
         made.recv(1)
 
     with peer(talk) as address:
-        link = Link(place_of(address), time.monotonic() + WAIT_S)
+        link = Link(ServerAddress.parse(address), time.monotonic() + WAIT_S)
         link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)  # takes a little at a time
         assert link.ask([wanted[:1], wanted[1:]], time.monotonic() + WAIT_S) == ANSWER
         link.close()
@@ -151,8 +152,12 @@ def test_a_host_that_cannot_be_one() -> None:
 
 
 def test_addresses() -> None:
-    assert place_of("tcp://[::1]:5555") == ("::1", 5555)
-    assert place_of("tcp://robot.local:1") == ("robot.local", 1)
+    parsed = [ServerAddress.parse(text) for text in ("tcp://[::1]:5555", "robot.local:1", "ipc:///run/s#b")]
+    assert [(each.host, each.port, each.path) for each in parsed] == [
+        ("::1", 5555, ""),
+        ("robot.local", 1, ""),
+        ("", 0, "/run/s"),
+    ]
 
 
 def test_a_peer_that_never_stops_talking_has_its_time_and_no_more() -> None:
@@ -165,7 +170,7 @@ def test_a_peer_that_never_stops_talking_has_its_time_and_no_more() -> None:
             made.sendall(PING * 100)
 
     with peer(talk) as address:
-        link = Link(place_of(address), time.monotonic() + WAIT_S)
+        link = Link(ServerAddress.parse(address), time.monotonic() + WAIT_S)
         assert link.ask([b"x"], time.monotonic() + 0.05) is None
         assert link.stands
         over.set()
@@ -218,7 +223,7 @@ def test_what_came_since_the_last_reply(said: bytes | None, stands: bool, room: 
 
     whole = zmtp.Framing.room
     with peer(talk) as address:
-        link = Link(place_of(address), time.monotonic() + WAIT_S)
+        link = Link(ServerAddress.parse(address), time.monotonic() + WAIT_S)
         assert link.ask([b"go"], time.monotonic() + WAIT_S) == ANSWER
         monkeypatch.setattr(zmtp.Framing, "room", lambda self: whole(self)[:room])
         link._socket.send(b"x")

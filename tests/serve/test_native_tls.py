@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sinew_client import Client, ClientError, ConnectionLost, tls, zmtp
+from sinew_client.addresses import ServerAddress
 from sinew_client.aio import AsyncClient
 from sinew_client.errors import SinewError
 from sinew_client.streams import StreamLink
@@ -109,8 +110,9 @@ def test_a_key_may_travel_within_this_machine_and_encrypted(address: str) -> Non
 
 def test_the_key_of_a_web_client_either() -> None:
     with pytest.raises(SinewError, match=r"https://10\.0\.0\.2:8000.*127\.0\.0\.1:8000"):
-        check_key_is_private(["http://10.0.0.2:8000"], KEY, serves_tls=True)
-    check_key_is_private(["https://10.0.0.2:8000", "http://[::1]:8000"], KEY)
+        check_key_is_private([ServerAddress.parse("http://10.0.0.2:8000", web=True)], KEY, serves_tls=True)
+    private = ("https://10.0.0.2:8000", "http://[::1]:8000")
+    check_key_is_private([ServerAddress.parse(each, web=True) for each in private], KEY)
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from sinew_client import Client, ClientError, ServerError, schema
+from sinew_client.addresses import ServerAddress
 from sinew_client.aio import AsyncClient
-from sinew_client.protocol import split_address
 from websockets.sync.client import connect as websocket
 
 from sinew.cli.replay import print_replay
@@ -125,8 +125,11 @@ def test_records_and_numbers_say_which_policy_was_asked(tmp_path, capsys):
 
 
 def test_addresses_with_and_without_a_policy():
-    assert split_address("10.0.0.5:5555") == ("tcp://10.0.0.5:5555", "")
-    assert split_address("tcp://[::1]:5555/b.2") == ("tcp://[::1]:5555", "b.2")
+    assert ServerAddress.parse("10.0.0.5:5555") == ServerAddress(
+        "tcp://10.0.0.5:5555", "tcp", "10.0.0.5", 5555
+    )
+    parsed = ServerAddress.parse("tcp://[::1]:5555/b.2")
+    assert (parsed.text, parsed.host, parsed.policy) == ("tcp://[::1]:5555", "::1", "b.2")
     with pytest.raises(ClientError, match="all with the same policy"):
         Client(["a:1/b", "a:2"])
     assert AsyncClient("a:1/b").policy == "b"

@@ -17,8 +17,9 @@ import msgpack
 import numpy as np
 import pytest
 from sinew_client import Client, InvalidObservation, ServerError
+from sinew_client.addresses import ServerAddress
 from sinew_client.aio import AsyncClient
-from sinew_client.link import Link, place_of
+from sinew_client.link import Link
 from sinew_client.schema import PredictRequest, PredictResponse
 
 import sinew
@@ -207,7 +208,7 @@ def test_what_the_web_refuses(served: SimpleNamespace, message: dict[str, Any], 
 
 def test_what_native_refuses(served: SimpleNamespace) -> None:
     def asked(**fields: Any) -> Any:
-        link = Link(place_of(served.native), 1e12)
+        link = Link(ServerAddress.parse(served.native), 1e12)
         reply = link.ask([PredictRequest(request_id=7, **fields).SerializeToString()], 1e12)
         link.close()
         return PredictResponse.FromString(reply)

@@ -38,6 +38,7 @@ from urllib.parse import parse_qs, urlsplit
 from sinew.core import SinewError
 from sinew.serve.access import UnauthorizedError, check_key, is_loopback, key_in, refused_page
 from sinew.serve.transport.listen import AddressError, Listen
+from sinew_client.addresses import ServerAddress, host_and_port
 from sinew_client.auth import KEY_VARIABLE, key_from_environment
 from sinew_client.tls import check_key_is_private
 from sinew_client.untrusted import open_regular, parse_json, read_text
@@ -51,7 +52,6 @@ from sinew_eval.farm.files import MAX_BYTES, PLAN, EpisodeQueue, FarmPlan, SeedB
 logger = logging.getLogger(__name__)
 
 MAX_KEY = 4096  # largest file with a run's key, in bytes
-SCHEME = "http://"
 ANSWER_S = 10.0  # a worker sends its request again after this many seconds without an answer
 AWAY_S = 60.0  # a worker gives up after this many seconds without any answer
 AGAIN_S = 0.2  # a worker waits this many seconds between two attempts
@@ -81,8 +81,8 @@ class QueueServer:
     """
 
     def __init__(self, folder: Path, plan: FarmPlan, address: str):
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
+        host, port = host_and_port(address)
+        if not host:
             raise SinewError(f"--listen: expected HOST:PORT, got {address!r}")
         key = key_from_environment()
         if not is_loopback(host) and not key:
@@ -114,11 +114,12 @@ class QueueServer:
                 return
 
         try:
-            self._listen = Listen(host.strip("[]"), int(port))
+            self._listen = Listen(host, port)
             self._server = _Server(self._listen, Handler)
         except (AddressError, OverflowError) as error:
             raise SinewError(f"--listen {address}: {error}") from None
-        self.address = f"{SCHEME}{host}:{self._server.server_address[1]}"
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"http://{shown}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self) -> None:
@@ -268,7 +269,9 @@ class RemoteQueue:
     """
 
     def __init__(self, address: str, worker: str, lease_s: float):
-        check_key_is_private([address], key_from_environment(), serves_tls=False)
+        check_key_is_private(
+            [ServerAddress.parse(address, web=True)], key_from_environment(), serves_tls=False
+        )
         self.address, self.worker, self.lease_s = address, worker, lease_s
         self.over = False
         self._local = threading.local()

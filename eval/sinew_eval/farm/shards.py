@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from sinew.core import SinewError
+from sinew_client.addresses import split_scheme
 from sinew_client.auth import KEY_VARIABLE
 from sinew_client.untrusted import open_regular, read_bytes
 
@@ -30,7 +31,7 @@ from sinew_eval.episodes.player import EpisodePlayer, one_thread
 from sinew_eval.episodes.runner import Episode
 from sinew_eval.episodes.settings import Task, Variant
 from sinew_eval.farm.files import FOLDER, LOGS, PLAN, PLAYED, EpisodeQueue, FarmPlan, SeedBatch, read_file
-from sinew_eval.farm.hosts import SCHEME, QueueServer, RemoteQueue, fetch
+from sinew_eval.farm.hosts import QueueServer, RemoteQueue, fetch
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ def join(run: str, shards: int, typed: TypedNames | None = None) -> int:
             :func:`play`.
     """
     typed = typed or TypedNames()
-    address = run if run.startswith(SCHEME) else ""
+    address = run if split_scheme(run)[0] == "http" else ""
     folder = Path(run)
     if (folder / FOLDER).is_dir():
         folder = folder / FOLDER

@@ -27,6 +27,7 @@ from typing import Any
 
 from sinew.core import SinewError, machine
 from sinew.core.extras import MissingPackageError
+from sinew_client.addresses import host_and_port, split_scheme
 from sinew_client.target import Target
 from sinew_client.untrusted import open_regular
 
@@ -39,7 +40,7 @@ from sinew_eval.farm.files import EpisodeQueue, FarmPlan, SeedBatch
 logger = logging.getLogger("sinew_eval.cluster")
 
 # HERE means the cluster of this machine or of RAY_ADDRESS. CLIENT is the prefix of the address of another cluster.
-HERE, CLIENT = "ray", "ray://"
+HERE = "ray"  # the cluster of this machine; the address of another cluster has this scheme
 # A run that has played some episodes waits AWAY_S seconds for its cluster, and tries again every AGAIN_S seconds.
 AWAY_S, AGAIN_S = 60.0, 2.0
 ANSWER_S = 5.0  # an address without an answer after this many seconds counts as dead
@@ -57,11 +58,10 @@ def check(hosts: str) -> None:
     Raises:
         SinewError: The text is not such an address.
     """
-    host, _, port = hosts.removeprefix(CLIENT).rpartition(":")
-    reachable = hosts.startswith(CLIENT) and host and port.isdecimal() and 0 < int(port) < 1 << 16
-    if hosts != HERE and not reachable:
+    scheme, place = split_scheme(hosts)
+    if hosts != HERE and not (scheme == HERE and host_and_port(place)[1]):
         raise SinewError(
-            f"--hosts: expected {HERE} (the cluster of this machine, or of RAY_ADDRESS) or {CLIENT}HOST:PORT,"
+            f"--hosts: expected {HERE} (the cluster of this machine, or of RAY_ADDRESS) or {HERE}://HOST:PORT,"
             f" got {hosts!r}"
         )
 
@@ -93,8 +93,8 @@ def connected(hosts: str, patience_s: float) -> Any:
         try:
             # Try the address first, because Ray itself waits for minutes if nothing listens at the address.
             if ":" in ray_address:
-                host, _, port = ray_address.removeprefix(CLIENT).rpartition(":")
-                socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+                place = host_and_port(split_scheme(ray_address)[1])
+                socket.create_connection(place, ANSWER_S).close()
             ray.init(
                 address="auto" if hosts == HERE else hosts, log_to_driver=False, logging_level=logging.ERROR
             )

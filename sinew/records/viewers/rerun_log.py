@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+from sinew_client.addresses import split_scheme
 
 from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
@@ -29,7 +30,7 @@ def target_of(text: str) -> Path | str:
     rerun-sdk.
     """
     _package()
-    if "://" not in text:
+    if not split_scheme(text)[0]:
         path = Path(text)
         if path.suffix != ".rrd":
             raise SinewError(_expected(text))

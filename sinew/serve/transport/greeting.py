@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from urllib import request
 from urllib.parse import urlsplit
 
+from sinew_client.addresses import split_scheme
+
 from sinew.core import PolicySpec, VectorSpec
 from sinew.core.hints import short_reason
 from sinew.serve.transport.listen import reachable
@@ -54,14 +56,14 @@ def ready_text(
     ]
     pages = [page for wire in wires if (page := wire.dashboard)]
     lines += [f"  page     {reachable(page)} shows the requests" for page in pages]
-    secure = any(wire.address.startswith(("wss:", "tls:")) for wire in wires)
+    secure = any(split_scheme(wire.address)[0] in ("wss", "tls") for wire in wires)
     lines += ["  key      required: the programs read it from SINEW_API_KEY in their environment"] * keyed
     lines += ["  TLS      SSL_CERT_FILE=CERT.pem lets the programs trust your own certificate"] * secure
     if request.getproxies().keys() & {"http", "https", "all"}:
         web = [
             urlsplit(reachable(wire.address))
             for wire in wires
-            if not wire.address.startswith(("tcp:", "tls:"))
+            if split_scheme(wire.address)[0] not in ("tcp", "tls")
         ]
         far = {at.hostname for at in web if at.hostname and not request.proxy_bypass(at.hostname)}
         lines += [

@@ -13,6 +13,8 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
+from sinew_client.addresses import split_scheme
+
 from sinew.core import SinewError
 from sinew.core.registry import loaded
 from sinew.serve.transport.listen import AddressError, Listen
@@ -111,8 +113,8 @@ def parse(names: Sequence[str]) -> dict[str, int | str]:
             raise SinewError(f"--wire {name}: expected one of {', '.join(WIRES)}")
         if wire in ports:
             raise SinewError(f"--wire {wire}: listed twice; list it once")
-        if port.startswith("ipc://"):
-            path = port.removeprefix("ipc://")
+        scheme, path = split_scheme(port)
+        if scheme == "ipc":
             if not path.startswith("/") or "#" in path:
                 raise SinewError(f"--wire {name}: expected ipc:///PATH without a #, got {port!r}")
             # Only native supports Unix sockets: the clients of groot, the other ZeroMQ protocol, need a host and a

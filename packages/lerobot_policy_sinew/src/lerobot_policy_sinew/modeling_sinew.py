@@ -14,13 +14,15 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_IMAGES, OBS_STATE
 from sinew_client import Policy, PolicySpec, connect
+from sinew_client.addresses import ServerAddress
 from sinew_client.auth import key_from_environment
 from sinew_client.control import parse_rule
 from sinew_client.control.defaults import REPLAN, ensemble_of, stated
 from sinew_client.control.motion import Relative, parse_motion
 from sinew_client.form import Fitted
 from sinew_client.history import History
-from sinew_client.tls import host_of, is_loopback
+from sinew_client.target import Target
+from sinew_client.tls import is_loopback
 from sinew_client.types import Moment
 
 from lerobot_policy_sinew.ahead import Ahead
@@ -389,7 +391,9 @@ def _refuse_to_tell(key: str, config: SinewConfig) -> None:
         ValueError: The configuration comes from a folder or repository, and its address is another machine.
     """
     origin = config.pretrained_path
-    if origin is None or is_loopback(host_of(config.address)):
+    addresses = Target.parse(config.address).addresses
+    here = bool(addresses) and all(is_loopback(ServerAddress.parse(each).host) for each in addresses)
+    if origin is None or here:
         return
     if key:
         raise ValueError(

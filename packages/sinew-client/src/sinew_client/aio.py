@@ -9,17 +9,16 @@ import time
 from typing import Any, Mapping, Sequence
 
 from sinew_client import protocol, tls, zmtp
-from sinew_client.addresses import pauses
+from sinew_client.addresses import ServerAddress, pauses
 from sinew_client.base_client import Asking, Attempt, BaseClient
 from sinew_client.errors import ClientError, ClosedError, ConnectionLost
 from sinew_client.link import (
     MAX_REPLY,
     check_owner,
-    has_tls,
     payload_of,
     set_options,
     unconnected,
-    unix_place,
+    unix_candidates,
 )
 from sinew_client.open_policy import asking
 from sinew_client.types import ActionChunk, Observation
@@ -324,7 +323,7 @@ class AsyncClient(BaseClient):
             None after a success, else the error.
         """
         if self._opening is None:
-            opened = AsyncLink.opened(self._addresses.host_and_port, self.address, end)
+            opened = AsyncLink.opened(self._addresses.server, end)
             self._opening = asyncio.get_running_loop().create_task(opened)
             self._opening.add_done_callback(self._take)
         task = self._opening
@@ -377,12 +376,11 @@ class AsyncLink(asyncio.BufferedProtocol):
         self._ended = False
 
     @classmethod
-    async def opened(cls, place: tuple, address: str, end: float) -> AsyncLink:
+    async def opened(cls, server: ServerAddress, end: float) -> AsyncLink:
         """Open a connection and complete its handshake.
 
         Args:
-            place: The server, as :func:`~sinew_client.link.place_of` returns it.
-            address: Address of the server, for error messages.
+            server: Address of the server.
             end: Time limit, seconds of ``time.monotonic()``.
 
         Returns:
@@ -393,19 +391,19 @@ class AsyncLink(asyncio.BufferedProtocol):
             ConnectionLost: The other end is not a ZeroMQ server.
         """
         loop = asyncio.get_running_loop()
-        connection = await _connected(loop, place, end)
-        link = cls(address)
+        connection = await _connected(loop, server, end)
+        link = cls(server.text)
         try:
             set_options(connection)
             options: dict = {}
-            if has_tls(place):
-                options = {"ssl": ssl.create_default_context(), "server_hostname": place[0]}
+            if server.scheme == "tls":
+                options = {"ssl": ssl.create_default_context(), "server_hostname": server.host}
             await _within(loop.create_connection(lambda: link, sock=connection, **options), end)
             await _within(link._ready, end)
         except ssl.SSLError as error:
             link.end()
             connection.close()
-            raise ConnectionLost(tls.refusal_of(error, address)) from error
+            raise ConnectionLost(tls.refusal_of(error, server.text)) from error
         except BaseException:
             link.end()
             connection.close()
@@ -513,12 +511,12 @@ class AsyncLink(asyncio.BufferedProtocol):
                 answer.set_exception(refusal)
 
 
-async def _connected(loop: Any, place: tuple, end: float) -> socket.socket:
+async def _connected(loop: Any, server: ServerAddress, end: float) -> socket.socket:
     """Connect a socket without TLS. This is the asyncio version of :func:`sinew_client.link.connected`.
 
     Args:
         loop: The running event loop.
-        place: The server, as :func:`~sinew_client.link.place_of` returns it.
+        server: Address of the server.
         end: Time limit, seconds of ``time.monotonic()``.
 
     Returns:
@@ -527,9 +525,9 @@ async def _connected(loop: Any, place: tuple, end: float) -> socket.socket:
     Raises:
         OSError: No address of the host can be reached. At ``end``, the error is ``socket.timeout``.
     """
-    candidates = unix_place(place)
+    candidates = unix_candidates(server)
     if not candidates:
-        candidates = await _within(loop.getaddrinfo(*place[:2], type=socket.SOCK_STREAM), end)
+        candidates = await _within(loop.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM), end)
     error = OSError("the host has no address")
     for index, (family, kind, number, _, address) in enumerate(candidates):
         connection = unconnected(family, kind, number, address)

@@ -62,7 +62,7 @@ class BaseClient:
         self.retries = retries
         self.jpeg_quality = jpeg_quality
         self.api_key = key_from_environment() if api_key is None else api_key
-        check_key_is_private(self._addresses.all, self.api_key)
+        check_key_is_private(self._addresses.servers, self.api_key)
         self.max_age = max_age
         self.limits = limits
         self.max_rows = max_rows

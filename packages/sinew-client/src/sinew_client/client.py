@@ -366,7 +366,7 @@ class Client(BaseClient):
             OSError: The connection broke while shared memory was offered to the server.
             ConnectionLost: The server's answer to the offer is not valid.
         """
-        unix, size = len(self._addresses.host_and_port) == 1, shared.size_of(parts)
+        unix, size = self._addresses.server.scheme == "ipc", shared.size_of(parts)
         if not (self.shared_memory and unix) or size < shared.LEAST:
             return parts
         if link.frames is None or (link.frames.state == shared.SHARED and link.frames.size < size):
@@ -418,7 +418,7 @@ class Client(BaseClient):
             if time.monotonic() >= end:
                 break
             try:
-                link = Link(self._addresses.host_and_port, end)
+                link = Link(self._addresses.server, end)
                 self._connecting(None)
                 return link
             except ConnectionLost:

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sinew_client import tls, zmtp
-from sinew_client.errors import ClientError, ConnectionLost
+from sinew_client.addresses import ServerAddress
+from sinew_client.errors import ConnectionLost
 
 MAX_REPLY = 1 << 30  # largest reply in bytes; the context of a large policy has several hundred million bytes
 MAX_TURNS = 64  # largest number of buffers that are read between two requests
@@ -31,44 +32,9 @@ _SELECTOR = getattr(selectors, "PollSelector", selectors.SelectSelector)
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
-def place_of(address: str) -> tuple:
-    """Convert an address to a tuple for sockets.
-
-    Args:
-        address: An address as :func:`~sinew_client.protocol.split_address` returns it.
-
-    Returns:
-        (host, port) for tcp://, (host, port, "tls") for tls://, or (path,) for ipc://.
-
-    Raises:
-        ClientError: The host is not valid, or the system has no Unix sockets.
-
-    Example:
-        >>> place_of("tls://server:5555")
-        ('server', 5555, 'tls')
-    """
-    if address.startswith("ipc://"):
-        if not hasattr(socket, "AF_UNIX"):
-            raise ClientError(f"{address}: this system has no Unix sockets; use tcp://HOST:PORT")
-        return (address[len("ipc://") :],)
-    scheme, _, rest = address.partition("://")
-    host, _, port = rest.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    try:
-        host.encode("idna")
-    except UnicodeError as error:
-        raise ClientError(f"cannot connect to {address}: {error}") from None
-    return (host, int(port), "tls") if scheme == "tls" else (host, int(port))
-
-
-def has_tls(place: tuple) -> bool:
-    """Return True if a result of :func:`place_of` belongs to a ``tls://`` address."""
-    return place[2:] == ("tls",)
-
-
-def unix_place(place: tuple) -> list:
-    """Return a Unix socket's path in the form of ``socket.getaddrinfo``; [] if ``place`` is a host and a port."""
-    return [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", place[0])] if len(place) == 1 else []
+def unix_candidates(server: ServerAddress) -> list:
+    """Return a Unix socket's path in the form of ``socket.getaddrinfo``; [] if the server has a host and a port."""
+    return [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", server.path)] if server.path else []
 
 
 def unconnected(family: int, kind: int, protocol: int, address: Any) -> socket.socket:
@@ -117,14 +83,14 @@ def check_owner(made: socket.socket) -> None:
         )
 
 
-def connected(place: tuple, end: float) -> socket.socket:
+def connected(server: ServerAddress, end: float) -> socket.socket:
     """Connect a socket, without TLS yet.
 
     If the host has several addresses, each address gets an equal share of the remaining time. Name resolution has its
     own time limit.
 
     Args:
-        place: The server, as :func:`place_of` returns it.
+        server: Address of the server.
         end: Time limit, seconds of ``time.monotonic()``.
 
     Returns:
@@ -133,7 +99,9 @@ def connected(place: tuple, end: float) -> socket.socket:
     Raises:
         OSError: No address can be reached. At ``end``, the error is ``socket.timeout``.
     """
-    candidates = unix_place(place) or socket.getaddrinfo(*place[:2], type=socket.SOCK_STREAM)
+    candidates = unix_candidates(server) or socket.getaddrinfo(
+        server.host, server.port, type=socket.SOCK_STREAM
+    )
     error = OSError("the host has no address")
     for index, (family, kind, protocol, _, address) in enumerate(candidates):
         connection = unconnected(family, kind, protocol, address)
@@ -150,12 +118,12 @@ def connected(place: tuple, end: float) -> socket.socket:
     raise error
 
 
-def secured(made: socket.socket, place: tuple, end: float) -> socket.socket:
+def secured(made: socket.socket, server: ServerAddress, end: float) -> socket.socket:
     """Start TLS on a connection if its address requires TLS.
 
     Args:
         made: The connected socket.
-        place: The server, as :func:`place_of` returns it.
+        server: Address of the server.
         end: Time limit, seconds of ``time.monotonic()``.
 
     Returns:
@@ -165,14 +133,13 @@ def secured(made: socket.socket, place: tuple, end: float) -> socket.socket:
         OSError: The connection broke, or the handshake took too long.
         ConnectionLost: The server does not support TLS, or its certificate is not trusted.
     """
-    if not has_tls(place):
+    if server.scheme != "tls":
         return made
-    host, port, _ = place
     made.settimeout(max(1e-3, min(LONGEST_S, end - time.monotonic())))
     try:
-        return tls.encrypted(ssl.create_default_context(), made, server_hostname=host)
+        return tls.encrypted(ssl.create_default_context(), made, server_hostname=server.host)
     except ssl.SSLError as error:
-        raise ConnectionLost(tls.refusal_of(error, f"tls://{host}:{port}")) from error
+        raise ConnectionLost(tls.refusal_of(error, server.text)) from error
 
 
 def payload_of(message: zmtp.Message, before: int) -> bytes:
@@ -210,7 +177,7 @@ class Link:
     The constructor connects and completes the handshake.
 
     Args:
-        place: The server, as :func:`place_of` returns it.
+        server: Address of the server.
         end: Time limit, seconds of ``time.monotonic()``.
         kind: Role of this connection. With b"REQ" use :meth:`ask`, which waits for the reply. With b"DEALER" use
             :meth:`put`, :meth:`flush` and :meth:`get`, which never wait.
@@ -220,13 +187,13 @@ class Link:
         ConnectionLost: The other end is not a ZeroMQ server.
     """
 
-    def __init__(self, place: tuple, end: float, kind: bytes = b"REQ"):
+    def __init__(self, server: ServerAddress, end: float, kind: bytes = b"REQ"):
         # These messages are not sent yet. A part of the first message may be sent already.
         self._unsent: collections.deque = collections.deque()
         self.frames: Any = None  # the memory for frames that client and server share (shared.py)
-        self._socket = connected(place, end)
+        self._socket = connected(server, end)
         try:
-            self._socket = secured(self._socket, place, end)
+            self._socket = secured(self._socket, server, end)
             set_options(self._socket)
             self._socket.setblocking(False)
             self._selector = _SELECTOR()

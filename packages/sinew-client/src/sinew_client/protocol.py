@@ -46,37 +46,6 @@ _DATA = schema.Image.DESCRIPTOR.fields_by_name["data"].number
 _GENERATION = schema.PredictRequest.DESCRIPTOR.fields_by_name["generation"].number << 3
 
 
-def split_address(address: str) -> tuple:
-    """Split the address of a server into the address itself and the name of the policy.
-
-    Args:
-        address: ``[tcp://]host:port[/policy]``, ``tls://host:port[/policy]`` or ``ipc:///path[#policy]``.
-
-    Returns:
-        (address with its scheme, policy). The policy is "" for the server's first policy.
-
-    Raises:
-        ClientError: The address has another form.
-
-    Example:
-        >>> split_address("server:5555/pick")
-        ('tcp://server:5555', 'pick')
-    """
-    scheme, separator, rest = address.rpartition("://")
-    if scheme == "ipc" and rest.startswith("/"):
-        path, _, policy = rest.partition("#")
-        return "ipc://" + path, policy
-    place, _, policy = rest.partition("/")
-    host, _, port = place.rpartition(":")
-    if scheme not in ("", "tcp", "tls") or not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise ClientError(
-            "address: expected tcp://HOST:PORT with the port of the native protocol (5555, or PORT of"
-            " `sinew serve --wire native:PORT`), tls://HOST:PORT if the server has --tls-cert,"
-            f" or ipc:///PATH if it has `--wire native:ipc:///PATH`, got {address!r}"
-        )
-    return f"{scheme or 'tcp'}://{place}", policy
-
-
 def need_pillow() -> None:
     """Check that Pillow is installed, which compresses frames to JPEG.
 

@@ -128,7 +128,7 @@ class StreamLink:
         self.rate, self.session = rate, session
         self.connect_timeout, self.timeout = connect_timeout, timeout
         self._api_key, self._options = api_key, dict(options or {})
-        check_key_is_private(self._addresses.all, api_key)
+        check_key_is_private(self._addresses.servers, api_key)
         for key in self._options:
             if key not in OPTIONS:
                 raise ClientError("stream: {}: unknown option; use one of {}".format(key, ", ".join(OPTIONS)))
@@ -332,7 +332,7 @@ class StreamLink:
         while not self._closed:
             place = self._addresses.place
             try:
-                link = Link(self._addresses.host_and_port, monotonic() + patience, b"DEALER")
+                link = Link(self._addresses.server, monotonic() + patience, b"DEALER")
             # ConnectionLost is a subclass of OSError. It means that the program at the address is not a Sinew server.
             except OSError as error:
                 with self._changed:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Sequence
 
+from sinew_client.addresses import split_scheme
 from sinew_client.errors import ClientError
 from sinew_client.policy import Policy
 from sinew_client.untrusted import named
@@ -28,7 +29,8 @@ from sinew_client.untrusted import named
 ADDRESS, MODEL_SERVER, EXPERT, LOCAL = "address", "model-server", "expert", "local"
 # An entry point of this group has the name of a kind. It is a function (place, **options) that returns an open policy.
 GROUP = "sinew.targets"
-_MODEL_SERVER, _HUB = "vla-eval://", "hf://"
+# Schemes of the texts that do not name a server of Sinew.
+_MODEL_SERVER, _HUB = "vla-eval", "hf"
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,10 @@ class Target:
             text = ",".join(part.text for part in parts)
             return cls(ADDRESS, text, text)
         text = os.fspath(source)
-        if text.startswith(_MODEL_SERVER):
-            return cls(MODEL_SERVER, text, text[len(_MODEL_SERVER) :])
-        if "://" in text and not text.startswith(_HUB):
+        scheme, rest = split_scheme(text)
+        if scheme == _MODEL_SERVER:
+            return cls(MODEL_SERVER, text, rest)
+        if scheme and scheme != _HUB:
             return cls(ADDRESS, text, text)
         if text == EXPERT or text.startswith(f"{EXPERT}:"):
             return cls(EXPERT, text, text[len(EXPERT) + 1 :])
@@ -118,7 +121,7 @@ def _opener(kind: str) -> Any:
     """Find the function that opens a kind of policy; None if no installed package has such a function."""
     points = metadata.entry_points()
     # Before Python 3.10, entry_points() returns a dict from the groups to their entry points.
-    group = points.get(GROUP, ()) if isinstance(points, dict) else points.select(group=GROUP)
+    group = points.select(group=GROUP) if hasattr(points, "select") else points.get(GROUP, ())
     return next((point.load() for point in group if point.name == kind), None)
 
 

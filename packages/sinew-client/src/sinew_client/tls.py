@@ -14,6 +14,7 @@ import ssl
 import threading
 from typing import Any, Sequence
 
+from sinew_client.addresses import ServerAddress
 from sinew_client.errors import ClientError
 
 ALLOW_VARIABLE = "SINEW_ALLOW_UNENCRYPTED_KEY"
@@ -107,19 +108,13 @@ def is_loopback(host: str | None) -> bool:
     return (mapped or address).is_loopback
 
 
-def host_of(address: str) -> str:
-    """Return the host of an address with or without a scheme, such as ``tcp://HOST:PORT/POLICY``."""
-    return address.rpartition("://")[2].partition("/")[0].rpartition(":")[0].strip("[]")
-
-
-def check_key_is_private(addresses: Sequence[str], key: str, serves_tls: bool = True) -> None:
+def check_key_is_private(servers: Sequence[ServerAddress], key: str, serves_tls: bool = True) -> None:
     """Check that an API key is not sent to another machine without encryption.
 
     The user can allow it: with ``SINEW_ALLOW_UNENCRYPTED_KEY=1`` in the environment, nothing is checked.
 
     Args:
-        addresses: Addresses with their scheme: ``tcp://``, ``tls://``, ``ipc://``, ``http://``, ``https://``. A name
-            other than localhost counts as another machine.
+        servers: Addresses of the servers. A name other than localhost counts as another machine.
         key: The API key; "" if no key is sent.
         serves_tls: False if the server at the address does not support TLS, so that the error does not suggest TLS.
 
@@ -128,12 +123,11 @@ def check_key_is_private(addresses: Sequence[str], key: str, serves_tls: bool = 
     """
     if not key or os.environ.get(ALLOW_VARIABLE) == "1":
         return
-    for address in addresses:
-        scheme, _, place = address.partition("://")
-        host, port = host_of(address), place.partition("/")[0].rpartition(":")[2]
+    for server in servers:
+        scheme, host, port = server.scheme, server.host, server.port
         if scheme in ("ipc", "tls", "https") or is_loopback(host):
             continue
-        secure = f"{'tls' if scheme == 'tcp' else 'https'}://{place}"
+        secure = f"{'tls' if scheme == 'tcp' else 'https'}{server.text[len(scheme) :]}"
         ways = [f"start the server with --tls-cert and --tls-key, and use {secure}"] if serves_tls else []
         ways += [
             f"run `ssh -N -L {port}:127.0.0.1:{port} {host}` and use {scheme}://127.0.0.1:{port}",
@@ -141,6 +135,6 @@ def check_key_is_private(addresses: Sequence[str], key: str, serves_tls: bool = 
         ]
         choices = "; ".join(f"({number}) {way}" for number, way in enumerate(ways, 1))
         raise ClientError(
-            f"{address}: expected encryption for the API key, got a plain connection to another machine; nothing was"
-            f" sent. Choose one: {choices}"
+            f"{server.text}: expected encryption for the API key, got a plain connection to another machine; nothing"
+            f" was sent. Choose one: {choices}"
         )

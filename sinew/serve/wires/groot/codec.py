@@ -26,6 +26,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+from sinew_client.addresses import split_scheme
 from sinew_client.untrusted import UntrustedError, named, parse_npy, raw_array, shown, unpack_msgpack
 
 from sinew.core import (
@@ -305,7 +306,8 @@ class GrootCodec:
 
     def guide(self, spec: PolicySpec, address: str) -> list[str]:
         names = Names.of(spec)
-        host, _, port = reachable(address).removeprefix("tcp://").rpartition(":")
+        # The client puts the host into an address, so an IPv6 address keeps its brackets.
+        host, _, port = split_scheme(reachable(address))[1].rpartition(":")
         # GR00T N1.5 has another client than later versions, with flat keys.
         flat = JSON_TEXT in hints(spec.architecture)
         ones, states = (f"{n}" if flat else f"1, {n}" for n in (spec.history, spec.states_read))

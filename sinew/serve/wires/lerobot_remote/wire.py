@@ -19,6 +19,8 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+from sinew_client.addresses import split_scheme
+
 from sinew.core import CancelledError, PolicySpec, SinewError
 from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.serve.job import ServingJob
@@ -126,7 +128,7 @@ class LeRobotRemoteWire:
             cameras.append(f"{names[camera.name]}: {{{kind}}}")
         robot = "{" + ", ".join(cameras) + "}"
         endpoint = (
-            self._node.endpoint if self._settings.router else reachable(self.address).replace("://", "/")
+            self._node.endpoint if self._settings.router else "/".join(split_scheme(reachable(self.address)))
         )
         return [
             "lerobot-rollout --inference.type=remote \\",
