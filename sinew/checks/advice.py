@@ -75,11 +75,23 @@ def advise(
     unknown = [
         "Success. The log states what the robot did, and not whether the task succeeded with other settings."
     ]
+    if policy_hz is None:
+        unknown.append(
+            "The control rate. "
+            + ("Pass --frames and --policy." if plans is None else "The policy does not state its rate.")
+            + " Compare --hz with the rate of the training data."
+        )
     merging = _merging(log, outcomes, unknown)
     method = merging.flags.removeprefix("--handover ") if merging and merging.flags else outcomes[0].handover
     advice += [merging] if merging else []
-    replan = _replan(log, outcomes, method, plans, unknown)
-    advice += [replan] if replan else []
+    if _other_rate(log, policy_hz):
+        # At another rate, the actions of a plan do not belong to the control steps with which they are compared.
+        unknown.append(
+            "The replan interval, because the actions were not played at the policy's rate. Record a run with"
+            f" --hz {policy_hz:g}."
+        )
+    elif (replan := _replan(log, outcomes, method, plans, unknown)) is not None:
+        advice.append(replan)
     return Advised(advice, unknown)
 
 
@@ -103,17 +115,34 @@ def _rate(log: RunLog, policy_hz: float | None) -> list[Advice]:
     if log.skipped > OFTEN * count or late > 500.0 / hz:
         text = (
             f"the loop had no time for {log.skipped} of {count} control steps at {hz:g} Hz, and steps with a request"
-            f" began up to {late:.1f} ms late (95 %). Find the slow part, or lower --hz: `sinew doctor POLICY --observe"
-            " ROBOT` times the robot's methods."
+            f" began up to {late:.1f} ms late (95 %). Find the slow part: `sinew doctor POLICY --observe ROBOT` times"
+            " the robot's methods. A lower --hz is no remedy, because it changes the speed of each motion."
         )
         advice.append(Advice("rate", "", text))
-    if policy_hz and abs(hz - policy_hz) > 0.01 * policy_hz:
+    if _other_rate(log, policy_hz):
+        played = _played_hz(log)
+        slowed = "" if log.settings.speed == 1.0 else f" with speed={log.settings.speed:g}"
         text = (
-            f"the policy was trained at {policy_hz:g} Hz and the run played its actions at {hz:g} Hz, so each motion"
-            f" was {hz / policy_hz:.2f} times as fast as in training."
+            f"the policy was trained at {policy_hz:g} Hz and the run played its actions at {hz:g} Hz{slowed}, so each"
+            f" motion was {played / (policy_hz or played):.2f} times as fast as in training."
         )
         advice.append(Advice("rate", f"--hz {policy_hz:g}", text))
     return advice
+
+
+def _played_hz(log: RunLog) -> float:
+    """Return the number of a chunk's actions that the run played per second. A speed below 1 stretches chunks."""
+    return log.settings.hz * log.settings.speed
+
+
+def _other_rate(log: RunLog, policy_hz: float | None) -> bool:
+    """Return whether the actions were played at another rate than the policy's.
+
+    A run at the policy's rate with a speed below 1 is not another rate, because the user has chosen a slower motion.
+    """
+    if policy_hz is None:
+        return False
+    return all(abs(hz - policy_hz) > 0.01 * policy_hz for hz in (log.settings.hz, _played_hz(log)))
 
 
 def _limits(log: RunLog) -> list[Advice]:

@@ -48,7 +48,7 @@ class Age:
         age: Age of the plans, in executed control steps.
         compared: Number of observations that were compared.
         outdated: Number of observations at which the old plan is outdated.
-        episodes: Number of episodes that were compared.
+        episodes: Number of episodes with a compared observation.
         outdated_episodes: Number of episodes with at least one outdated plan.
         typical: Median change, in standard deviations of the actions, without the part of the noise.
     """
@@ -66,7 +66,7 @@ class PlanAges:
     """The result of comparing old and new plans (chunks of actions) of one recording.
 
     Attributes:
-        ages: One entry for each age, ascending.
+        ages: One entry for each age at which at least half of the plans could be compared, ascending.
         noise: Standard deviation of the actions of equal observations with different seeds, in standard deviations of
             all actions.
         abrupt: (episode, control step) of each change that the plan of the observation before did not contain.
@@ -156,20 +156,29 @@ def compare(episodes: Sequence[Episode], ages: Sequence[int]) -> PlanAges:
     abrupt: list[tuple[str, int]] = []
     for age in sorted({1, *ages}):
         changes: list[float] = []
-        outdated = [0] * len(episodes)
-        for number, each in enumerate(episodes):
-            for now in range(age, len(each.steps)):
-                change = _change(each, now - age, now, scale)
-                if change is None:
-                    continue
-                changes.append(change)
-                outdated[number] += change > LARGE
-                if age == 1 and change > LARGE:
-                    abrupt.append((each.name, each.steps[now]))
-        if changes:
+        pairs = 0
+        # For each episode that is long enough: the number of outdated plans.
+        outdated: list[int] = []
+        for each in episodes:
+            pairs += max(0, len(each.steps) - age)
+            compared = [
+                (each.steps[now], change)
+                for now in range(age, len(each.steps))
+                if (change := _change(each, now - age, now, scale)) is not None
+            ]
+            if not compared:
+                continue
+            late = [step for step, change in compared if change > LARGE]
+            changes += [change for _, change in compared]
+            outdated.append(len(late))
+            if age == 1:
+                abrupt += [(each.name, step) for step in late]
+        # The oldest plans end before the newest frames, except for the first frames of an episode, in which nothing has
+        # happened yet. A share of these few comparisons would be misleading.
+        if changes and len(changes) >= pairs / 2:
             typical = float(np.median(changes))
             rows.append(
-                Age(age, len(changes), sum(outdated), len(episodes), sum(map(bool, outdated)), typical)
+                Age(age, len(changes), sum(outdated), len(outdated), sum(map(bool, outdated)), typical)
             )
     count = sum(len(each.steps) for each in episodes)
     return PlanAges(rows, noise, abrupt, len(episodes), count, draws, size)

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,22 @@ def test_a_plan_that_is_early_is_not_outdated() -> None:
     stack = np.array(plans, np.float32)[:, None, :, None]
     ages = compare([Episode("0", list(range(20)), list(range(20)), stack)], [1, 2, 4])
     assert all(each.outdated == 0 for each in ages.ages)
+
+
+def test_an_age_that_only_the_first_frames_reach_is_left_out() -> None:
+    """At the largest age, plans end before late frames. The first frames of an episode show nothing but a still scene."""
+    states = {f"{number}": list(np.linspace(0.0, 12.0, 60)) for number in range(4)}
+    records = [record(step, state, name) for name, own in states.items() for step, state in enumerate(own)]
+    episodes = plan_again(planner(0.2), records, HZ, 4, 0)
+    late = [replace(each, frames=[0, *range(len(each.frames) - 1)]) for each in episodes]
+    ages = compare(late, range(1, SIZE)).ages
+    assert [each.age for each in ages] == list(range(1, SIZE - SIZE // 8))
+    assert all(each.outdated_episodes == 4 for each in ages[-5:])
+
+
+def test_an_episode_that_is_shorter_than_an_age_is_not_counted() -> None:
+    ages = ages_of({"long": [0.0] * 40, "short": [0.0] * 6})
+    assert [each.episodes for each in ages.ages[:8]] == [2] * 5 + [1] * 3
 
 
 def test_frames_that_repeat_are_as_old_as_their_first() -> None:
@@ -222,6 +239,29 @@ def test_the_rate_of_training_and_skipped_steps_are_named() -> None:
     assert [each.topic for each in result.advice] == ["rate", "rate"]
     assert flags(result) == ["", "--hz 10"]
     assert "19 of 199" in result.advice[0].reason
+    assert "2.00 times as fast" in result.advice[1].reason
+
+
+def test_at_another_rate_the_replan_interval_is_unknown() -> None:
+    """As of the pen at 30 in place of 60 Hz: its plans looked valid for 33 ms, and they are valid for 133 ms."""
+    plans = plans_of({age: 0 if age <= 8 else 12 for age in range(1, 24)})
+    result = advised(log_of(), plans, policy_hz=40.0)
+    assert flags(result) == ["--hz 40"]
+    assert "0.50 times as fast" in result.advice[0].reason
+    assert any("Record a run with --hz 40." in text for text in result.unknown)
+
+
+@pytest.mark.parametrize(("policy_hz", "speed"), [(10.0, 0.5), (20.0, 0.5), (20.1, 1.0)])
+def test_a_speed_that_the_user_chose_is_no_wrong_rate(policy_hz: float, speed: float) -> None:
+    """At 20 Hz and half the speed, a policy of 10 Hz moves as in training, and one of 20 Hz as slowly as requested."""
+    settings = Settings(HZ, "aligned", "8", motion={"kind": "absolute"}, speed=speed)
+    assert flags(advised(log_of(settings=settings), policy_hz=policy_hz)) == []
+
+
+def test_without_a_stated_rate_the_rate_is_unknown() -> None:
+    assert any(text.startswith("The control rate.") for text in advised(log_of(replan="8")).unknown)
+    plans = plans_of(dict.fromkeys(range(1, 24), 0))
+    assert any("does not state its rate" in text for text in advised(log_of(replan="8"), plans).unknown)
 
 
 def test_limits_that_change_few_commands_are_no_advice() -> None:
