@@ -55,20 +55,19 @@ class AtRate(gymnasium.Env):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
         self.commands = 0
-        return self.inner.reset(seed=seed, options=options)
+        seen, info = self.inner.reset(seed=seed, options=options)
+        self.newest = seen, 0.0, False, False, info
+        return seen, info
 
     def step(self, action: np.ndarray):
         self.commands += 1
         if not self.pen:
             return self._blocks_step(action)
-        result = None
         while self.inner.time < self.commands / self.control_hz - 1e-9:
-            result = self.inner.step(action)
-            if result[2]:
-                return result
-        seen, reward, done, truncated, info = result or (
-            self.inner._observation(), 0.0, False, False, self.inner._info(),
-        )  # fmt: skip
+            self.newest = self.inner.step(action)
+            if self.newest[2]:
+                return self.newest
+        seen, reward, done, truncated, info = self.newest
         # The world may be up to one of its own steps ahead of the commands or behind them.
         late = self.commands / self.control_hz - self.inner.time
         return seen, reward, done, truncated, {**info, "frame_age": max(0.0, info["frame_age"] + late)}
@@ -103,7 +102,9 @@ def main() -> None:
         if sinew([*line, "--episodes", str(arguments.episodes), "--out", str(out)]):
             raise SystemExit(f"{hz:g} Hz failed")
         (variant,) = json.loads((out / "report.json").read_text())["variants"]
-        rows.append({"hz": hz, **{name: variant[name] for name in ("wins", "episodes", "interval", "failed_seeds")}})
+        rows.append(
+            {"hz": hz, **{name: variant[name] for name in ("wins", "episodes", "interval", "failed_seeds")}}
+        )
         print(rows[-1], flush=True)
     print(json.dumps({"task": arguments.task, "episodes": arguments.episodes, "rows": rows}))
 

@@ -4,7 +4,7 @@ This program measures nothing. The sources of the figures are:
 
 * sweeps: the tables in research/log/measurements-closed-loop.md, so that the page and the figure are equal
 * learning curves: research/log/training
-* chunk merging, and streams of the pen task: benchmarks/results
+* chunk merging, streams of the pen task, and measured delays: benchmarks/results
 * the two roofline figures: computed
 * ``concepts.png`` and ``late_answers.png``: drawings
 * ``film.webp``, the film in the README: a new episode
@@ -235,6 +235,32 @@ def late_answers(path: Path) -> None:
     figures.save(figure, path)
 
 
+def measured_delays(path: Path) -> None:
+    """Draw the errors of the delays that `sinew doctor --delays` measures, over the true delays (benchmarks.delays)."""
+    figure, axis = figures.new(height=3.6)
+    rows = json.loads((ROOT / "benchmarks" / "results" / "delays.json").read_text())
+    handles = []
+    for number, (of, label) in enumerate(
+        (("state", "actuators, by the state"), ("image", "camera, by the image"))
+    ):
+        own = [row for row in rows if row["of"] == of]
+        # Points are drawn apart, so that their bars do not overlap.
+        x = [row["true"] + 0.6 * (index % 6 - 2.5) for index, row in enumerate(own)]
+        y = [row["measured"] - row["true"] for row in own]
+        ends = [[row["measured"] - row["low"] for row in own], [row["high"] - row["measured"] for row in own]]
+        style = {"color": figures.COLORS[number], "marker": figures.MARKERS[number], "linestyle": "none"}
+        handles.append(
+            axis.errorbar(x, y, yerr=ends, capsize=2, markersize=4, linewidth=1.0, label=label, **style)
+        )
+    for bound in (-3.0, 3.0):
+        axis.axhline(bound, color=figures.GREY, linestyle="--", linewidth=1.0)
+    axis.set_xlabel("true delay, ms")
+    axis.set_ylabel("error of the measured delay, ms")
+    axis.set_ylim(-6.5, 6.5)
+    figures.legend(figure, handles)
+    figures.save(figure, path)
+
+
 def film(path: Path) -> None:
     """Play one episode with a real server, and draw a film of half its size. The film has the speed of the robot."""
     env, adapter = make_env("sinew/Blocks-v0")
@@ -272,6 +298,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "placements.png": placements,
     "concepts.png": concepts,
     "late_answers.png": late_answers,
+    "delays.png": measured_delays,
     "film.webp": film,
 }
 MEASURED = {"film.webp"}

@@ -75,6 +75,7 @@ def assert_readable(figure: Any) -> None:
         "blocks-with-blocks-rtc_handovers.png",
         "concepts.png",
         "late_answers.png",
+        "delays.png",
     ],
 )
 def test_figures_of_the_pages_are_readable(name: str, drawn: list[Any]) -> None:

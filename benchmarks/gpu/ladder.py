@@ -47,6 +47,12 @@ CALLS = {
     "engine": (500, 8.0),
     "fp8": (500, 8.0),
 }  # rung -> number of calls, and the seconds that they may take
+# The first steps of figure 2 of "Running VLAs at Real-time Speed" (arXiv 2510.26742): the model as it is in a CUDA
+# graph, then with folded norms and times and one product for queries, keys and values. "graph" has all rewrites.
+STEPS: dict[str, tuple[str, ...]] = {
+    "captured": (),
+    "simplified": ("tabulate-time", "hoist-positions", "fold-norms", "pack-qkv"),
+}
 NARROW_NEEDS = (8, 9)  # compute capability that FP8 (e4m3) products need
 NARROW = ("language",)  # components in FP8; in the vision tower, FP8 is slower (research/log/2026-11-27.md)
 ROOM = 1.3  # a float32 reference needs this much memory, as a multiple of its weights
@@ -107,8 +113,13 @@ def _rungs(case: Case, base: Model, recipe: Any, inputs: list[Sample], wanted: A
         return Engine(cuda_engine(planned(), recipe, device, **options))
 
     made, scales = None, None
+
+    def step(rewrites: tuple[str, ...]) -> Engine:
+        return Engine(cuda_engine(plan_of(shaped, rewrites), recipe, device, kernels=False))
+
     rungs: list[tuple[str, Callable[[], Any]]] = [
         ("eager", lambda: Eager(shaped, recipe, device)),
+        *((name, partial(step, rewrites)) for name, rewrites in STEPS.items()),
         ("graph", lambda: engine(kernels=False)),
         ("engine", engine),
     ]
@@ -119,7 +130,7 @@ def _rungs(case: Case, base: Model, recipe: Any, inputs: list[Sample], wanted: A
         if session.left <= 0:
             raise TimeoutError(f"{rung} and what follows did not run")
         try:
-            if rung != "eager":
+            if rung not in ("eager", *STEPS):
                 planned()
             if rung == "fp8":
                 scales = calibrated(planned(), recipe, inputs, session)

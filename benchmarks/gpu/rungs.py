@@ -128,12 +128,17 @@ def left_to_torch(engine: Any) -> list[str]:
     return [*found, *([] if engine.facts.takes_frames else [f"frames, on the host ({why})"])]
 
 
-def plan_of(model: Model) -> Any:
-    """Return the plan of a model, which all its engines share. The folded weights need as much memory as the model."""
+def plan_of(model: Model, rewrites: tuple[str, ...] | None = None) -> Any:
+    """Return the plan of a model, which all its engines share. The folded weights need as much memory as the model.
+
+    Args:
+        model: The model, which is not changed.
+        rewrites: Names of the plan's rewrites. None for all that engine cuda uses.
+    """
     from sinew.engine.cuda.fused.fuse import ON_CUDA
     from sinew.engine.plan.plan import Plan
 
-    return Plan.of(model, rewrites=ON_CUDA)
+    return Plan.of(model, rewrites=ON_CUDA if rewrites is None else rewrites)
 
 
 def cuda_engine(

@@ -166,6 +166,11 @@ def _merging(log: RunLog, outcomes: Sequence[Played], unknown: list[str]) -> Adv
     kind = str(motion.get("kind", "as is"))
     waits = own.held.get(LATE, 0)
     if method.timed:
+        if method.method != "aligned":
+            unknown.append(
+                f"Chunk merging. {own.handover} and aligned both skip actions that are too late. The log does not show"
+                " with which of them the task succeeds more often."
+            )
         return None
     if kind not in TARGETS:
         if waits > OFTEN * own.steps:

@@ -84,7 +84,7 @@ def test_a_plan_that_is_early_is_not_outdated() -> None:
 
 
 def test_an_age_that_only_the_first_frames_reach_is_left_out() -> None:
-    """At the largest age, plans end before late frames. The first frames of an episode show nothing but a still scene."""
+    """At the largest age, plans end before late frames. The first frames of an episode show a still scene."""
     states = {f"{number}": list(np.linspace(0.0, 12.0, 60)) for number in range(4)}
     records = [record(step, state, name) for name, own in states.items() for step, state in enumerate(own)]
     episodes = plan_again(planner(0.2), records, HZ, 4, 0)
@@ -224,6 +224,15 @@ def test_targets_that_are_executed_late_are_aligned() -> None:
     result = advised(log_of("naive", "8"))
     assert flags(result) == ["--handover aligned"]
     assert "100 ms too late" in result.advice[0].reason
+
+
+@pytest.mark.parametrize(
+    ("method", "unknown"), [("ensemble", True), ("aggregate:average", True), ("aligned", False)]
+)
+def test_methods_that_mix_chunks_are_not_judged(method: str, unknown: bool) -> None:
+    result = advised(log_of(method, "8"))
+    assert flags(result) == []
+    assert any(text.startswith(f"Chunk merging. {method} and aligned") for text in result.unknown) == unknown
 
 
 def test_a_robot_that_runs_out_of_actions_requests_sooner() -> None:

@@ -190,9 +190,9 @@ def test_the_ladder_runs_and_its_rungs_agree() -> None:
     assert ["p50_ms" in row for row in emitted] == [
         True,
         False,
-    ] * 4  # latency is kept before stages are tried
+    ] * 6  # latency is kept before stages are tried
     at_target = _rungs(emitted)
-    assert [row["rung"] for row in at_target] == ["eager", "graph", "engine", "fp8"]
+    assert [row["rung"] for row in at_target] == ["eager", "captured", "simplified", "graph", "engine", "fp8"]
     for row in at_target:
         assert row["target_ms"] == 3.5
         assert row["vision_ms"] > 0
@@ -210,7 +210,7 @@ def test_what_kernels_do_not_have_is_in_the_rows() -> None:
     """GR00T N1.7: its tower, its language layers and its head run as planned, and frames are resized on the host."""
     rows = _rungs([row for row in rows_of("ladder groot") if "rung" in row])
     left = {row["rung"]: row.get("left") for row in rows}
-    assert left["eager"] is left["graph"] is None
+    assert left["eager"] is left["captured"] is left["simplified"] is left["graph"] is None
     parts = {"vision.layers", "vision.merger", "language.layers", "head.dit.layers", "head.vl_layers"}
     assert parts <= set(left["engine"])
     assert left["engine"][-1] == left["fp8"][-1] == "frames, on the host (4 steps)"
