@@ -87,6 +87,7 @@ class Network:
         download: Rate to the robot, in bit/s.
         base_ms: One-way latency for any size, in milliseconds.
         source: Source of the numbers.
+        efficiency: Share of both rates that a connection reaches, above 0 and at most 1.
     """
 
     name: str
@@ -95,15 +96,16 @@ class Network:
     download: float
     base_ms: float
     source: str = field(default="")
+    efficiency: float = 1.0
 
     def up_s(self, nbytes: float) -> float:
         """Return the seconds that are needed to send ``nbytes`` from the robot, without the base latency. 5 % are added
         for the protocol, as in VLA-Perf.
         """
-        return nbytes * OVERHEAD * 8 / self.upload
+        return nbytes * OVERHEAD * 8 / (self.upload * self.efficiency)
 
     def down_s(self, nbytes: float) -> float:
-        return nbytes * OVERHEAD * 8 / self.download
+        return nbytes * OVERHEAD * 8 / (self.download * self.efficiency)
 
 
 OVERHEAD = 1.05
@@ -197,9 +199,15 @@ def _entry(kind: type[Entry], name: str, values: Any) -> Entry:
     numbers += [getattr(made, each) for each in fields]
     if not numbers or not all(isinstance(n, (int, float)) and n > 0 for n in numbers):
         raise SinewError(f"{name}: rates and sizes must be numbers above 0")
+    if isinstance(made, Network) and not _is_share(made.efficiency):
+        raise SinewError(f"{name}: efficiency: expected a number above 0 and at most 1, got {made.efficiency!r}")
     if isinstance(made, Hardware) and (unknown := [each for each in made.peak if each not in BITS]):
         raise SinewError(f"{name}: peak of {unknown[0]!r}: expected formats of {', '.join(BITS)}")
     return made
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1
 
 
 def _find(table: dict[str, Entry], name: str, what: str) -> Entry:

@@ -191,7 +191,20 @@ def test_user_files_merge(tmp_path):
     assert "h200" in hardware(mine)
     link = tmp_path / "link.toml"
     link.write_text("[tether]\nupload = 1e6\ndownload = 1e6\nbase_ms = 1\n")
-    assert isinstance(load_network("tether", link), Network)
+    tether = load_network("tether", link)
+    assert isinstance(tether, Network)
+    link.write_text(f"{link.read_text()}efficiency = 0.25\n")
+    slower = load_network("tether", link)
+    assert slower.up_s(1000) == pytest.approx(4 * tether.up_s(1000))
+    assert slower.down_s(1000) == pytest.approx(4 * tether.down_s(1000))
+
+
+@pytest.mark.parametrize("share", ["0", "1.5", "-0.5", "'half'", "true"])
+def test_a_links_efficiency_is_a_share(tmp_path, share):
+    link = tmp_path / "link.toml"
+    link.write_text(f"[tether]\nupload = 1e6\ndownload = 1e6\nbase_ms = 1\nefficiency = {share}\n")
+    with pytest.raises(SinewError, match="tether: efficiency: expected a number above 0 and at most 1"):
+        load_network("tether", link)
 
 
 @pytest.mark.parametrize(

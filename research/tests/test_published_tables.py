@@ -245,17 +245,24 @@ def test_what_the_lower_bound_gets_wrong_is_said(printed) -> None:
     }
 
 
-# ----------------------------------------------------------------------------- vla.cpp
+# ----------------------------------------------------------------------------- documents whose numbers a page has
 
-COMPARED = HERE.parent / "log" / "measurements-vla-cpp.md"
-VLA_CPP = tables("vla_cpp_tables.tsv")
+PAGES = {
+    "vla_cpp_tables.tsv": HERE.parent / "log" / "measurements-vla-cpp.md",
+    "printed_tables.tsv": HERE.parents[1] / "tests" / "printed.md",
+}
 
 
-@pytest.mark.parametrize("table", VLA_CPP)
-def test_each_number_of_the_vla_cpp_tables_is_on_the_page(table: str) -> None:
+def listed(text: str) -> list[str]:
+    """Return the numbers of a text. A comma after a number separates it from the next one."""
+    return [each.rstrip(",") for each in numbers(text)]
+
+
+@pytest.mark.parametrize(("file", "table"), [(file, table) for file in PAGES for table in tables(file)])
+def test_each_number_of_a_document_is_on_its_page(file: str, table: str) -> None:
     """A row of the text is one line of the page: the one that begins alike, and has all its numbers in order."""
-    lines = [line.strip("|").split("|") for line in COMPARED.read_text().splitlines() if line.startswith("|")]
-    for name, *cells in VLA_CPP[table][1:]:
-        wanted = [each for cell in cells for each in numbers(cell)]
-        found = [numbers(" ".join(line[1:])) for line in lines if line[0].strip().startswith(name)]
+    lines = [line.strip("|").split("|") for line in PAGES[file].read_text().splitlines() if line.startswith("|")]
+    for name, *cells in tables(file)[table][1:]:
+        wanted = [each for cell in cells for each in listed(cell)]
+        found = [listed(" ".join(line[1:])) for line in lines if line[0].strip().startswith(name)]
         assert any(shown[: len(wanted)] == wanted for shown in found), (name, wanted, found)
