@@ -116,8 +116,10 @@ def _rate(log: RunLog, policy_hz: float | None) -> list[Advice]:
         text = (
             f"the loop had no time for {log.skipped} of {count} control steps at {hz:g} Hz, and steps with a request"
             f" began up to {late:.1f} ms late (95 %). Find the slow part: `sinew doctor POLICY --observe ROBOT` times"
-            " the robot's methods. A lower --hz is no remedy, because it changes the speed of each motion."
+            " the robot's methods."
         )
+        if not _other_rate(log, policy_hz):
+            text += " A lower --hz is no remedy, because it makes each motion slower than in training."
         advice.append(Advice("rate", "", text))
     if _other_rate(log, policy_hz):
         played = _played_hz(log)

@@ -249,6 +249,8 @@ def test_the_rate_of_training_and_skipped_steps_are_named() -> None:
     assert flags(result) == ["", "--hz 10"]
     assert "19 of 199" in result.advice[0].reason
     assert "2.00 times as fast" in result.advice[1].reason
+    assert "no remedy" not in result.advice[0].reason
+    assert "A lower --hz is no remedy" in advised(log_of(steps=list(range(0, 200, 2)))).advice[0].reason
 
 
 def test_at_another_rate_the_replan_interval_is_unknown() -> None:
