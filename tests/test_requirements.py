@@ -176,12 +176,75 @@ def test_every_capability_has_a_proof_or_a_source() -> None:
         assert all(cell == "not found" or re.search(r"`[^`]+`", cell) for cell in theirs), what
 
 
+def section(path: Path, title: str) -> list[list[str]]:
+    """Return the cells of the table below a heading, without its header."""
+    _, _, text = path.read_text(encoding="utf-8").partition(f"\n## {title}\n")
+    lines = re.findall(r"^\|.*\|$", text.partition("\n## ")[0], re.MULTILINE)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def assert_shown(text: str) -> None:
+    """Assert that each test, command or program that a text names is there."""
+    for proof in re.findall(r"`([^`]+)`", text):
+        path, _, name = proof.partition("::")
+        if name:
+            assert name in functions(path), proof
+        elif proof.startswith("python -m "):
+            module = proof.split()[2].replace(".", "/")
+            assert (ROOT / f"{module}.py").exists() or (ROOT / module / "__main__.py").exists(), proof
+        else:
+            assert proof.startswith("sinew "), proof
+
+
+def test_what_the_rows_missed_is_closed_or_states_why() -> None:
+    gaps = section(PAGE, "What the rows missed")
+    assert len(gaps) == 32
+    for _, what, state, shown, figure in gaps:
+        assert_shown(shown)
+        assert (state == "closed" and shown) or (state == "open" and figure.startswith(WHY_OPEN)), what
+
+
+def test_states_before_and_after_are_those_of_the_rows() -> None:
+    """The sums of the review's day follow from today's states and the changes."""
+    counted = Counter(row.state for row in rows())
+    for name, what, before, now, _ in section(PAGE, "Before and after the second review"):
+        row = rows()[int(name.removeprefix("row ")) - 1]
+        assert (row.what, row.state) == (what, now)
+        counted[before] += 1
+        counted[now] -= 1
+    text = PAGE.read_text(encoding="utf-8")
+    printed = re.search(r"The states on 2026-11-28 \((.*?)\)", text)
+    assert printed
+    assert dict(counted) == {name: int(n) for n, name in re.findall(r"(\d+) ([^,]+)", printed[1])}
+
+
+def test_every_anti_pattern_has_a_check() -> None:
+    """tests/printed.md: the survey's ten mistakes, each with what meets it, and its seven areas."""
+    patterns = section(PAGE.parent / "printed.md", "Survey: ten anti-patterns")
+    assert len(patterns) == 10
+    for _, what, shown in patterns:
+        assert what
+        assert shown
+        assert_shown(shown)
+    areas = Counter(
+        cells[-1] for cells in section(PAGE.parent / "printed.md", "Survey: seven areas of a strong outcome")
+    )
+    assert areas == {"strong": 4, "weak": 2, "other": 1}
+
+
 @pytest.fixture(scope="module")
 def app() -> App:
     return build_app()
 
 
-@pytest.mark.parametrize("command", sorted({each for row in rows() for each in row.commands}))
+def commands() -> list[str]:
+    missed = " ".join(cells[3] for cells in section(PAGE, "What the rows missed"))
+    return sorted(
+        {each for row in rows() for each in row.commands} | set(re.findall(r"`(sinew [^`]+)`", missed))
+    )
+
+
+@pytest.mark.parametrize("command", commands())
 def test_every_command_is_understood(command: str, app: App) -> None:
     words = shlex.split(command)[1:]
     try:
