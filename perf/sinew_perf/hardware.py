@@ -200,7 +200,9 @@ def _entry(kind: type[Entry], name: str, values: Any) -> Entry:
     if not numbers or not all(isinstance(n, (int, float)) and n > 0 for n in numbers):
         raise SinewError(f"{name}: rates and sizes must be numbers above 0")
     if isinstance(made, Network) and not _is_share(made.efficiency):
-        raise SinewError(f"{name}: efficiency: expected a number above 0 and at most 1, got {made.efficiency!r}")
+        raise SinewError(
+            f"{name}: efficiency: expected a number above 0 and at most 1, got {made.efficiency!r}"
+        )
     if isinstance(made, Hardware) and (unknown := [each for each in made.peak if each not in BITS]):
         raise SinewError(f"{name}: peak of {unknown[0]!r}: expected formats of {', '.join(BITS)}")
     return made

@@ -261,7 +261,9 @@ def listed(text: str) -> list[str]:
 @pytest.mark.parametrize(("file", "table"), [(file, table) for file in PAGES for table in tables(file)])
 def test_each_number_of_a_document_is_on_its_page(file: str, table: str) -> None:
     """A row of the text is one line of the page: the one that begins alike, and has all its numbers in order."""
-    lines = [line.strip("|").split("|") for line in PAGES[file].read_text().splitlines() if line.startswith("|")]
+    lines = [
+        line.strip("|").split("|") for line in PAGES[file].read_text().splitlines() if line.startswith("|")
+    ]
     for name, *cells in tables(file)[table][1:]:
         wanted = [each for cell in cells for each in listed(cell)]
         found = [listed(" ".join(line[1:])) for line in lines if line[0].strip().startswith(name)]
