@@ -60,7 +60,7 @@ class Normalizer:
     def normalize(self, x: np.ndarray) -> np.ndarray:
         x = x.astype(self.dtype)
         if self.mode == "identity":
-            return x
+            return np.clip(x, -1, 1) if self.clip else x
         a, b = self.stats
         if self.mode == "mean_std":
             x = (x - a) / (b + self.eps)
@@ -73,10 +73,10 @@ class Normalizer:
     def unnormalize(self, x: np.ndarray) -> np.ndarray:
         """Invert the normalisation. ``x`` is [..., dim], or [steps, dim] if each step has its own statistics."""
         x = x.astype(self.dtype)
-        if self.mode == "identity":
-            return x
         if self.clip:
             x = np.clip(x, -1, 1)
+        if self.mode == "identity":
+            return x
         if self.snap:
             x[..., self.snap] = x[..., self.snap] >= self.snap_at
         a, b = (stat[: len(x)] for stat in self.stats) if self.rows else self.stats

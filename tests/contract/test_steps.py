@@ -51,14 +51,17 @@ from sinew.steps.prompt.lower import Lower
 from sinew.steps.prompt.marker import Marker
 from sinew.steps.prompt.only_for import OnlyFor
 from sinew.steps.prompt.state import State
+from sinew.steps.prompt.state_tokens import StateTokens
 from sinew.steps.prompt.strip import Strip
 from sinew.steps.prompt.suffix import Suffix
+from sinew.steps.prompt.task import TaskPrompt
 from sinew.steps.prompt.text import Text
 from sinew.steps.prompt.without import Without
 from sinew.steps.prompt.words_only import InstructionPrompt
 from sinew.steps.vector.add_state import AddState
 from sinew.steps.vector.affine import Affine
 from sinew.steps.vector.base import VectorStep, apply_steps, turn_back
+from sinew.steps.vector.bounds import ValueBounds
 from sinew.steps.vector.compose_pose import ComposePose
 from sinew.steps.vector.linear_to_angle import LinearToAngle
 from sinew.steps.vector.one_of import OneOf
@@ -104,6 +107,7 @@ RESIZES: dict[Method, str | None] = {
     "bicubic": "54ebfc0db0a99047",
     "pil_bicubic": None,
     "bilinear_cut": "d9725a8f18c0d752",
+    "bilinear_round": "efc330decbbcefe6",
     "bicubic_round": "258f480082ed80c2",
     "cv_bilinear": "dc972d732ad16fc6",
     "area_float": "06bb71f600a84d2a",
@@ -379,6 +383,12 @@ VECTORS = {
             "words": ({"words": ("a",)}, "words: expected 6 meanings, one for each value, got 1"),
         },
     ),
+    "bounds": Vector(
+        ValueBounds((2, 5)),  # within which all of ROWS lie
+        digest(ROWS),
+        "2, 5 from -1 to 1",
+        refused={"order": ({"low": 2.0}, "low: expected at most high, 1, got 2")},
+    ),
 }
 
 
@@ -443,6 +453,13 @@ def test_a_choice_that_is_none_is_named() -> None:
     assert Affine((0,)).choices == ()
 
 
+def test_a_value_outside_of_its_bounds_is_named() -> None:
+    step = ValueBounds((1, 2), -1.0, 0.5)
+    assert apply_steps(np.array([9.0, -1.0, 0.5]), (step,)).tolist() == [9.0, -1.0, 0.5]
+    with pytest.raises(ObservationError, match=r"state\[2\]: expected a value from -1 to 0.5, got 0.75"):
+        apply_steps(np.array([9.0, 0.0, 0.75]), (step,))
+
+
 # ----------------------------------------------------------------------------- prompts
 
 
@@ -471,6 +488,11 @@ PROMPTS = {
     "lower": Said(Lower(), "in small letters", " pick up_the\nred, cube "),
     "words_only": Said(
         InstructionPrompt(), "small letters, digits and spaces alone", " pick up_the\nred cube "
+    ),
+    "task": Said(
+        TaskPrompt(),
+        "small letters, one line, no quotation marks around and no punctuation at the end",
+        "pick up_the red, cube",
     ),
     "as_list": Said(AsList(), "as a list of one text", "[' Pick up_the\\nred, cube ']"),
     "advantage": Said(
@@ -524,6 +546,13 @@ PROMPTS = {
             "values": ({"values": -1}, "values: expected 0 to 8192, got -1"),
             "bins": ({"bins": 0}, "bins: expected 1 to 8192, got 0"),
         },
+    ),
+    "state_tokens": Said(
+        StateTokens(9),
+        "a token per value of the state, of 9 levels",
+        text="Do:<state_8><state_0>",
+        slot="{state}",
+        refused={"levels": ({"levels": 0}, "levels: expected 1 to 8192, got 0")},
     ),
     "image": Said(
         Image("#", 3, 5),

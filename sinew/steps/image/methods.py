@@ -16,6 +16,7 @@ from sinew.steps.image.resample import (
     resize_floats,
     resize_linear,
     resize_pillow,
+    resize_plain,
     resize_round,
 )
 from sinew.steps.image.tensorflow import resize_lanczos3, to_uint8
@@ -27,6 +28,7 @@ Method = Literal[
     "bicubic",
     "pil_bicubic",  # Pillow's BICUBIC
     "bilinear_cut",  # torch's resize of floats with antialias=True, then truncated to uint8
+    "bilinear_round",  # torch's resize of floats with antialias=False, then rounded to uint8
     "bicubic_round",  # torch's resize of floats with antialias=True, then rounded to uint8
     "cv_bilinear",  # OpenCV's INTER_LINEAR
     "area_float",  # torch's interpolate of floats with mode="area"
@@ -63,6 +65,7 @@ _OF_BYTES: dict[str, Callable[[np.ndarray, int, int], np.ndarray]] = {
     "bicubic": partial(resize_antialias, method="bicubic"),
     "pil_bicubic": partial(resize_pillow, method="bicubic"),
     "bilinear_cut": resize_cut,
+    "bilinear_round": resize_plain,
     "bicubic_round": resize_round,
     "cv_bilinear": resize_linear,
 }

@@ -271,6 +271,34 @@ def resize_round(image: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.clip(whole, 0, 255, out=whole).astype(np.uint8)
 
 
+def resize_plain(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Resize uint8 [h, w, C] by torch's bilinear resize of floats without antialias, rounded to uint8 [height, width,
+    C].
+
+    torchvision's ``Resize`` of a uint8 tensor with ``antialias=False`` does the same (MolmoAct2). torch rounds each sum
+    of a product and the sum before it once (a fused multiply-add). float64 contains the products of bytes and float32
+    weights exactly.
+    """
+    rows, columns = plain_taps(image.shape[0], height), plain_taps(image.shape[1], width)
+    total = np.float32(0)
+    for down, across in ((0, 1), (0, 0), (1, 0), (1, 1)):  # torch's order of the four neighbours
+        (which_row, high), (which_column, wide) = rows[down], columns[across]
+        weight = (high[:, None] * wide)[..., None].astype(np.float64)
+        neighbours = image.take(which_row, axis=0).take(which_column, axis=1)
+        total = (neighbours * weight + total).astype(np.float32)
+    return np.rint(total).astype(np.uint8)
+
+
+@lru_cache(maxsize=64)
+def plain_taps(size: int, target: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Return for each target pixel along one axis its two source pixels, each with its float32 weight."""
+    centre = np.arange(target, dtype=np.float32) + np.float32(0.5)
+    source = np.maximum(_fused(float(np.float32(size) / np.float32(target)), centre, -0.5), 0)
+    first = np.minimum(source.astype(np.int64), size - 1)
+    weight = source - first.astype(np.float32)
+    return (first, 1 - weight), (np.minimum(first + 1, size - 1), weight)
+
+
 def resize_floats(image: np.ndarray, height: int, width: int, method: str) -> np.ndarray:
     """Resize float32 [h, w, C] to [height, width, C], columns first, then rows, without rounding or clipping.
 
