@@ -16,6 +16,11 @@ def rms_normalize(x: Tensor, eps: float) -> Tensor:
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
 
 
+def modulated_rms(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """Return rms(x) * (1 + scale) + shift in x's dtype. The sum is computed in float32."""
+    return (rms_normalize(x, eps) * (1.0 + scale.float()) + shift.float()).to(x.dtype)
+
+
 class RMSNorm(nn.Module):
     """Llama's RMS norm: the normalised value is rounded to the input's dtype and then multiplied by the weight."""
 
@@ -68,7 +73,7 @@ class AdaRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, m: Modulation) -> Tensor:
-        return (rms_normalize(x, self.eps) * (1.0 + m.scale.float()) + m.shift.float()).to(x.dtype)
+        return modulated_rms(x, m.scale, m.shift, self.eps)
 
 
 class LayerNorm(nn.LayerNorm):

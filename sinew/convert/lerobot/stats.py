@@ -24,7 +24,8 @@ STATE, ACTION, ENVIRONMENT = "observation.state", "action", "observation.environ
 LEGACY_BUFFERS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 MOST_NAMED = 12  # a message lists at most this many names
 MAX_EPISODES = 1 << 20  # a data set may have at most this many episodes
-# The names of statistics in LeRobot's compute_stats.py.
+# The names of statistics in LeRobot's compute_stats.py. MolmoAct2 adds "mask", which is 1 for values that are
+# normalised, and 0 for the others, such as a gripper.
 STATS = (
     "mean",
     "std",
@@ -36,6 +37,7 @@ STATS = (
     "q50",
     "q90",
     "q99",
+    "mask",
 )
 # Columns of LeRobot's data sets that no policy reads. Files of statistics contain entries for these columns too.
 NOT_OF_POLICIES = (

@@ -33,6 +33,8 @@ class ProcessorStep:
         required: True if the pipeline must contain the step.
         absent: Sentence that the conversion prints for a file without this step, although the family was trained with
             the step.
+        stands_for: Name of the usual step that this step replaces; "" if it replaces none. The step is found by that
+            name.
     """
 
     free: str = ""
@@ -41,6 +43,7 @@ class ProcessorStep:
     ordered: bool = True
     required: bool = False
     absent: str = ""
+    stands_for: str = ""
 
 
 BATCH = ProcessorStep(ordered=False)
@@ -135,7 +138,7 @@ class Pipelines:
                 if furthest and order.index(name) < order.index(furthest):
                     raise ConvertError(f"{where}: expected this step before {furthest}, got it after")
                 furthest = name
-            yield name, step
+            yield supported[name].stands_for or name, step
         if missing := [name for name in supported if supported[name].required and name not in names]:
             raise ConvertError(f"{path}: expected a step {missing[0]}, got none; copy the complete file")
         self.absent += [
