@@ -26,6 +26,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 PUBLISHERS = (
     *("HuggingFaceTB", "Qwen", "nvidia", "OpenGVLab", "openai", "google", "microsoft"),
     "x-square-robot",
+    "allenai",
 )
 
 

@@ -38,6 +38,7 @@ FAMILIES = (
     "multi_task_dit",
     "eo1",
     "wallx",
+    "molmoact2",
     "xvla",
 )
 # Readers of file formats that several families share. The registry tries these readers after all families.

@@ -36,6 +36,7 @@ FAST = (
     "mtdit-ddim",
     "turbovla",
     "wallx-2cam",
+    "molmoact2-2cam",
 )
 TWICE = [
     ("plan", "evo1-mint"),
@@ -51,6 +52,7 @@ TWICE = [
     ("onnx", "mtdit-ddpm"),
     ("onnx", "eo1-fast"),
     ("onnx", "turbovla-3cam"),
+    ("onnx", "molmoact2-3cam"),
 ]  # as another case of its family
 PACKED = {"fold-norms", "pack-qkv", "pack-gate-up"}
 HEADED = PACKED | {"tabulate-time"}
@@ -69,6 +71,7 @@ REWRITES = {  # at least these; a model whose norms are read by what adds to the
     **dict.fromkeys(("eo1-2cam", "eo1-fast", "wallx-2cam", "wallx-3cam"), HEADED),
     **{case: {"fold-norms", "pack-qkv"} for case in ("vqbet-parallel", "vqbet-sequential")},
     **{case: {"fold-norms", "pack-qkv"} for case in ("turbovla", "turbovla-3cam")},
+    **dict.fromkeys(("molmoact2-2cam", "molmoact2-3cam"), HEADED),
 }
 
 Open = Callable[[str, str], Policy]

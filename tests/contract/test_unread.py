@@ -38,6 +38,7 @@ ALIKE = (
     "xvla-auto",
     "vqbet-parallel",
     "wallx-2cam",
+    "molmoact2-2cam",
 )
 SHARD = re.compile(r"-0000[2-9]-of-.*")
 ALONE, BESIDE = "alone", "beside"

@@ -73,6 +73,7 @@ FAMILIES: dict[
         ("pi0fast-2cam", "checkpoint", {"arch": "arch.json"}),
         *((case, "checkpoint", {}) for case in ("act-env", "diffusion-ddim", "xvla-ee6d", "xvla-auto")),
         *((case, "checkpoint", {}) for case in ("vqbet-sequential", "mtdit-ddpm", "eo1-fast", "wallx-3cam")),
+        ("molmoact2-3cam", "checkpoint", {}),
         ("turbovla-3cam", "checkpoint", {**GIVEN, "stats_key": "robot", "settings": {"gripper": "scaled"}}),
     ),
     "checkpoints of GR00T": (

@@ -45,6 +45,7 @@ CASES = (
     *("eo1-2cam", "eo1-fast", "wallx-2cam", "wallx-3cam"),
     *("act-sizes", "act-3cam"),
     *("turbovla", "turbovla-3cam"),
+    *("molmoact2-2cam", "molmoact2-3cam"),
 )
 LARGE = ("evo1-mint", "vla-adapter", "diffusion-ddpm")  # these cases take a third of the time of all cases
 
@@ -708,6 +709,48 @@ def wallx(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[S
         yield Stage(f"v_t.{step}", velocity, g["v_t"][step])
 
 
+# ----------------------------------------------------------------------------- MolmoAct2
+
+
+def molmoact2(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    """Of the language model and of what the expert reads of it, the last tokens; of the tower, the first view."""
+    model: Any = policy.engine.model
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    assert tokens.tolist() == g["input_ids"].tolist()
+    yield Stage("state", state[None], g["state_normalized"])
+    resized = torch.stack([g[f"resized.{name}"] for name in g.cameras]).permute(0, 3, 1, 2)
+    yield Stage("pixels", pixels[0], resized / 255 * 2 - 1)
+    with Outputs(model.vision.layers) as outputs:
+        features = run(model.vision, pixels.flatten(0, 1))
+    for index, output in enumerate(outputs):
+        yield Stage(f"vision_layer.{index}", output[:1], g[f"vision_layer.{index}"])
+    pooled = run(model.connector.pool, features, *model.grid_of(*pixels.shape[-2:]))
+    yield Stage("pooled", pooled.flatten(0, 1)[:, None], g["pooled"])
+    image_tokens = run(model.embed_images, pixels)
+    yield Stage("image_tokens", image_tokens.flatten(0, 2), g["image_tokens"])
+    x, last = run(model.embed, image_tokens, tokens, mask), slice(-g["inputs_embeds"].shape[1], None)
+    yield Stage("inputs_embeds", x[:, last], g["inputs_embeds"])
+    with Outputs(model.language.layers) as outputs:
+        context = run(model.read, image_tokens, cameras, tokens, mask, state)
+    for index, output in enumerate(outputs):
+        yield Stage(f"lm_layer.{index}", output[:, last], g[f"lm_layer.{index}"])
+    for index, kv in enumerate(context.kv):
+        for name, heads in zip("kv", kv, strict=True):
+            expected = g[f"context.{index}.{name}"]
+            yield Stage(f"context.{index}.{name}", heads[:, -expected.shape[1] :], expected)
+    assert torch.equal(context.reads[:, 0], g["encoder_mask"])
+    for step, t in enumerate(g["t"]):
+        time, x_t = embed_time(model, float(t), run), g["x_t"][step][None]
+        condition = run(model.condition, torch.tensor([float(t)], dtype=torch.float64))
+        yield Stage(f"conditioning.{step}", condition, g["conditioning"][step][None])
+        with Outputs(model.blocks) as outputs:
+            velocity = run(model.act, x_t, time, context)
+        for index, output in enumerate(outputs if step == 0 else ()):
+            yield Stage(f"expert_block.{index}", output, g[f"expert_block.{index}"])
+        # The reference sets the padding to zero after its network.
+        yield Stage(f"v_t.{step}", velocity, g["v_t"][step][None] * model.action_mask)
+
+
 # ----------------------------------------------------------------------------- X-VLA
 
 
@@ -916,5 +959,6 @@ FAMILIES: dict[str, Callable[[Policy, Golden, Observation, Run], Iterator[Stage]
     "eo1": eo1,
     "turbovla": turbovla,
     "wallx": wallx,
+    "molmoact2": molmoact2,
     "xvla": xvla,
 }

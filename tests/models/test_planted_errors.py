@@ -46,6 +46,7 @@ STAGES = {
         "feature_map",
         "backbone.layer",
         "backbone.maxpool",
+        "pooled",
         "frame_rows",
         "film_block",
     ),
@@ -82,6 +83,9 @@ STAGES = {
         "offsets_all",
         "decoded",
         "fusion",
+        "context",
+        "conditioning",
+        "expert_block",
     ),
 }
 
