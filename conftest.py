@@ -1,4 +1,8 @@
-"""Fixtures: the golden cases (tests/cases.py), and the bundles converted from them."""
+"""Fixtures and options for all tests of this repository.
+
+The most used fixtures are the golden cases (tests/cases.py) and the bundles that are converted from them. A golden
+case is a checkpoint with stored inputs and with the outputs of the reference implementation.
+"""
 
 from __future__ import annotations
 
@@ -29,39 +33,41 @@ from tests.proofs import Recorder
 from tests.shape_rounding import VARIABLE, RoundedByShape, begin_if_asked
 from tools.workers import Workers
 
-# Triton compiles or interprets from its first import on, and torch imports it where it is installed.
+# Triton decides at its first import whether it compiles or interprets kernels. torch imports Triton if it is
+# installed, so this variable must be set before the import of torch.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Servers of tests stay with the engine that they start with, and leave the machine to the others. What prepares another
-# has tests of its own (tests/serve/test_prepare.py).
+# A server of a test keeps the engine with which it starts. Without this variable the server would prepare a faster
+# engine in the background, which takes CPU time from other tests. tests/serve/test_prepare.py tests the preparation.
 os.environ["SINEW_SERVE_PREPARE"] = "0"
 
-os.environ.pop(
-    "COLUMNS", None
-)  # of the terminal that the suite runs in: texts are compared at their own width
+os.environ.pop("COLUMNS", None)  # the width of the user's terminal would change the texts that tests compare
 
-with contextlib.suppress(ImportError):  # which not every test needs
+with contextlib.suppress(ImportError):  # hypothesis is missing in some environments; only few tests need it
     import hypothesis
 
-    hypothesis.settings.register_profile("sinew", deadline=None)  # 200 ms of a busy machine say nothing
+    # on a busy machine, an example can take longer than the default deadline of 200 ms
+    hypothesis.settings.register_profile("sinew", deadline=None)
     hypothesis.settings.load_profile("sinew")
 
 with contextlib.suppress(ImportError):
     from websockets.sync.client import connect
 
-    connect.__kwdefaults__["open_timeout"] = 60.0  # a machine that stood still for 10 s says nothing either,
-    connect.__kwdefaults__["ping_timeout"] = 300.0  # nor for 20 s later
+    # a busy machine can pause for more than the default 10 s during the opening
+    connect.__kwdefaults__["open_timeout"] = 60.0
+    # and for more than the default 20 s between a ping and its answer
+    connect.__kwdefaults__["ping_timeout"] = 300.0
 
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """The directory of golden fixtures (reference implementations' inputs and outputs)."""
+    """The folder of the golden cases, which contain inputs and outputs of the reference implementations."""
     return golden_cases()
 
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate of this machine, signed by itself, and its key, as files (PEM)."""
+    """A self-signed TLS certificate for this machine and its key, as the paths of two PEM files."""
     folder = tmp_path_factory.mktemp("tls")
     cert, key = folder / "cert.pem", folder / "key.pem"
     command = [
@@ -77,17 +83,21 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         "/CN=localhost",
     ]
     names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
-    names += ["-addext", "basicConstraints=critical,CA:FALSE"]  # Zenoh's TLS rejects an authority as a server
+    # Zenoh's TLS rejects a server whose certificate is the certificate of an authority
+    names += ["-addext", "basicConstraints=critical,CA:FALSE"]
     made = subprocess.run([*command, *names, "-keyout", key, "-out", cert], capture_output=True)
     if made.returncode:
-        pytest.skip("openssl is needed to make a certificate")
+        pytest.skip("this test needs the program openssl, which makes a certificate; install openssl")
     return cert, key
 
 
 @pytest.fixture(scope="session")
 def case_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Converts a golden checkpoint once per run, for all of its workers, with what its case.json says:
-    ``case_bundle("evo1-mint")``."""
+    """A function that converts the checkpoint of a golden case and returns the path of its bundle.
+
+    For example ``case_bundle("evo1-mint")``. The conversion uses the options in the case's case.json. All workers of
+    a test run share the bundle, so each case is converted once.
+    """
     directory = of_all_workers(tmp_path_factory) / "bundles"
     directory.mkdir(exist_ok=True)
 
@@ -107,19 +117,24 @@ def case_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 def adapters(
     case_bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Adapters]:
-    """Two adapters of a golden case, apart from their base and merged: ``adapters("smolvla-2cam")``."""
+    """A function that makes two LoRA adapters for a golden case: as separate files, and merged into the weights of
+    their base.
+
+    For example ``adapters("smolvla-2cam")``.
+    """
     return cache(lambda case: make_adapters(case, case_bundle(case), tmp_path_factory.mktemp(case)))
 
 
 @pytest.fixture(scope="session")
 def smolvla_bundle(case_bundle: Callable[[str], Path]) -> Callable[..., Path]:
-    """The same, of one family where a test asks for none in particular."""
+    """Same as ``case_bundle``, with a SmolVLA case as the default for tests that work with any family."""
     return lambda case="smolvla-2cam": case_bundle(case)
 
 
 @pytest.fixture(scope="session")
 def rolling_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle whose head takes a time per row, with random weights (tests/stream/rolling.py)."""
+    """A bundle with random weights, whose action head has one solver time for each row of a chunk
+    (tests/stream/rolling.py)."""
     from tests.stream.rolling import write_bundle
 
     return write_bundle(tmp_path_factory.mktemp("rolls"))
@@ -127,14 +142,17 @@ def rolling_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def folder_of_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all workers of this run share; what they make in it they lock."""
+    """A folder that all workers of this test run share. A test must lock each file that it writes there."""
     return of_all_workers(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
-    """Copies the first SmolVLA bundle with its ONNX graphs beside it into an empty folder: ``exported(folder)`` returns
-    the bundle's path. An export takes longer than most tests, so it happens once per run, for all of its workers."""
+    """A function that copies a SmolVLA bundle and its exported ONNX graphs into an empty folder.
+
+    ``exported(folder)`` returns the path of the bundle. An export takes longer than most tests, so it runs once in a
+    test run, for all workers.
+    """
     home = home_of_export(tmp_path_factory)
 
     def copy(folder: Path) -> Path:
@@ -150,18 +168,22 @@ def home_of_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of this run of the suite."""
+    """Return a folder that all workers of this test run share."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
 
 
 def export_to(home: Path) -> None:
-    """Make a folder with that bundle and its graphs, unless it is there; wait for a process that is about it."""
+    """Make the folder ``home`` with the SmolVLA bundle and its ONNX graphs, unless it exists.
+
+    If another process makes the folder at the same time, wait for that process.
+    """
     with (home.parent / "exported.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not home.exists():
             case, made = golden_cases() / "smolvla-2cam", home.with_name("exporting")
-            shutil.rmtree(made, ignore_errors=True)  # of one that was ended
+            # a process that was killed during its export leaves this folder
+            shutil.rmtree(made, ignore_errors=True)
             made.mkdir()
             convert(case / "checkpoint", made / "policy.gguf", vlm=case / "vlm", name=case.name)
             load(made / "policy.gguf", engine="onnx")
@@ -170,7 +192,8 @@ def export_to(home: Path) -> None:
 
 @pytest.fixture(scope="module")
 def rounded_by_shape() -> Iterator[None]:
-    """Products round by the shape of their batch, here and in the processes that the module's tests fork."""
+    """Matrix products round by the shape of their batch, in this process and in the processes that the module's tests
+    fork (tests/shape_rounding.py)."""
     with pytest.MonkeyPatch.context() as patch, RoundedByShape():
         patch.setenv(VARIABLE, "1")
         yield
@@ -178,7 +201,8 @@ def rounded_by_shape() -> Iterator[None]:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The servers and shards that evaluation starts begin with torch imported (tests/processes.py)."""
+    """The servers and shards that an evaluation starts are forked from a process that has imported torch
+    (tests/processes.py)."""
 
     for module in processes.STARTING:
         monkeypatch.setattr(f"{module}.subprocess", processes.FORKED)
@@ -186,19 +210,22 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dry_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The robot without hardware ends a run itself, after ten commands, however long the first chunk takes here."""
+    """The robot without hardware ends each run after ten commands.
+
+    The length of the run then does not depend on how long the first chunk takes on this machine.
+    """
     act = Dry.act
 
     def last(self: Dry, row: object) -> None:
         act(self, row)  # type: ignore[arg-type]
         if self.commands >= 10:
-            raise Stopped("enough commands")
+            raise Stopped("the robot got ten commands")
 
     monkeypatch.setattr(Dry, "act", last)
 
 
 class Unhurried(Pace):
-    """Puts the next ticks off by what it is late for, so that none is skipped."""
+    """A pace that delays all next control steps by its lateness, so it skips no step."""
 
     def _wait(self) -> float:
         wait = super()._wait()
@@ -208,7 +235,7 @@ class Unhurried(Pace):
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops run as on a machine that is never late: each control step follows the one before."""
+    """Control loops run as on a machine that is never late: no control step is skipped."""
     monkeypatch.setattr("sinew_client.control.loop.Pace", Unhurried)
 
 
@@ -239,18 +266,23 @@ def evo1_bundle(case_bundle: Callable[[str], Path]) -> Callable[..., Path]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--faults-rounds", type=int, default=0, help="of tests/serve/test_faults.py, in random order"
+        "--faults-rounds",
+        type=int,
+        default=0,
+        help="number of rounds of tests/serve/test_faults.py, each in a random order",
     )
     parser.addoption(
         "--order",
         type=int,
         default=0,
-        help="seed of a random order: of files, and of the tests in each; 0: as written",
+        help="seed of a random order of the files and of the tests in each file; 0: the written order",
     )
     parser.addoption(
-        "--workers", type=int, default=0, help="processes that share the files: tools/workers.py"
+        "--workers", type=int, default=0, help="number of processes that run the tests (tools/workers.py)"
     )
-    parser.addoption("--proofs", type=Path, help="JSON file for what the passed tests prove: tests/proofs.py")
+    parser.addoption(
+        "--proofs", type=Path, help="JSON file for the claims that the passed tests prove (tests/proofs.py)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -265,16 +297,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(path))
     if count := config.getoption("--workers"):
         config.pluginmanager.register(Workers(count), "workers")
-    gc.disable()  # until the tests begin: collecting makes half a million objects and hardly any garbage
+    # off until the tests begin: the collection of tests makes half a million objects and almost no garbage
+    gc.disable()
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k is asked
+@pytest.hookimpl(tryfirst=True)  # before pytest evaluates -k, which uses the keywords that are added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Shuffle by ``--order``; the tests of a file stay together, as what they share is made once. Those that ask for
-    exported graphs answer to ``-k onnx``, whatever they are called.
+    """Order the tests. Tests of one file stay together, because they share fixtures that are made once per file.
 
-    Workers take the folders' files in turn: those of some compute and those of others wait for servers, which
-    costs least where the workers do both at once.
+    With ``--order``, the order is random. With ``--workers``, files of the folders alternate: some folders have tests
+    that compute, other folders have tests that wait for servers, and the two kinds run well at the same time. Tests
+    that need the fixture ``exported`` get the keyword ``onnx``, so ``-k onnx`` selects them.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -297,22 +330,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     workers = session.config.pluginmanager.get_plugin("workers")
-    if workers:  # what the first trace of a policy imports, a CPU second: once here, or else in each worker
+    # The first trace of a policy imports these modules, which takes one CPU second. Import them once here, not in
+    # each worker.
+    if workers:
         with contextlib.suppress(ImportError):
             import torch._dynamo
             import torch.distributed.tensor  # noqa: F401
     gc.collect()
     gc.freeze()
-    gc.set_threshold(700, 10, 50)  # of 10: whole searches, as there is one behind each file
+    # The last number is the count of collections of generation 1 before a full collection. The teardown below already
+    # collects after each file, so full collections can be rare.
+    gc.set_threshold(700, 10, 50)
     gc.enable()
-    # Two workers would meet at the export, and one of them wait for the other: a third process is about it meanwhile.
+    # If two workers need the export at the same time, one of them waits. So a separate process exports while the
+    # workers begin.
     needed = any("exported" in getattr(item, "fixturenames", ()) for item in session.items)
     if needed and workers:
         workers.begins.append(begin_export)
 
 
 def begin_export(config: pytest.Config, number: int) -> None:
-    """Have the first worker begin the export that many tests ask for."""
+    """Start the export of the ONNX graphs in a separate process, from the first worker."""
     if number == 0:
         home = home_of_export(config._tmp_path_factory)  # type: ignore[attr-defined]
         program = f"import pathlib; from conftest import export_to; export_to(pathlib.Path({str(home)!r}))"
@@ -324,12 +362,15 @@ def begin_export(config: pytest.Config, number: int) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    begin_if_asked()  # in the worker: before it is forked, no thread may run
+    begin_if_asked()  # in each worker: the process that collects the tests must have only one thread when it forks
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Have no later search for garbage look through what a file of tests leaves: libraries, caches of the session."""
+    """Exclude the objects that remain after a file of tests from later garbage collections.
+
+    Such objects are imported libraries and the caches of session fixtures.
+    """
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()

@@ -453,8 +453,7 @@ def prepare_inside(
 
     Returns:
         The names of the programs that can run, and the lower bound of a float32 chunk in processor seconds. The bound
-        is 0
-        without the engine ``onnx``, because its benchmark counts the operations.
+        is 0 without the engine ``onnx``, because its benchmark counts the operations.
     """
     lerobot, bundle = arguments.lerobot.resolve(), out / f"{FLOAT}.gguf"
     words, threads = [str(out / "lerobot")], str(arguments.threads)

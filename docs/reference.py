@@ -1,4 +1,8 @@
-"""Pages of the site that are made from the program when it is built: each verb, all settings, the Python API."""
+"""Make the pages of the site that come from the code: one page for each verb, one for all settings, one for the
+Python API.
+
+mkdocs calls this module through site.py when it builds the site.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +15,38 @@ from typing import Any
 from sinew.cli.settings import option_name
 
 FOLDER = "reference"
-# Module -> what is said of it, and its names; those of its ``__all__`` where none are given.
+# Key: module. Value: introduction on its page, and the names to document. Without names: all names in ``__all__`` of
+# the module.
 MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "sinew": ("A policy in this process, and what is done with one.", ()),
-    "sinew.convert": ("A checkpoint becomes a bundle.", ("convert",)),
-    "sinew_client": ("The robot's side: Python 3.8 or newer, no torch.", ()),
-    "sinew_client.aio": ("The same for asyncio.", ("AsyncClient",)),
+    "sinew": ("Load a policy in this process and compute actions with it.", ()),
+    "sinew.convert": ("Convert a checkpoint into a bundle.", ("convert",)),
+    "sinew_client": ("The client for the robot's computer. It needs Python 3.8 or newer, and no torch.", ()),
+    "sinew_client.aio": ("The same client for asyncio.", ("AsyncClient",)),
     "sinew_client.control": (
-        "The robot's loop: chunks become one command per control step.",
+        "The control loop of a robot, which sends one command from the chunks of a policy in each control step.",
         ("Loop", "Settings", "Robot", "Source", "Controller", "Limits", "Stream", "Adapter"),
     ),
 }
-# What a package of somebody else implements or is asked for, and where it is defined.
+# Interfaces that a plugin implements or uses. Key: the name of the class. Value: introduction on the page.
 EXTENSIONS = {
-    "sinew.engine.backend.Backend": "An engine's record: entry point `sinew.engines`.",
-    "sinew.engine.engine.Engine": "What an engine does.",
-    "sinew.models.base.Model": "What a model of a family does: [adding a model](../adding-a-model.md).",
+    "sinew.engine.backend.Backend": "The description of an engine. Entry point: `sinew.engines`.",
+    "sinew.engine.engine.Engine": "The interface of an engine.",
+    "sinew.models.base.Model": "The interface of the model of a family. See [adding a model](../adding-a-model.md).",
     "sinew.serve.wire.Wire": "A wire's record.",
-    "sinew.layers.stores.store.Store": "A way to store weights.",
+    "sinew.layers.stores.store.Store": "The interface of a storage format for weights.",
 }
 VARIABLES = {
-    "SINEW_API_KEY": "the key that a server wants, where `--api-key-file` is not given",
-    "SINEW_CONFIG": "a TOML file of flags, as `--config FILE.toml`",
-    "SINEW_DEBUG": "`1`: show the traceback of an error, as `--debug`",
-    "SINEW_CPU_KERNELS": "kernels of engine `cpu`: the name of those to use, or `off`",
-    "SINEW_SIMS": "the folder of simulators' own interpreters (`make sim-aloha`)",
-    "XDG_CACHE_HOME": "where converted checkpoints and proofs are kept (default: `~/.cache`)",
+    "SINEW_API_KEY": "the API key of the server, if `--api-key-file` is not given",
+    "SINEW_CONFIG": "a TOML file with flags, same as `--config FILE.toml`",
+    "SINEW_DEBUG": "`1`: show the traceback of an error, same as `--debug`",
+    "SINEW_CPU_KERNELS": "name of the kernels that the engine `cpu` uses, or `off`",
+    "SINEW_SIMS": "the folder with the Python environments of the simulators (`make sim-aloha`)",
+    "XDG_CACHE_HOME": "the folder for converted checkpoints and proofs (default: `~/.cache`)",
 }
 
 
 def pages() -> dict[str, str]:
-    """Return the name of each page below the folder -> its Markdown."""
+    """Return the pages. Key: file name below the folder ``reference``. Value: the page as Markdown."""
     from sinew.cli import build_app
     from sinew.cli.verbs import commands
 
@@ -57,7 +62,7 @@ def pages() -> dict[str, str]:
 
 
 def menu() -> dict[str, Any]:
-    """Return what the site's menu has of these pages, in the order of the help."""
+    """Return the entries of the site's menu for these pages, in the order of `sinew --help`."""
     from sinew.cli.verbs import SECTIONS, commands
 
     verbs = []
@@ -65,7 +70,8 @@ def menu() -> dict[str, Any]:
         inner = []
         for words, _ in commands(section):
             inner.append({" ".join(words): f"{FOLDER}/verbs/{'-'.join(words)}.md"})
-        verbs.append({f"Commands: {title}": inner})  # the menu has another part with the name Start
+        # "Commands: ", because another part of the menu has the name Start too
+        verbs.append({f"Commands: {title}": inner})
     return {
         "API and settings": [
             {"Python": f"{FOLDER}/python.md"},
@@ -76,7 +82,7 @@ def menu() -> dict[str, Any]:
 
 
 def _arguments(command: Any) -> Iterator[Any]:
-    """Yield what a command takes, without the records that only group it."""
+    """Yield the arguments of a command, without the dataclasses that only group arguments."""
     for each in command.assemble_argument_collection(parse_docstring=True):
         if each.name != "*" and not each.children:
             yield each
@@ -95,8 +101,11 @@ def _verb(words: tuple[str, ...], verb: Any, command: Any, arguments: list[Any])
             lines.append(f"| {names} {_kind(each)} | {_default(each)} | {_cell(each.parameter.help)} |")
     if not all(each.show for each in arguments):
         lines += ["", "A name without dashes is a setting: pass `--set NAME=VALUE`."]
-    lines += ["", "Each flag may also come from the environment or a file: [all settings](../settings.md)."]
-    lines += ["Exit status: [every verb](../../commands.md#exit-status)."]
+    lines += [
+        "",
+        "You can also set each flag with an environment variable or in a file: [all settings](../settings.md).",
+    ]
+    lines += ["For the exit status, see [the list for all verbs](../../commands.md#exit-status)."]
     return "\n".join(lines) + "\n"
 
 
@@ -104,8 +113,9 @@ def _settings(rows: list[tuple[tuple[str, ...], Any]]) -> str:
     lines = [
         "# All settings",
         "",
-        "Every option of every verb. A name without dashes has no flag: pass it with `--set NAME=VALUE`.",
-        "The command line wins over the environment, and that over the file of `--config`.",
+        "All options of all verbs. An option whose name has no dashes is not a flag. Pass it with `--set NAME=VALUE`.",
+        "A value on the command line overrides the environment variable.",
+        "The environment variable overrides the file of `--config`.",
         "`--host` of `sinew serve` is `SINEW_SERVE_HOST`, or `host` under `[serve]` in the file; of `sinew hub pull`,",
         "`--out` is `SINEW_HUB_PULL_OUT`, or `out` under `[hub.pull]`.",
         "",
@@ -121,7 +131,7 @@ def _settings(rows: list[tuple[tuple[str, ...], Any]]) -> str:
         first = "_".join(verbs[0]).upper()
         more = ", ..." * (len(verbs) > 1)
         lines.append(f"| `{name}` | {links} | `SINEW_{first}_{flag}`{more} | {default} | {text} |")
-    lines += ["", "## Variables of the environment", "", "| variable | |", "|---|---|"]
+    lines += ["", "## Environment variables", "", "| variable | |", "|---|---|"]
     lines += [f"| `{name}` | {text} |" for name, text in VARIABLES.items()]
     return "\n".join(lines) + "\n"
 
@@ -139,7 +149,7 @@ def _python() -> str:
         # The table of contents shows the module, because two modules can have a class of the same name.
         for name in names:
             lines += [f"::: {module}.{name}", "    options:", f"      toc_label: {module}.{name}", ""]
-    lines += ["## To add to Sinew", ""]
+    lines += ["## Interfaces for plugins", ""]
     for name, text in EXTENSIONS.items():
         lines += [text, "", f"::: {name}", ""]
     return "\n".join(lines)
@@ -167,5 +177,5 @@ def _cell(text: str | None) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return what a docstring says with its brackets as characters: ``[@REVISION][/FILE]`` is no link."""
+    """Escape the brackets of a docstring, so that Markdown does not read ``[@REVISION][/FILE]`` as a link."""
     return text.replace("[", "\\[").replace("<", "&lt;")

@@ -1,5 +1,8 @@
-"""A hook of mkdocs: README.md is the front page, files beside docs/ that pages link to are part of the site, and so are
-the pages that reference.py makes of the program."""
+"""A hook of mkdocs, which adds pages to the site.
+
+README.md becomes the front page. Files outside of docs/ become part of the site if a page links to them. reference.py
+adds the pages that are made from the code.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-BESIDE = "repository"  # the folder of the site for what lies beside docs/
+BESIDE = "repository"  # the folder of the site for files outside of docs/
 LINK = re.compile(r"(\]\()([^)#\s:]+)([^)]*\))")
 WHOLE = re.compile(r"\[([^\[\]]*)\]\(([^)#\s:]+)[^)]*\)")
-PLAIN = {"", ".sh", ".service"}  # shown as text rather than downloaded
-RESEARCH = "research/"  # no part of the site: what a page links to there is named, without a link
+# The browser shows files with these suffixes as text. Otherwise it would download them.
+PLAIN = {"", ".sh", ".service"}
+RESEARCH = "research/"  # this folder is not part of the site: a link into it becomes the name of its target
 
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -24,33 +28,33 @@ import reference  # noqa: E402 - beside this file, which mkdocs loads by its pat
 
 EMPTY = re.compile(r"<th([^>]*)></th>")
 DIALOG = 'data-md-component="search" role="dialog"'
-# Roles of docstrings, as Sphinx writes them: here they are code.
+# Roles in docstrings, in the notation of Sphinx. The site shows their targets as code.
 ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):(?=<code>|`)")
 
 
 def on_config(config: Any) -> Any:
-    """Put the pages of the program at the end of the menu."""
+    """Append the generated pages (reference.py) to the menu."""
     config.nav.append(reference.menu())
     return config
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Take the roles from docstrings, and make headings of tables that say nothing plain cells."""
+    """Remove the roles of docstrings, and make plain cells of the empty header cells of tables."""
     return EMPTY.sub(r"<td\1></td>", ROLE.sub("", html))
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Name the theme's dialog of the search, for those who hear the page."""
+    """Give the search dialog of the theme a label for screen readers."""
     return output.replace(DIALOG, f'{DIALOG} aria-label="Search"')
 
 
-on_post_template = on_post_page  # 404.html is a template, and not a page
+on_post_template = on_post_page  # mkdocs makes 404.html from a template and not from a page
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the front page, and every file outside of docs/ that a page or the menu links to."""
+    """Add the front page, and each file outside of docs/ to which a page or the menu links."""
     files.append(File.generated(config, "index.md", content=_moved((ROOT / "README.md").read_text(), "")))
-    # Pages of packages link to each other, so what is added is looked at as well.
+    # The pages of packages link to more files, so the links of each added page are followed too.
     todo = {target for path in [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"] for target in _targets(path)}
     todo |= set(re.findall(rf"{BESIDE}/(\S+)", (ROOT / "mkdocs.yml").read_text()))
     done: set[str] = set()
@@ -73,14 +77,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links of docs/ to files beside it into links within the site."""
+    """Replace the links from docs/ to files outside of docs/ by links within the site."""
     if page.file.generated_by:
         return markdown
     return _moved(markdown, posixpath.dirname(f"docs/{page.file.src_uri}"), page.file.src_uri)
 
 
 def _targets(path: Path) -> set[str]:
-    """Return what a page links to outside of docs/, from the root."""
+    """Return the files outside of docs/ to which a page links, relative to the root of the repository."""
     folder = path.parent.relative_to(ROOT).as_posix()
     found = {
         posixpath.normpath(posixpath.join(folder, target)) for _, target, _ in LINK.findall(path.read_text())
@@ -93,7 +97,8 @@ def _targets(path: Path) -> set[str]:
 
 
 def _moved(text: str, folder: str, page: str = "index.md") -> str:
-    """Return a page with its links, which are relative to ``folder`` of the repository, relative to ``page``."""
+    """Rewrite the links of a page. They are relative to ``folder`` of the repository, and become relative to
+    ``page``."""
 
     def move(found: re.Match[str]) -> str:
         before, target, after = found.groups()
@@ -110,6 +115,6 @@ def _moved(text: str, folder: str, page: str = "index.md") -> str:
 
     def name_research(found: re.Match[str]) -> str:
         name = posixpath.normpath(posixpath.join(folder, found[2]))
-        return f"{found[1]} (`{name}` of the source)" if name.startswith(RESEARCH) else found[0]
+        return f"{found[1]} (`{name}` in the repository)" if name.startswith(RESEARCH) else found[0]
 
     return LINK.sub(move, WHOLE.sub(name_research, text))

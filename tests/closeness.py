@@ -161,8 +161,7 @@ def terms(func: Any) -> tuple[Terms | None, bool]:
     """Return the number of terms in each element of an operator's result.
 
     Returns:
-        A function that counts the terms, which is None for operators without rounding. And True if the terms have
-        both
+        A function that counts the terms, which is None for operators without rounding. And True if the terms have both
         signs, so that an element may be far smaller than its partial sums.
     """
     name = func.overloadpacket.__name__
@@ -196,8 +195,7 @@ def runs(samples: int = SAMPLES, derivatives: bool = False) -> tuple[Run, list[R
 
     Returns:
         A function that calls a function without noise, and ``samples`` functions that repeat its calls with noise.
-        Each
-        call must first run without noise.
+        Each call must first run without noise.
     """
     seen = Seen()
 

@@ -2,9 +2,8 @@
 
 ``run`` and ``Process`` do the same as ``subprocess.run`` and ``subprocess.Popen`` for ``python -m MODULE ...`` and
 ``python -c PROGRAM ...``. They start a process with its own environment, standard streams, signals and exit status.
-The
-process is forked from a nursery. A nursery is a process for all test workers, which has imported torch and starts no
-threads. Tests of the start of a process (its imports, their order, torch's variables) use ``subprocess``. Another
+The process is forked from a nursery. A nursery is a process for all test workers, which has imported torch and starts
+no threads. Tests of the start of a process (its imports, their order, torch's variables) use ``subprocess``. Another
 interpreter needs its own nursery with its own list of imports.
 """
 
@@ -104,9 +103,8 @@ class Process:
         cwd: Folder. None: that of the worker.
         start_new_session: Start a new session.
         ignored: Signals that the process ignores.
-        forking: Also fork the servers and shards that the process starts, which saves three CPU seconds for each.
-            They are
-            then not children of the process.
+        forking: Also fork the servers and shards that the process starts, which saves three CPU seconds for each. They
+            are then not children of the process.
         nursery: The nursery. None: that of this interpreter.
     """
 

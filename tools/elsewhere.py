@@ -1,7 +1,6 @@
 """``make elsewhere``: run the whole test suite as other users would, in new clones with their own environments.
 
-``python -m tools.elsewhere [NAME ...]`` runs ``make test`` once for each place and prints a table. A place is a way
-to
+``python -m tools.elsewhere [NAME ...]`` runs ``make test`` once for each place and prints a table. A place is a way to
 run the suite, such as another user or another interpreter. ``--list`` prints the names of the places. By default, all
 places are run. The exit status is 1 if a test failed. A place with another user needs root, and interpreters that
 every user can run.

@@ -709,8 +709,7 @@ def awaited(child: int, limit: float) -> str:
 
     Returns:
         "passed", "failed", "unknown", or "time" if the process has slept for longer than ``limit`` seconds. At the
-        end, the
-        whole group is killed.
+        end, the whole group is killed.
     """
     began, verdict, done, ends = slept(child), "time", 0, os.pidfd_open(child)
     while slept(child) - began < limit:

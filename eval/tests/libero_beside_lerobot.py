@@ -1,7 +1,8 @@
-"""LIBERO as Sinew plays it beside LeRobot's environment and observation processor, with our expert's actions.
+"""Compare LIBERO in Sinew with LeRobot's environment and observation processor, with the actions of Sinew's expert.
 
-``python libero_beside_lerobot.py SINEW CLIENT LEROBOT... TASK TRIAL STEPS`` in LIBERO's interpreter, with folders for
-its path, LeRobot's and torch's last. Prints what differs, as JSON.
+Call it as ``python libero_beside_lerobot.py SINEW CLIENT LEROBOT... TASK TRIAL STEPS`` in the Python environment of
+LIBERO. SINEW, CLIENT and LEROBOT... are folders for the import path, and the folders of LeRobot and torch come last.
+Prints the differences as JSON.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import torch  # noqa: E402
 from sinew_eval.episodes.adapters import Mapped  # noqa: E402
 from sinew_eval.suites import libero  # noqa: E402
 
-# PyPI's torchvision is compiled against CUDA's torch; see lerobot_robot.py.
+# PyPI's torchvision is compiled for the CUDA build of torch; see lerobot_robot.py.
 _operators = torch.library.Library("torchvision", "FRAGMENT")
 if not hasattr(torch.ops.torchvision, "nms"):
     for _name in ("nms", "qnms"):
         _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
-EVERY = 8  # a frame is looked at, as a chunk would be asked for
+EVERY = 8  # the camera frames of every 8th step are compared, which is about the interval between two chunks
 
 
 def play_ours() -> tuple[list, list, list]:
@@ -78,7 +79,7 @@ def play_theirs(actions: list) -> tuple[list, list, str]:
         }
         return {"state": seen["observation.state"][0].numpy(), "images": frames}
 
-    raw, _ = env.reset(seed=7)  # Sinew's default
+    raw, _ = env.reset(seed=7)  # the seed that Sinew's LIBERO adapter uses by default
     seen, success = [processed(raw)], []
     for action in actions:
         raw, _, _, _, info = env.step(action)

@@ -124,7 +124,7 @@ def test_films_are_of_the_episodes_of_the_run(run: Path) -> None:
     record = record_of(run)
     seeds = films.chosen([[_episode(**each) for each in trials] for trials in record["outcomes"]], 1)
     assert len(pictures) == 2 * len(seeds) > 0
-    assert "every command was the run's" in markup
+    assert "every command was the same as in the run" in markup
     for attributes in pictures:
         data = base64.b64decode((attributes["src"] or "").partition("base64,")[2])
         film = Image.open(io.BytesIO(data))
@@ -171,8 +171,8 @@ def test_a_film_that_does_not_repeat_the_run_says_so(run: Path) -> None:
     record = record_of(run)
     film = films.Film(0, _episode(seed=5000, success=False), False, b"RIFF", b"RIFF")
     markup = run_page.write_page(record, [film])
-    assert "1 of 1 did not repeat the run to the bit" in markup
-    assert "not as in the run" in markup
+    assert "1 of 1 films differ from the run in the bits of a command" in markup
+    assert "different from the run" in markup
 
 
 @needs_pen
@@ -210,7 +210,7 @@ def test_an_episode_of_another_interpreter_is_filmed(tmp_path: Path) -> None:
     assert main([*words, "--workers", "1", "--replan", "4", "--out", str(tmp_path), "--films", "1"]) == 0
     markup = (tmp_path / "report.html").read_text()
     (film,) = [a["src"] for tag, a in Elements(markup).found if tag == "img"]
-    assert "every command was the run's" in markup
+    assert "every command was the same as in the run" in markup
     versions = json.loads(page.record_in(markup) or "")["versions"]  # of what plays, not of what asks
     assert versions["simulator mujoco"] == metadata.version("mujoco")
     assert "simulator python" in versions
@@ -243,7 +243,7 @@ def test_what_cannot_be_filmed_is_said(tmp_path: Path, capsys: pytest.CaptureFix
                  "--out", str(tmp_path), "--films", "1"])  # fmt: skip
     assert code == 0
     assert "no films were made: --films needs chunks in simulated time" in capsys.readouterr().err
-    assert "None were made: they need chunks in simulated time." in (tmp_path / "report.html").read_text()
+    assert "No films: films need chunks in simulated time." in (tmp_path / "report.html").read_text()
 
 
 # ----------------------------------------------------------------------------- played again

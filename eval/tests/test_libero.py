@@ -319,7 +319,7 @@ def test_an_episode_is_filmed_and_becomes_a_data_set(
     code, report, said = evaluate(capsys, *words, "--workers", 1, "--films", 1, "--out", out)
     assert code == 0, said
     markup = (out / "report.html").read_text()
-    assert "every command was the run's" in markup
+    assert "every command was the same as in the run" in markup
     assert markup.count("data:image/webp;base64,") == 2  # a film and its last picture
     assert main(["recording", "dataset", words[0], str(written), *map(str, words[1:]), "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)

@@ -369,7 +369,7 @@ def test_scenes_and_a_folder_are_required(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--scenes", 2, "--out", "x"), "got a standard input that is no terminal"),
+        (("--scenes", 2, "--out", "x"), "got a standard input that is not a terminal"),
         (("--scenes", 2, "--out", "x", "--judge", "nowhere"), "--judge nowhere: No such file"),
         (("--scenes", 2, "--out", "x", "--judge", "."), "expected a file or a FIFO, got a directory"),
         (("--scenes", 2, "--out", "x", "--takeover", "expert"), "--takeover: not supported in trials"),

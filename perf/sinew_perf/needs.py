@@ -118,7 +118,7 @@ def budget(control_hz: float, replan: int, task: str = "") -> Budget:
         control_hz = task_class.high_hz
         ms = 1e3 * replan / control_hz if replan > 1 else task_class.latency_ms
         rates = (
-            f"{task_class.low_hz:g} to {task_class.high_hz:g} Hz, {task_class.latency_ms:g} ms for a policy asked each"
+            f"{task_class.low_hz:g} to {task_class.high_hz:g} Hz, {task_class.latency_ms:g} ms for one request in each"
             " step"
         )
         return Budget(1e3 / ms, ms, f"{task}: {rates}; {replan} actions of each chunk: {ms:,.0f} ms")

@@ -1,4 +1,4 @@
-"""What the tests of a roofline ask for ends with each; traces of models without memory are made once."""
+"""Fixtures for all tests of sinew-perf, which reset the ``--json`` mode after each test and cache traces."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ from sinew_perf.trace import ProgramTrace
 
 @pytest.fixture(autouse=True)
 def in_words_again() -> Iterator[None]:
-    """Have the next test print words: some of these call a verb's function and say ``--json`` themselves."""
+    """Switch the output back to text after each test.
+
+    Some tests call the function of a verb directly, with ``--json``.
+    """
     yield
     terminal.take_json([])
 
 
 @pytest.fixture(autouse=True, scope="session")
 def traced_once() -> Iterator[None]:
-    """Have a program on meta traced once, a second or two each: sizes, types and plan are all that it depends on."""
+    """Cache the traces of models on the meta device, because each takes one or two seconds.
+
+    The trace of such a model depends only on its sizes, its dtypes and its plan.
+    """
     trace, kept = program.trace, dict[Any, ProgramTrace]()
 
     def once(model: Any, shapes: Any, plan: Any = None) -> ProgramTrace:

@@ -152,7 +152,7 @@ class RunView:
             else f"{1e3 * command.age / loop.settings.hz:.0f} ms"
         )
         delay = 1e3 * controller.delay.steps / loop.settings.hz
-        facts.add_row("chunk age", f"{age}, the next one due {delay:.0f} ms after it is asked for")
+        facts.add_row("chunk age", f"{age}, the next one due {delay:.0f} ms after its request")
         if takeover is not None and takeover.detail:
             facts.add_row("leader", Text(takeover.detail, style="yellow"))
         if failed := str(controller.faults):

@@ -774,7 +774,7 @@ def test_a_report_counts_and_times_a_run() -> None:
         ("longest gap", "21 ms between two commands or holds, no watchdog"),
         ("chunk age", "p50 250  p95 392  p99 398  max 400 ms"),
         ("chunks", "1, 2.22 Hz; 3 requests failed, 2 errors"),
-        ("next chunk due", "100 ms after it is asked for, in whole control steps"),
+        ("next chunk due", "100 ms after its request, in whole control steps"),
         ("held", "3 of 6 steps"),
         ("", "2 x no chunk yet"),
         ("", "1 x paused"),
@@ -783,7 +783,7 @@ def test_a_report_counts_and_times_a_run() -> None:
         ("", "2 x 0.range"),
         ("age of front", "p50 0.1  p95 0.1  p99 0.1  max 0.1 ms"),
         ("frames apart", "p50 0.1  p95 0.1  p99 0.1  max 0.1 ms"),
-        ("filter", "median:3: 50 ms behind, made up for by later rows but in 4 steps"),
+        ("filter", "median:3: 50 ms delay, not compensated in 4 steps"),
         ("hand-overs", "1 to a human, 2 back, 3 steps by hand; largest step at a hand-over 0.5 (jaw)"),
     ]
 

@@ -168,7 +168,7 @@ def test_delta_actions_return_only_if_a_person_asks_for_it() -> None:
     policy = {**POLICY, "motion": {"kind": "offsets", "action": [0, 1], "state": [0, 1]}}
     plan = RunPlan.of(policy, Arm(delta=True), {"limits": {}})
     assert plan.settings.rest == "hold"
-    assert "because nothing states that its commands are positions" in plan.notes[-1]
+    assert "because it is not known whether its commands are positions" in plan.notes[-1]
     # A straight line between two rotation vectors may be the long way round.
     posed = {**POLICY, "action": {"dim": 2, "names": ["x", "ee.rx"]}}
     assert RunPlan.of(posed, Arm()).settings.rest == "hold"
@@ -228,7 +228,7 @@ def test_the_return_keeps_the_limits_of_the_policy_and_of_the_person() -> None:
     }
     arm = Arm()
     report = opened(arm, policy=policy).run(30)
-    assert report.rest["text"] == "the robot holds where it is: the limits end before its pose"
+    assert report.rest["text"] == "the robot holds where it is: its rest pose is beyond the limits"
     assert np.allclose(arm.position, [0.4, -0.3], atol=1e-2)
     assert arm.at_rest == 0
     assert np.abs(np.diff(np.array(arm.sent[35:]), axis=0)).max() * HZ <= 0.05 + 1e-4
@@ -276,7 +276,10 @@ def test_a_state_that_froze_during_the_run_moves_nothing() -> None:
     before = len(arm.sent)
     report = driving.run(30)
     assert len(arm.sent) == before
-    assert "the sensor may be frozen" in report.rest["text"] or "elsewhere" in report.rest["text"]
+    assert (
+        "the sensor may be frozen" in report.rest["text"]
+        or "more than half of the path" in report.rest["text"]
+    )
 
 
 def test_a_state_that_freezes_on_the_way_stops_the_robot_within_a_tenth_of_the_way() -> None:

@@ -609,7 +609,7 @@ def test_hand_overs_are_counted_and_told() -> None:
     assert (handed.largest, handed.to_dict()) == (0, {})
     before = np.zeros(2)
     for driver, row, at in (
-        ("human", [1, 2], None),  # from a place that nobody knows
+        ("human", [1, 2], None),  # from an unknown position
         ("", [9, 9], before),  # no hand-over
         ("policy", [1, 2], np.full(2, np.nan)),
         ("human", [1, 5], np.array([0.0, np.nan])),
@@ -623,7 +623,7 @@ def test_hand_overs_are_counted_and_told() -> None:
         "to_human": 2, "to_policy": 2, "steps": 0, "largest": 3.5, "number": "a", "unknown": 2,
     }  # fmt: skip
     assert handed.text() == (
-        "2 to a human, 2 back, 0 steps by hand; largest step at a hand-over 3.5 (a), 2 from a place that was not known"
+        "2 to a human, 2 back, 0 steps by hand; largest step at a hand-over 3.5 (a), 2 from an unknown position"
     )
     assert AuthorityChange(to_policy=1).text().endswith("0 (-)")
     assert AuthorityChange(to_policy=1).to_dict()["to_policy"] == 1

@@ -1,11 +1,9 @@
 """Small models that differ from SmolVLA and pi in the features that engines depend on. They compute nothing
 meaningful.
 
-* ``TwoTowers``: two vision towers for six channels, a bidirectional language model with action slots after the
-  prompt,
+* ``TwoTowers``: two vision towers for six channels, a bidirectional language model with action slots after the prompt,
   and a head that is called once (as OpenVLA-OFT).
-* ``HiddenStates``: one tower, a causal language model whose hidden states are the context, and a transformer head
-  with
+* ``HiddenStates``: one tower, a causal language model whose hidden states are the context, and a transformer head with
   cross-attention to them. The solver time runs from 0 to 1 (as GR00T).
 * ``Ternary``: ``TwoTowers`` with ternary layers.
 * ``Speaking``: a causal language model that generates a chunk token by token and may stop early (as pi0-FAST).

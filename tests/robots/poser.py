@@ -19,9 +19,8 @@ class Poser(ServedPolicy):
     Args:
         joints: Names of the values in its state and its action.
         cameras: Name -> height and width.
-        step: Largest change of a number from one action to the next, where the first action starts at the state.
-            None: no
-            limit, so that only the limits of the loop apply.
+        step: Largest change of a number from one action to the next, where the first action starts at the state. None:
+            no limit, so that only the limits of the loop apply.
     """
 
     def __init__(

@@ -34,8 +34,7 @@ class Controller:
 
     Args:
         moved: Function that is called after each of these steps with the joints and with the value of digital output
-            0. It
-            returns the voltage of analog input 0.
+            0. It returns the voltage of analog input 0.
         views: Name -> a frame, which is served as NAME.png.
         patience: Factor by which its watchdog waits longer, because this machine also runs other programs.
     """

@@ -4,13 +4,11 @@ interpreter.
 ``python lerobot_plugin.py COMMAND ...`` has these commands:
 
 * ``factory FILE.npz OPTIONS...`` makes a policy from each JSON object with LeRobot's factory, and lets it act on the
-  observations in FILE.npz. It writes the actions, or the error. The first policy is also saved and loaded again. For
-  a
+  observations in FILE.npz. It writes the actions, or the error. The first policy is also saved and loaded again. For a
   policy with a ``spec``, it writes the number of executed actions.
 * ``refusals OPTIONS...`` makes a policy from each JSON object, with LeRobot's settings ``rtc`` if there are any. It
-  shows
-  the policy a frame, which ``batch`` changes, or one frame for each of its ``steps``. It prints the shape of the last
-  action, or the ``row`` itself, or the error.
+  shows the policy a frame, which ``batch`` changes, or one frame for each of its ``steps``. It prints the shape of the
+  last action, or the ``row`` itself, or the error.
 * ``resets OPTIONS...`` begins an episode of Blocks-v0 with each JSON object and prints the result.
 * ``episodes ADDRESS`` prints how many actions LeRobot's rtc engine gets around resets.
 * ``ahead ADDRESS`` prints the actions of two episodes.

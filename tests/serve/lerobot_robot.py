@@ -1,7 +1,6 @@
 """A robot without hardware for LeRobot's own client, and the command line of this client.
 
-``python tests/serve/lerobot_robot.py FLAGS`` is ``python -m lerobot.async_inference.robot_client FLAGS`` with one
-more
+``python tests/serve/lerobot_robot.py FLAGS`` is ``python -m lerobot.async_inference.robot_client FLAGS`` with one more
 robot type, ``without_hardware``, in an environment made from packages/clients.txt. LeRobot is unchanged, except for
 nine lines of syntax under Python 3.11 (lerobot_syntax.py). The robot writes its observations and commands to the file
 ROBOT_LOG, and ends after ROBOT_STEPS actions.

@@ -272,7 +272,7 @@ class TrialSetup(Keys):
         if not (waits or self.alone):
             raise SinewError(
                 "trials: expected a keyboard, --judge FILE, or a robot that prepares its scenes and judges itself"
-                f" (set_up, success), got {'go=true' if by.go else 'a standard input that is no terminal'}"
+                f" (set_up, success), got {'go=true' if by.go else 'a standard input that is not a terminal'}"
             )
         limit = on.ticks(rigs[0].plan.settings.hz)
         if limit is None and not (self.keyboard or self.alone):

@@ -124,7 +124,7 @@ def compose(scene: np.ndarray, shot: Shot) -> Image.Image:
     _words(draw, shot, width, height, large)
     left, inner = width + 14, SIDE - 28
     size = (inner - 8 * (len(shot.images) - 1)) // max(1, len(shot.images))
-    draw.text((left, 8), "what the policy sees", fill=_FAINT, font=small)
+    draw.text((left, 8), "camera images of the policy", fill=_FAINT, font=small)
     for index, (name, image) in enumerate(shot.images.items()):
         at = left + index * (size + 8)
         picture.paste(Image.fromarray(image).resize((size, size), Image.Resampling.NEAREST), (at, 36))

@@ -531,10 +531,10 @@ def markup(record: Mapping[str, Any], paths: Mapping[str, Path]) -> str:
 def _parts(record: Mapping[str, Any], paths: Mapping[str, Path]) -> Iterator[str]:
     yield (
         '<p class="note">Success with its 95 % Wilson interval. Differences are paired, over seeds that both played,'
-        " with their 95 % interval (Newcombe 1998, method 10), McNemar's exact p, and how many more pairs would show a"
-        " difference of that size four times of five (Connor 1987). Step: milliseconds of inference"
-        " (p50) for each executed action. Memory: the most that the policy's process held, simulator included where"
-        " they share one.</p>"
+        " with their 95 % interval (Newcombe 1998, method 10), McNemar's exact p, and the number of further pairs that"
+        " would show a difference of that size with a power of 80 % (Connor 1987). Step: milliseconds of inference"
+        " (p50) for each executed action. Memory: the peak of the policy's process. It includes the simulator if"
+        " the simulator runs in the same process.</p>"
     )
     for board in record["boards"]:
         yield f"<h2>{page.text(title(board))}</h2>"

@@ -60,8 +60,10 @@ def _films(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
     yield "<h2>Films</h2>"
     if not films:
         live = record["task"]["realtime"] or any(each["variant"].get("stream") for each in record["variants"])
-        can = "they need chunks in simulated time" if live else "<code>sinew eval --films 2</code> makes them"
-        yield f'<p class="note">None were made: {can}.</p>'
+        can = (
+            "films need chunks in simulated time" if live else "<code>sinew eval --films 2</code> makes them"
+        )
+        yield f'<p class="note">No films: {can}.</p>'
         return
     other = sum(not film.same for film in films)
     batches = [each["variant"].get("batch", 1) for each in record["variants"]]
@@ -73,11 +75,11 @@ def _films(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
     yield (
         '<p class="note">Each episode was played once more for its film; '
         + (
-            f"{other} of {len(films)} did not repeat the run to the bit.{why}"
+            f"{other} of {len(films)} films differ from the run in the bits of a command.{why}"
             if other
-            else "every command was the run's."
+            else "every command was the same as in the run."
         )
-        + " At the right is what the policy saw.</p>"
+        + " The camera images of the policy are at the right.</p>"
     )
     yield '<div class="films">'
     yield from (figure(record, film) for film in films)
@@ -88,7 +90,7 @@ def figure(record: Mapping[str, Any], film: Film) -> str:
     label = record["variants"][film.variant]["label"]
     outcome = "success" if film.episode.success else "no success"
     caption = f"{label}: seed {film.episode.seed}, {film.episode.task or 'one task'}: "
-    after = f" after {film.episode.steps} steps{'' if film.same else ', not as in the run'}"
+    after = f" after {film.episode.steps} steps{'' if film.same else ', different from the run'}"
     kind = "good" if film.episode.success else "bad"
     return (
         '<figure><picture><source media="(prefers-reduced-motion: reduce)"'
@@ -115,11 +117,11 @@ def trials_of(record: Mapping[str, Any]) -> Iterator[str]:
         )
     disputed = [row for differs, row in rows if differs]
     yield "<h2>Trials</h2>"
-    row = "a scene, set up for each policy" if "plan" in record else "a trial: one seed"
-    met = "" if "plan" in record else ", which all variants met with the same world and the same noise"
-    yield f'<p class="note">A row is {row}{met}. The number is of control steps.</p>'
+    row = "one scene, set up for each policy" if "plan" in record else "one trial with one seed"
+    met = "" if "plan" in record else ". All variants got the same world and the same noise"
+    yield f'<p class="note">Each row is {row}{met}. The number is the count of control steps.</p>'
     if len(labels) > 1:
-        yield f"<p>Variants disagree about {len(disputed)} of {len(rows)} trials.</p>"
+        yield f"<p>The variants have different outcomes in {len(disputed)} of {len(rows)} trials.</p>"
         yield page.table(columns, disputed) if disputed else ""
     whole = page.table(columns, [row for _, row in rows])
     yield (
@@ -141,8 +143,8 @@ def how_run(record: Mapping[str, Any]) -> Iterator[str]:
     # Trials on a robot do not follow from their seeds, so they cannot be repeated.
     if "plan" not in record:
         yield (
-            "<p>The same episodes again, here or in another laboratory. A page names nothing that Sinew uses without"
-            " you: type the policies, wherever they are, and the names that are not Sinew's own.</p>"
+            "<p>This command repeats the same episodes, here or in another laboratory. Type the paths of the policies,"
+            " and the names that are not Sinew's own, because this page does not contain them.</p>"
         )
         yield page.commands([_again(record)])
     rows: list[list[str]] = []

@@ -347,7 +347,7 @@ class RemoteQueue:
                 continue
             if answer.status != 200:
                 raise SinewError(
-                    f"{self.address}: the run refused a request ({answer.status} {answer.reason})"
+                    f"{self.address}: the run rejected a request ({answer.status} {answer.reason})"
                 )
             return content
 

@@ -26,9 +26,9 @@ def choose(
     """Choose among modes of inference: the least expected cost of an attempt, including its failures.
 
     Modes are, for example, a small policy on the robot, a server, or a quantised policy. Play each mode with
-    `sinew eval`, with its latency and its hand-over. The expected cost is the cost of the mode, plus the share of
-    failures times the cost of a failure. The output states for which cost of a failure each mode is the best one, and
-    how many more episodes would decide. The exit status is 1 if the episodes do not decide.
+    `sinew eval`, with its latency and its way of merging chunks (--handover). The expected cost is the cost of the
+    mode, plus the share of failures times the cost of a failure. The output states for which cost of a failure each
+    mode is the best one, and how many more episodes would decide. The exit status is 1 if the episodes do not decide.
 
     Args:
         mode: A mode as NAME=REPORT. REPORT is the folder of `sinew eval --out`, or its report.json, or

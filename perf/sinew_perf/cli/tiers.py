@@ -37,7 +37,7 @@ def tiers(*policies: Annotated[str, Parameter(negative="")]) -> int:
 
 def _leaderboard(comparisons: Sequence[Tier]) -> None:
     columns = (">chunk", ">success", ">step, ms", ">inference, ms", ">VRAM, MiB", ">roofline, ms", ">reached")
-    title = "LIBERO-Object on an RTX 3060, as printed, beside our roofline of an inference"
+    title = "LIBERO-Object on an RTX 3060: numbers of vla.cpp's authors, and our roofline of an inference"
     table = terminal.table(title, ">", "policy", "backbone", *columns)
     for row in comparisons:
         theirs, bound = row.measured, row.ms["rtx3060"]
@@ -64,7 +64,7 @@ def _architectures(comparisons: Sequence[Tier]) -> None:
         ">prefix",
         ">ours",
     )
-    title = "architectures as printed, and the prefix's share of a chunk on an RTX 5070 beside our roofline's"
+    title = "architectures, and the prefix's share of a chunk on an RTX 5070: numbers of vla.cpp's authors, and ours"
     table = terminal.table(title, "policy", *columns, ">FLOP/byte")
     for row in comparisons:
         theirs = row.measured
@@ -82,7 +82,7 @@ def _boards(comparisons: Sequence[Tier]) -> None:
     titles = ("RTX 3060", "AGX Orin", "Orin Nano")
     columns = [column for title in titles for column in (f">{title}, step ms", ">roofline")]
     table = terminal.table(
-        "hardware tiers, as printed, beside the roofline of an inference and our memory on the Orin Nano",
+        "hardware tiers: numbers of vla.cpp's authors, our roofline of an inference, and our memory on the Orin Nano",
         *("policy", *columns, ">RSS, MiB", ">ours", "8 GB", "ours"),
     )
     for row in comparisons:

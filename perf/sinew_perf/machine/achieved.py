@@ -38,7 +38,7 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
     if policy.device != "cpu":
         return {"reason": f"no measured peaks for {policy.device}"}
     if policy.facts.one_graph:
-        return {"reason": "the cuda engine's references are no program that a CPU was calibrated for"}
+        return {"reason": "there is no CPU calibration for the program of the cuda engine"}
     try:
         from sinew.engine.example import Shapes
 
@@ -65,7 +65,7 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
         )
         program = _program(policy, shapes)
         if program is None:
-            return {"reason": f"{policy.bundle.path} has no weights whose shapes could be counted"}
+            return {"reason": f"{policy.bundle.path} has no weights from which operations can be counted"}
         fused, unfused = program.components("fused"), program.components("unfused")
         stages: dict[str, dict[str, float | None]] = {}
         for ideal, real in zip(fused, unfused, strict=True):

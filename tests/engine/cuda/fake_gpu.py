@@ -5,8 +5,7 @@ of arguments, the specialisation by values and alignment, the cache of compiled 
 So every kernel of a full-size chunk is compiled as for a real GPU.
 
 ``python -m tests.engine.cuda.fake_gpu CAPABILITY`` prints a line for each case. The last line is JSON. It requires
-that
-TRITON_CACHE_DIR is an empty folder and that TRITON_INTERPRET is not 1.
+that TRITON_CACHE_DIR is an empty folder and that TRITON_INTERPRET is not 1.
 """
 
 from __future__ import annotations

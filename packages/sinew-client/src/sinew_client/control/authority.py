@@ -93,7 +93,7 @@ class AuthorityChange:
 
     def text(self) -> str:
         """Return the counts as one line of text for the report of a run."""
-        lost = f", {self.unknown} from a place that was not known" if self.unknown else ""
+        lost = f", {self.unknown} from an unknown position" if self.unknown else ""
         return (
             f"{self.to_human} to a human, {self.to_policy} back, {self.steps} steps by hand; largest step at a"
             f" hand-over {self.largest:.4g} ({self.number or '-'}){lost}"

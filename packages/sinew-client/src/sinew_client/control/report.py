@@ -95,7 +95,7 @@ class Cadence:
             ("longest gap", gap(self.longest_gap_ms, self.watchdog, self.watchdog_holds)),
             ("chunk age", _spread(self.age_ms)),
             ("chunks", f"{self.chunks}, {rate(self.chunks, self.seconds)}; {self._failed()}"),
-            ("next chunk due", f"{self.request_ms:.0f} ms after it is asked for, in whole control steps"),
+            ("next chunk due", f"{self.request_ms:.0f} ms after its request, in whole control steps"),
             ("held", f"{sum(self.held.values())} of {self.steps} steps"),
         ]
         lines += [
@@ -109,7 +109,7 @@ class Cadence:
         ]
         if self.filter:
             ms, missing = self.filter["delay_ms"], self.filter["missing"]
-            lag = f"{ms:.0f} ms behind, made up for by later rows but in {missing} steps"
+            lag = f"{ms:.0f} ms delay, not compensated in {missing} steps"
             lines.append(("filter", f"{self.filter['filter']}: {lag}"))
         if self.handed:
             lines.append(("hand-overs", AuthorityChange(**self.handed).text()))

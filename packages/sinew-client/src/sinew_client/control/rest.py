@@ -122,9 +122,9 @@ def _crooked(facts: RobotFacts, motion: Motion, names: Sequence[str], dim: int) 
     The robot returns by linear interpolation, so its commands must be positions that allow this.
     """
     if not dim or not np.any(motion.placed(dim)):
-        return "nothing states that its commands are positions (--motion states it)"
+        return "it is not known whether its commands are positions; pass --motion to state this"
     if facts.between is None and _rotations(names):
-        return "its commands are poses with a rotation, and a straight line between two may be the long way round"
+        return "its commands contain a rotation, and a linear path between two rotations may turn the long way round"
     return ""
 
 
@@ -357,7 +357,7 @@ class RestPose(LoopListener):
         assert self._row is not None
         posed = motion.posed(dim)
         if not posed.any():
-            return "nothing tells where its commands lead (motion absolute, relative or offsets)"
+            return "the target of its commands is not known; pass --motion absolute, relative or offsets"
         here = self._pose()
         # Start the path at the last command and not at the observed position. A motor under load is a little below its
         # command, so the arm would sag if the path began at the observed position.
@@ -368,7 +368,7 @@ class RestPose(LoopListener):
         if goal.shape != start.shape or not np.all(np.isfinite(goal[posed])):
             return "its first pose is not known"
         if not (np.all(np.isfinite(start)) and np.all(np.isfinite(here[posed]))):
-            return "its state does not tell where it is"
+            return "its position cannot be computed from its state"
         goal = np.where(posed, goal, start)
         inside = within(goal, motion, self._limits)
         self._short = bool(np.any(inside != goal))
@@ -376,7 +376,7 @@ class RestPose(LoopListener):
         length = float(np.linalg.norm(self._way))
         self._slack = float(np.linalg.norm((here - start)[posed]))
         if self._slack > 0.5 * length:
-            return "it is elsewhere than where it was sent, by more than half of the way"
+            return "its distance from the last command is more than half of the path"
         self._seconds = self._duration(np.abs(self._way), motion)
         self._goal, self._moving = inside, True
         return ""
@@ -448,11 +448,11 @@ class RestPose(LoopListener):
         if self._part < 1.0 or not there:
             return ""
         if float(np.linalg.norm((self._goal - self._pose())[posed])) <= ARRIVED_SHARE * length + self._slack:
-            reason = "the limits end before its pose" if self._short else ""
+            reason = "its rest pose is beyond the limits" if self._short else ""
             self._ends(reason)
             return ""
         self._late += self.settings.period
-        return "it does not arrive" if self._late > PATIENCE_S else ""
+        return "it did not reach its rest pose in time" if self._late > PATIENCE_S else ""
 
     def _sent(self) -> np.ndarray:
         """Return the last target that was sent to the robot, float64 [D]."""

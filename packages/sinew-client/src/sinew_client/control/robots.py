@@ -176,7 +176,7 @@ class LeRobotArm:
             if name not in features:
                 camera_names = [key for key, kind in features.items() if isinstance(kind, tuple)]
                 new = camera_names[0] if len(camera_names) == 1 else "NEW"
-                whose = "" if len(camera_names) == 1 else ", NEW the robot's"
+                whose = "" if len(camera_names) == 1 else ", NEW being the robot's name"
                 raise RobotError(
                     f"cameras: the policy requires {camera}; the robot has {', '.join(camera_names) or 'none'}"
                     + (f". Map it with --rename {new}={camera}{whose}" if camera_names else "")
@@ -302,7 +302,7 @@ def match_joints(
     if lost or spare or len(set(matches)) < len(matches):
         # Show a complete option only if exactly one joint is left on each side. Any other pair would be a guess, and a
         # user who copies a wrong guess would swap two joints.
-        example = f"for each of {', '.join(lost or wanted)}: --set rename_joint=NEW=JOINT, NEW the robot's"
+        example = f"for each of {', '.join(lost or wanted)}: --set rename_joint=NEW=JOINT, NEW being the robot's name"
         if len(lost) == len(spare) == 1:
             example = f"such as --set rename_joint={spare[0]}={lost[0]}"
         raise RobotError(
