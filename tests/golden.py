@@ -30,7 +30,7 @@ class Golden:
         with safe_open(directory / "fixture.safetensors", framework="pt") as file:
             self.tensors = {
                 name: file.get_tensor(name)
-                for name in file.keys()  # noqa: SIM118 - a file handle, not a dict
+                for name in file.keys()  # noqa: SIM118 - the file is not a dict, and has no iterator
             }
             self.metadata = file.metadata()
         for name, tensor in self.tensors.items():

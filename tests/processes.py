@@ -422,7 +422,7 @@ def _end(words: list[str]) -> NoReturn:
     except BaseException:  # noqa: BLE001, as the interpreter does
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined]  # wait for all threads that are not daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

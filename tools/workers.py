@@ -44,7 +44,7 @@ class Workers:
         threads = len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
         assert threads == 1, f"expected one thread before workers are forked, got {threads}"
         self._session, self._files = session, _files(session.items)
-        session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one, of all workers
+        session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # make the folder here, so that all workers share it
         if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
             reporter.showfspath = (
                 False  # with alternating files, the reporter would print the file name for each test
@@ -131,7 +131,7 @@ class Workers:
             config._tmp_path_factory.getbasetemp() / f"worker-{number}"
         )  # type: ignore[attr-defined]
         folder.mkdir(exist_ok=True)
-        config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115 - what is shown is the first process's
+        config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115 - only the first process writes to the terminal
         capture = config.pluginmanager.get_plugin("capturemanager")
         capture.stop_global_capturing()
         capture.start_global_capturing()

@@ -15,7 +15,7 @@ os.environ.update(MUJOCO_GL="egl", PYOPENGL_PLATFORM="egl")
 ours, client, *theirs, TASK, TRIAL, STEPS = sys.argv[1:]
 sys.path[:0] = [ours, client]
 sys.path += theirs
-sys.modules["triton"] = None  # type: ignore[assignment] # torch does without; its LLVM and that of Mesa end the process
+sys.modules["triton"] = None  # type: ignore[assignment] # torch also works without Triton; Triton's LLVM and Mesa's LLVM together crash the process
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

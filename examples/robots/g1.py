@@ -60,7 +60,7 @@ class G1:
 
     joint_unit = "rad"
     joints = JOINTS[ARMS]
-    motion = {"kind": "absolute"}  # noqa: RUF012 - of every one; its motors take targets
+    motion = {"kind": "absolute"}  # noqa: RUF012 - the same for all robots; the motors take target positions
 
     def __init__(
         self,

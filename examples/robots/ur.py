@@ -153,7 +153,7 @@ class Ur:
     """
 
     joint_unit = "rad"
-    joints = [*JOINTS, "gripper"]  # noqa: RUF012 - of every one
+    joints = [*JOINTS, "gripper"]  # noqa: RUF012 - the same for all arms
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class Ur:
         for name, address in self._cameras.items():
             times[name] = time.monotonic()
             try:
-                with urllib.request.urlopen(address, timeout=0.5) as answer:  # noqa: S310 - looked at above
+                with urllib.request.urlopen(address, timeout=0.5) as answer:  # noqa: S310 - the address is checked above
                     images[name] = np.asarray(Image.open(io.BytesIO(answer.read())).convert("RGB"))
             except OSError as error:
                 raise NoObservation(f"{name}: {error}") from error

@@ -93,7 +93,7 @@ def _layout(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) ->
     if not all(type(tensor) is Tensor and tensor.is_meta for tensor in made):
         return None
     storages = [tensor.untyped_storage() for tensor in (*made, *tensors(args), *tensors(kwargs.values()))]
-    keys = [storage._cdata for storage in storages]  # noqa: SLF001 - identity
+    keys = [storage._cdata for storage in storages]  # noqa: SLF001 - the identity of a storage
     layouts = []
     for tensor, storage, key in zip(made, storages, keys, strict=False):
         fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

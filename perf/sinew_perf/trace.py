@@ -265,7 +265,7 @@ class TraceRecorder(TorchDispatchMode):
         return out
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        operator = func._overloadpacket.__name__  # noqa: SLF001 - the only way from an overload to its operator
+        operator = func._overloadpacket.__name__  # noqa: SLF001 - there is no public way from an overload to its operator
         read, made = meta.tensors((*args, *kwargs.values())), meta.tensors((out,))
         operand_keys = {_key(tensor) for tensor in read}
         mutates = func._schema.is_mutable  # noqa: SLF001
@@ -329,7 +329,7 @@ class TraceRecorder(TorchDispatchMode):
 
     def _block(self, tensor: Tensor) -> TracedBlock:
         storage = tensor.untyped_storage()
-        key = storage._cdata  # noqa: SLF001 - identity
+        key = storage._cdata  # noqa: SLF001 - the identity of a storage
         if key not in self._blocks:
             block = self._blocks[key] = TracedBlock(storage.nbytes())
             self.events.append(Event(self.stage, block, +1))
@@ -367,7 +367,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # noqa: SLF001 - identity
+    return tensor.untyped_storage()._cdata  # noqa: SLF001 - the identity of a storage
 
 
 @contextmanager

@@ -132,7 +132,7 @@ class EpisodeFlags:
 EPISODE = EpisodeFlags()
 
 
-def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
+def eval(  # noqa: A001 - the name of the verb; this module does not use Python's eval
     target: str | None = None,
     /,
     *,

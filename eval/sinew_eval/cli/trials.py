@@ -255,7 +255,7 @@ class TrialSetup(Keys):
     ):
         from sinew_eval.trials.desk import VerdictInput
 
-        super().__init__(None)  # type: ignore[arg-type] # each trial brings its loop
+        super().__init__(None)  # type: ignore[arg-type] # each trial has its own loop
         self.on, self.rigs, self.key = on, rigs, key
         self.machine: Any = rigs[0].plan.robot
         self.scenes = rigs[0].plan.facts.scenes

@@ -141,7 +141,7 @@ class Meeting:
             play(seat)
         except _Ended:
             pass
-        except BaseException as error:  # noqa: BLE001 - raised by run
+        except BaseException as error:  # noqa: BLE001 - run() raises it again
             with self._changed:
                 self._error = self._error or error
         finally:

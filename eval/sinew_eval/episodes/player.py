@@ -183,7 +183,7 @@ class EpisodePlayer:
             env.close()
 
 
-class one_thread:  # noqa: N801 - used as a context
+class one_thread:  # noqa: N801 - used like a function: with one_thread():
     """Context manager in which torch uses one compute thread, as in worker processes.
 
     The number of threads decides how sums are split, and therefore their last bits.

@@ -416,7 +416,7 @@ def main(play: Callable[[], int]) -> int:
     except SinewError as error:
         sys.stderr.write("\n" + " ".join(str(error).split()) + "\n")
         return REFUSED
-    except Exception:  # noqa: BLE001 - the run ends with it
+    except Exception:  # noqa: BLE001 - the run gets the error, and ends
         traceback.print_exc()
         return FAULT
     return 0

@@ -228,13 +228,13 @@ def _actor() -> Any:
 
                 self.guest = getattr(self, "guest", None) or Player(plan)
                 return {**host, "missing": self.guest.missing()}
-            except Exception as error:  # noqa: BLE001 - whatever it is, this host does not play
+            except Exception as error:  # noqa: BLE001 - after any error, this host plays no episodes
                 return {**host, "problem": str(error) or type(error).__name__}
 
         def receive(self, *block: Any) -> str:
             try:
                 self.guest.receive(*block)
-            except Exception as error:  # noqa: BLE001 - told to the run, which ends
+            except Exception as error:  # noqa: BLE001 - the run gets the error, and ends
                 return f"{type(error).__name__}: {error}"
             return ""
 
@@ -245,7 +245,7 @@ def _actor() -> Any:
                 return self.guest.play(index, seeds), ""
             except Told as error:
                 return b"", str(error)
-            except Exception:  # noqa: BLE001 - told to the run, which ends
+            except Exception:  # noqa: BLE001 - the run gets the error, and ends
                 import traceback
 
                 return b"", "\n".join(

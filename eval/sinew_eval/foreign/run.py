@@ -374,7 +374,7 @@ class Worker:
         # Built-in tasks draw without OpenGL and set `disable`, but the simulator needs OpenGL.
         if variables.get("MUJOCO_GL") == "disable":
             del variables["MUJOCO_GL"]
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - the file is closed when the process ends
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -23,7 +23,7 @@ PYTHON = (3, 10)  # oldest Python that can import the evaluation's code
 
 def _adopt(name, folder):
     """Import the package ``name`` from ``folder``, which contains the package's modules."""
-    first = os.path.join(folder, "__init__.py")  # noqa: PTH118 - no more imports than needed before the check below
+    first = os.path.join(folder, "__init__.py")  # noqa: PTH118 - the check below must run before most imports
     spec = importlib.util.spec_from_file_location(name, first, submodule_search_locations=[folder])
     assert spec is not None
     assert spec.loader is not None

@@ -67,7 +67,7 @@ class BlocksEnv(gymnasium.Env):
         goal_in_state: True to append the goal to the state, as numbers.
     """
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": scene.CONTROL_HZ}  # noqa: RUF012 - gymnasium's interface
+    metadata = {"render_modes": ["rgb_array"], "render_fps": scene.CONTROL_HZ}  # noqa: RUF012 - gymnasium requires it
     control_hz = scene.CONTROL_HZ
     cameras = ("front", "wrist")
     action_names = ("x", "y", "z", "gripper")

@@ -50,7 +50,7 @@ class EggEnv(gymnasium.Env):
         render_size: Width and height of a rendered picture, in pixels.
     """
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 60}  # noqa: RUF012 - gymnasium's interface
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 60}  # noqa: RUF012 - gymnasium requires it
     control_hz = CONTROL_HZ
     cameras = ("front",)
     task = "egg"

@@ -93,7 +93,7 @@ def model_xml() -> str:
     """Return the task's MuJoCo model with colours, lights, a table and a sky. It is only posed and drawn, never
     simulated.
     """
-    root = ElementTree.fromstring(scene.model_xml())  # noqa: S314 - text of ours
+    root = ElementTree.fromstring(scene.model_xml())  # noqa: S314 - the XML is our own
     visual = ElementTree.SubElement(root, "visual")
     ElementTree.SubElement(visual, "global", offwidth="1920", offheight="1440")
     ElementTree.SubElement(visual, "quality", shadowsize="4096", offsamples="8")

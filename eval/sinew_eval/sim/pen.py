@@ -85,7 +85,7 @@ class PenEnv(gymnasium.Env):
         render_size: Width and height of a rendered picture, in pixels.
     """
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": CONTROL_HZ}  # noqa: RUF012 - gymnasium's interface
+    metadata = {"render_modes": ["rgb_array"], "render_fps": CONTROL_HZ}  # noqa: RUF012 - gymnasium requires it
     control_hz = CONTROL_HZ
     cameras = ("now", "previous")
     task = "pen"

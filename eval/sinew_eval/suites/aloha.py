@@ -49,7 +49,7 @@ class Simulator(Registered):
         self.task_description = SENTENCES[task]
         # The task draws three cameras in every control step. Sinew uses only one of them, and only in the steps
         # that request a chunk.
-        dm_task = self.env.unwrapped._env.task  # type: ignore[attr-defined]  # noqa: SLF001 - nothing public leads there
+        dm_task = self.env.unwrapped._env.task  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public name for the task
         dm_task.get_observation = lambda physics: _observe(dm_task, physics)
 
     def begin(self, trial: int) -> Any:

@@ -119,7 +119,7 @@ class Simulator(Tasks):
         """
         from robosuite.utils.observables import sensor
 
-        data = self._env.sim.data._data  # noqa: SLF001 - mujoco's own, below robosuite's names
+        data = self._env.sim.data._data  # noqa: SLF001 - mujoco's own object, which robosuite wraps
         self._seen = copy.copy(data)
         first, *others = (f"{name}_image" for name in CAMERAS)
 
@@ -143,7 +143,7 @@ class Simulator(Tasks):
     def _draw(self, camera: str) -> np.ndarray:
         """Draw a frame uint8 [size, size, 3] of the copied state. The first row is the lowest one."""
         sim = self._env.sim
-        context = sim._render_context_offscreen  # noqa: SLF001 - what sim.render draws with
+        context = sim._render_context_offscreen  # noqa: SLF001 - the context in which sim.render draws
         now, context.data = context.data, SimpleNamespace(_data=self._seen)
         try:
             with drawing():

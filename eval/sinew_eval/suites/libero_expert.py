@@ -92,7 +92,7 @@ def _holds(env: Any, goal: list[str]) -> bool:
     """Return True if the simulator reports that the goal ``goal`` (a list of words, as in LIBERO's task files) is
     reached now.
     """
-    return bool(env._eval_predicate(goal))  # noqa: SLF001 - it has no other name
+    return bool(env._eval_predicate(goal))  # noqa: SLF001 - there is no public name for it
 
 
 def _open(env: Any, place: str) -> bool:
@@ -275,7 +275,7 @@ def free(sim: Any, place: np.ndarray, high: float, depth: float) -> bool:
     import mujoco
 
     start, collides = np.array([*place, high + CLEAR]), np.array([1, 0, 0, 0, 0, 0], np.uint8)
-    model, data = sim.model._model, sim.data._data  # noqa: SLF001 - mujoco's own, below robosuite's names
+    model, data = sim.model._model, sim.data._data  # noqa: SLF001 - mujoco's own object, which robosuite wraps
     far = mujoco.mj_ray(
         model, data, start, np.array([0.0, 0.0, -1.0]), collides, 1, -1, np.zeros(1, np.int32)
     )
@@ -292,7 +292,7 @@ def corners(sim: Any, body: int) -> np.ndarray:
     Returns:
         Vertices of meshes, and corners of the bounding boxes of other shapes, [N, 3] in metres in the world.
     """
-    model, data = sim.model._model, sim.data  # noqa: SLF001 - mujoco's own, below robosuite's names
+    model, data = sim.model._model, sim.data  # noqa: SLF001 - mujoco's own object, which robosuite wraps
     parts = [np.zeros((0, 3))]
     for geom in range(model.ngeom):
         if (

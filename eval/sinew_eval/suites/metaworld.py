@@ -74,7 +74,7 @@ class Simulator(Tasks):
         if self._plain:
             env.model.vis.quality.shadowsize = env.model.vis.quality.offsamples = 0
         # The environment's own random numbers place the objects and the goal at each reset.
-        env._freeze_rand_vec, env.seeded_rand_vec = False, True  # noqa: SLF001 - as LeRobot does; nothing public does it
+        env._freeze_rand_vec, env.seeded_rand_vec = False, True  # noqa: SLF001 - same as LeRobot; there is no public way
         self._env, self.task_description = env, self._sentences[name]
 
     def begin(self, trial: int) -> Any:
@@ -116,7 +116,7 @@ def _scripted(simulator: Any) -> Act:
     from metaworld.policies import ENV_POLICY_MAP
 
     assert isinstance(simulator, Simulator)
-    policy = ENV_POLICY_MAP[_name(simulator._current)]()  # noqa: SLF001 - our own
+    policy = ENV_POLICY_MAP[_name(simulator._current)]()  # noqa: SLF001 - an attribute of our own class
     return lambda: np.asarray(policy.get_action(simulator.full_state), np.float32)[None]
 
 

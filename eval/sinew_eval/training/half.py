@@ -45,7 +45,7 @@ def use_half_products(model: nn.Module) -> str:
     Returns:
         A sentence that states the choice.
     """
-    if not torch.cpu._is_avx512_bf16_supported():  # noqa: SLF001 - the public probe for this is newer
+    if not torch.cpu._is_avx512_bf16_supported():  # noqa: SLF001 - only newer versions of torch have a public function
         return "float32 products: this CPU has no AVX512-BF16"
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and min(layer.weight.shape) >= 32:

@@ -34,7 +34,7 @@ class ShardWriter:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._images = open(self.folder / "images.bin", "wb")  # noqa: SIM115 - open as long as the writer is
+        self._images = open(self.folder / "images.bin", "wb")  # noqa: SIM115 - the file stays open as long as the writer
 
     def add(self, images: np.ndarray, episode: int, **values: np.ndarray | float) -> None:
         """Append a frame.

@@ -206,7 +206,7 @@ class Recorded:
                     data = self._store.serialize_cdr(build(self._store, kind, message), kind)
                     writer.write(connections[topic], stamp, data)
                     self.written[topic] += 1
-        except Exception as error:  # noqa: BLE001 - whatever a disk or a message does, the robot is driven on
+        except Exception as error:  # noqa: BLE001 - an error of the disk or of a message must not stop the robot
             self._fail(str(error))
             while self._waiting.get() is not None:
                 self.failed += 1

@@ -231,7 +231,7 @@ class Managed:
     def _run(self, bridge: Bridge) -> None:
         try:
             bridge.run()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the node is waited for
+        except BaseException as error:  # noqa: BLE001 - the thread that waits for the node raises it
             self._error = error
             self._ended.set()
 

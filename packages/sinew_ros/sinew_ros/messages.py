@@ -24,7 +24,7 @@ ENCODINGS = {
 }
 
 
-class Refused(Exception):  # noqa: N818 - reads as the sentence it is
+class Refused(Exception):  # noqa: N818 - the name says what happened to the message
     """Error for a message that cannot be used. The text is a short reason. Messages are counted by this reason."""
 
 
