@@ -126,7 +126,7 @@ def compare(
     rng = np.random.default_rng(0)
     taken: dict[bool, list[list[float]]] = {False: [], True: []}
     spent: dict[bool, list[float]] = {False: [], True: []}
-    beside: dict[bool, list[float]] = {False: [], True: []}
+    other_threads: dict[bool, list[float]] = {False: [], True: []}
     events = 0
     robots.tell(max(10, arguments.requests))  # The first requests are slower, so they are not measured.
     for _ in range(arguments.rounds):
@@ -137,11 +137,11 @@ def compare(
             taken[bool(looked_at)].append(robots.tell(arguments.requests))
             grown = [now - before.get(thread, 0.0) for thread, now in thread_times(server.pid).items()]
             spent[bool(looked_at)].append(sum(grown))
-            beside[bool(looked_at)].append(sum(grown) - max(grown))
+            other_threads[bool(looked_at)].append(sum(grown) - max(grown))
             events += lookers.tell(0)
     requests = arguments.rounds * arguments.requests
     cpu, others = (
-        [1e3 * float(np.sum(times[k])) / requests for k in (False, True)] for times in (spent, beside)
+        [1e3 * float(np.sum(times[k])) / requests for k in (False, True)] for times in (spent, other_threads)
     )
     return {
         "without_ms": _percentiles(taken[False]),
@@ -151,8 +151,8 @@ def compare(
         ),
         "cpu_ms": [round(each, 2) for each in cpu],
         "cpu": _overhead(spent[False], spent[True]),
-        "beside_ms": [round(each, 3) for each in others],
-        "beside_percent": round(100 * (others[1] - others[0]) / cpu[0], 2),
+        "other_threads_ms": [round(each, 3) for each in others],
+        "other_threads_percent": round(100 * (others[1] - others[0]) / cpu[0], 2),
         "events": events,
     }
 
@@ -163,14 +163,14 @@ def thread_times(process: int) -> dict[str, float]:
     return {each.name: 1e-9 * int((each / "schedstat").read_text().split()[0]) for each in threads}
 
 
-def _overhead(without: Sequence[float], beside: Sequence[float]) -> dict[str, Any]:
+def _overhead(without: Sequence[float], viewed: Sequence[float]) -> dict[str, Any]:
     """Return the median overhead in percent, and the ranks of its 95 % interval.
 
     Args:
         without: One value for each round without viewers.
-        beside: One value for each round with viewers, in the same order.
+        viewed: One value for each round with viewers, in the same order.
     """
-    ratios = sorted(100 * (b / a - 1) for a, b in zip(without, beside, strict=True))
+    ratios = sorted(100 * (b / a - 1) for a, b in zip(without, viewed, strict=True))
     half = 0.98 * np.sqrt(len(ratios))  # This is the normal approximation of the binomial distribution.
     ranks = (int(np.clip(round(len(ratios) / 2 + s * half), 0, len(ratios) - 1)) for s in (-1, 1))
     return {
@@ -243,10 +243,10 @@ def main() -> None:
     for name, what in (("p50", "p50 of a round"), ("cpu", "processor time of the server,")):
         low, high = found[name]["interval"]
         print(f"{what}: {found[name]['percent']:+.2f} % ({low:+.2f} to {high:+.2f})")
-    without, beside = found["beside_ms"]
+    without, viewed = found["other_threads_ms"]
     print(
-        f"of its threads that do not compute: {without} -> {beside} ms per request,"
-        f" {found['beside_percent']:+.2f} % of the time of all"
+        f"server threads that do not compute: {without} -> {viewed} ms per request,"
+        f" {found['other_threads_percent']:+.2f} % of the time of all threads"
     )
     print(f"load {found['load'][0]} to {found['load'][1]} on {len(cores)} cores")
     print(json.dumps(found))

@@ -160,17 +160,17 @@ def times(address: str, seconds: float, least: int = 10) -> dict[str, float]:
 
 def table(root: Path, bundle: Path, batches: list[str], seconds: float, folder: Path) -> list[dict[str, Any]]:
     rows = []
-    print("| --max-batch | beside | p50 ms | p95 ms | longest ms | ratio of p50 |\n|---|---|--:|--:|--:|--:|")
+    print("| --max-batch | attack | p50 ms | p95 ms | longest ms | ratio of p50 |\n|---|---|--:|--:|--:|--:|")
     for max_batch in batches:
         with serving(root, bundle, max_batch, folder) as address:
             alone = 0.0
-            for name, kinds in {"nobody": (), **ATTACKS}.items():
+            for name, kinds in {"none": (), **ATTACKS}.items():
                 with attacked(kinds, address):
                     time.sleep(1.0 if kinds else 0.0)
                     found = times(address, seconds)
                 alone = alone or found["p50"]
                 ratio = found["p50"] / alone
-                rows.append({"max_batch": max_batch, "beside": name, **found, "ratio": ratio})
+                rows.append({"max_batch": max_batch, "attack": name, **found, "ratio": ratio})
                 print(
                     f"| {max_batch} | {name} | {found['p50']:.1f} | {found['p95']:.1f} | {found['max']:.1f} |"
                     f" {ratio:.2f} |",

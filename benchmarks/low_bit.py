@@ -131,7 +131,7 @@ def make(folder: Path, depth: int) -> tuple[Path, Path, Path]:
     return wide, int8, four
 
 
-def beside(what: str, taken: list[float], eager: list[float]) -> dict[str, Any]:
+def ratio_to_eager(what: str, taken: list[float], eager: list[float]) -> dict[str, Any]:
     """Return the median, the smallest and the largest ratio to eager, over the rounds.
 
     Args:
@@ -209,9 +209,11 @@ def main() -> None:
         error = np.linalg.norm(chunks[name] - chunks["eager"]) / np.linalg.norm(chunks["eager"])
         rows[name] = {
             "cpu_seconds": [round(cpu, 2) for cpu, _ in taken],
-            **beside("", [cpu for cpu, _ in taken], [cpu for cpu, _ in seconds["eager"]]),
+            **ratio_to_eager("", [cpu for cpu, _ in taken], [cpu for cpu, _ in seconds["eager"]]),
             "seconds": [round(clock, 2) for _, clock in taken],
-            **beside("_by_clock", [clock for _, clock in taken], [clock for _, clock in seconds["eager"]]),
+            **ratio_to_eager(
+                "_by_clock", [clock for _, clock in taken], [clock for _, clock in seconds["eager"]]
+            ),
             "chunk_error": float(f"{error:.3g}"),
             "peaks_mib": peaks.get(name),
         }

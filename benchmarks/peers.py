@@ -56,7 +56,7 @@ import numpy as np
 from benchmarks.paired import median_interval
 
 ROOT = Path(__file__).resolve().parents[1]
-HOW = """make clients    # .venv-clients: lerobot 0.4.4 and 0.6.1, beside the environment's torch
+HOW = """make clients    # .venv-clients: lerobot 0.4.4 and 0.6.1, with the torch of the environment
 for e in .venv-clients .venv; do $e/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done \\
     > peers.pth
 # 0.4.4, for the servers
@@ -530,7 +530,7 @@ def compare_inside(family: str, out: Path, peer: Path, arguments: argparse.Names
     reference = arguments.reference
     names, bound = prepare_inside(family, out, peer, list(dict.fromkeys([reference, *selected])), arguments)
     others = [name for name in names if name != reference]
-    beside = (arguments.at_once or len(others) + 1) - 1
+    group_size = (arguments.at_once or len(others) + 1) - 1
     rng, threads = np.random.default_rng(1), str(arguments.threads)
     limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     workers: dict[str, Worker] = {}
@@ -548,7 +548,7 @@ def compare_inside(family: str, out: Path, peer: Path, arguments: argparse.Names
 
     try:
         start(reference)
-        for group in (others[i : i + beside] for i in range(0, len(others), beside)):
+        for group in (others[i : i + group_size] for i in range(0, len(others), group_size)):
             for name in group:
                 start(name)
             for number in range(arguments.rounds):

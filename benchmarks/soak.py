@@ -15,7 +15,7 @@ of 60 waypoints per second. Each robot is a process with ``sinew_client``. The o
 * every ten seconds: a message without end, a decompression bomb as a picture, and thirty silent connections
 
 Each answer is compared with the answer to the same observation in this process. An answer or an action window of a
-policy that had been replaced before the request is an error. There are three rounds: the robots with requests alone,
+policy that had been replaced before the request is an error. There are three rounds: the robots with requests only,
 the same robots with the hogs, and all clients. The last line of the output is JSON. The exit status is 1 if a robot
 lost an answer or got a wrong answer.
 """

@@ -69,7 +69,7 @@ def timed(call: Callable[[], None], seconds: float, threads: int, found: Found) 
         found.append((time.perf_counter() - begun, time.thread_time() - spent))
 
 
-def beside(rounds: Rounds, seconds: float, threads: tuple[int, int], runs: int) -> Found:
+def prefix_with_heads(rounds: Rounds, seconds: float, threads: tuple[int, int], runs: int) -> Found:
     """Run one prefix and ``runs`` runs of the head at the same time, on two threads. Returns their times."""
     found: Found = []
     begin, done, over = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
@@ -103,7 +103,7 @@ def measure(rounds: Rounds, seconds: float, threads: tuple[int, int], runs: Sequ
 
     sequential: Found = []
     timed(one_after_the_other, seconds, threads[0], sequential)
-    together = {count: beside(rounds, seconds, threads, count) for count in runs}
+    together = {count: prefix_with_heads(rounds, seconds, threads, count) for count in runs}
     slow: Found = []
     fast: Found = []
     both = [

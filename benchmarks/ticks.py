@@ -40,7 +40,7 @@ POLICY = {
 HOG = "import os; os.sched_setaffinity(0, {%d})\nprint('spinning', flush=True)\nwhile True: pass"
 
 
-def beside_reports(arguments: argparse.Namespace) -> None:
+def compare_reports(arguments: argparse.Namespace) -> None:
     """Run pairs of rounds against a server, without and with reports, and print the effect of the reports."""
     hz, servers, trips = float(arguments.hz.split(",")[0]), Servers(arguments.server), list[float]()
     with servers.client() as client:
@@ -109,17 +109,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     arguments = parser.parse_args()
     if arguments.server:
-        beside_reports(arguments)
+        compare_reports(arguments)
         return
     core = min(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
     found: list[dict[str, Any]] = []
     for _ in range(arguments.rounds):
         for hz in map(float, arguments.hz.split(",")):
-            for beside in (False, True):
+            for neighbour in (False, True):
                 hog = (
                     subprocess.Popen([sys.executable, "-c", HOG % core], stdout=subprocess.PIPE)
-                    if beside
+                    if neighbour
                     else None
                 )
                 try:
@@ -130,7 +130,7 @@ def main() -> None:
                     if hog is not None:
                         hog.kill()
                         hog.wait()
-                found.append({"hz": hz, "neighbour": beside, **result})
+                found.append({"hz": hz, "neighbour": neighbour, **result})
                 print(json.dumps(found[-1]), flush=True)
     if arguments.out is not None:
         text = ",\n".join(json.dumps(entry) for entry in found)

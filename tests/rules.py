@@ -1,12 +1,18 @@
-"""Safetensors files from rules, so that a golden case stores no weights that it can draw.
+"""Make safetensors files from rules, so that a golden case does not have to store random weights.
 
-A rule file is JSON: ``metadata`` of the safetensors file, ``seed``, ``tensors`` (name -> ``dtype``, ``shape``, ``rule``
-and the rule's own numbers), ``taken`` (files of other cases whose tensors this one shares: ``file`` below the
-fixtures, ``prefix`` of the names here, names there that are ``except``-ed, or ``names`` here -> there of those that
-are taken; or a ``bundle`` of the package that was converted from this very file, with such ``names``) and ``sha256``
-of the file that comes out.
-Numpy draws, in float64 until the last rounding, and the draws need no mathematical library: the bytes are the
-same everywhere, and where they are not, the SHA-256 says so.
+A rule file is JSON with these fields:
+
+* ``metadata``: The metadata of the safetensors file.
+* ``seed``: The seed of all tensors.
+* ``tensors``: For each tensor its ``dtype``, ``shape``, ``rule`` and the parameters of the rule.
+* ``taken``: Files whose tensors this file shares. ``file`` is a file of another case, relative to the fixtures. By
+  default all of its tensors are taken, except those in ``except``, and ``prefix`` is put before their names. With
+  ``names`` (name in this file -> name in the other file), only these tensors are taken. Instead of ``file``,
+  ``bundle`` names a bundle of the package that was converted from this safetensors file; it needs ``names``.
+* ``sha256``: The SHA-256 of the resulting file.
+
+Numpy draws the values in float64 and rounds them once at the end. The draws need no mathematical library, so the
+bytes are the same on all machines. If they are not, the SHA-256 shows this.
 """
 
 from __future__ import annotations
@@ -29,16 +35,21 @@ from sinew.families.smolvla.golden.frames import grey_frame, wave, with_noise
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"F32": "<f4", "I64": "<i8", "U8": "|u1", "BOOL": "|b1"}
-PARTS = 4  # of 16 bits in a word, whose sum is nearly normal
+PARTS = 4  # a normal value is the sum of four uniform parts of a word, with 16 bits each
 MEAN = PARTS * 0xFFFF / 2
-STD = math.sqrt((2.0**32 - 1) / 3)  # of that sum: PARTS variances of (2**32 - 1) / 12
+# Standard deviation of the sum. Each part has the variance (2**32 - 1) / 12.
+STD = math.sqrt((2.0**32 - 1) / 3)
 
-Tensor = tuple[str, list[int], bytes]  # dtype as safetensors writes it, shape, data
+Tensor = tuple[str, list[int], bytes]  # dtype in the notation of safetensors, shape, data
 Rule = Callable[[int, str, dict[str, Any]], np.ndarray]
 
 
 def words(seed: int, name: str, count: int) -> np.ndarray:
-    """Return raw words of 64 bits: Philox with a key of the seed and the tensor's name, so that each is drawn alone."""
+    """Return ``count`` random words of 64 bits for a tensor.
+
+    The key of the generator (Philox) is a hash of the seed and the tensor's name. So the values of a tensor do not
+    depend on other tensors.
+    """
     key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "little")
     return np.random.Philox(key=key).random_raw(count)
 
@@ -48,13 +59,16 @@ def size(spec: dict[str, Any]) -> int:
 
 
 def normal(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
-    """``mean`` (0 if absent) and ``std``; no value lies further than 3.47 of the latter from the former."""
+    """Draw nearly normal values with the mean ``mean`` (default 0) and the standard deviation ``std``.
+
+    All values are within 3.47 standard deviations of the mean.
+    """
     drawn = words(seed, name, size(spec)).astype("<u8").view("<u2").reshape(-1, PARTS).sum(1, dtype=np.int64)
     return spec.get("mean", 0.0) + spec["std"] * ((drawn - MEAN) / STD)
 
 
 def uniform(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
-    """From ``low`` to ``high``, in steps of 2**-53 of the span."""
+    """Draw values from ``low`` to ``high``, in steps of 2**-53 of this range."""
     drawn = (words(seed, name, size(spec)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return spec["low"] + (spec["high"] - spec["low"]) * drawn
 
@@ -64,13 +78,16 @@ def constant(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
 
 
 def grid(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
-    """The buffer of a spatial softmax, [h * w, 2]: x and y of every cell, both from -1 to 1."""
+    """Return the coordinates of the cells for a spatial softmax, [h * w, 2]: x and y, each from -1 to 1."""
     x, y = np.meshgrid(np.linspace(-1.0, 1.0, spec["w"]), np.linspace(-1.0, 1.0, spec["h"]))
     return np.stack([x.ravel(), y.ravel()], 1)
 
 
 def sinusoid(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
-    """ACT's positions of its VAE encoder, [..., positions, width], which inference does not read."""
+    """Return the position embedding of ACT's VAE encoder, [..., positions, width].
+
+    Inference does not use this tensor.
+    """
     count, width = spec["shape"][-2:]
     angles = np.array(
         [[at / np.power(10000, 2 * (j // 2) / width) for j in range(width)] for at in range(count)]
@@ -79,17 +96,23 @@ def sinusoid(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
 
 
 def cosine(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
-    """Florence-2's positions in time, [positions, width]; X-VLA reads the first alone, which is exactly 0, 1, 0, 1.
-    Those of OmniVLA-edge, too, where numpy's sines are the same to the last bit or two."""
+    """Return the position embedding of Florence-2 for the time axis, [positions, width].
+
+    X-VLA uses only the first position, which is exactly 0, 1, 0, 1, ... OmniVLA-edge has the same embedding. There,
+    numpy's sines differ from the original by at most two units in the last place.
+    """
     count, width = spec["shape"][-2:]
     angles = np.arange(count)[:, None] * np.exp(np.arange(width // 2) * -(math.log(10000) / (width // 2)))
     return waves(angles, angles)
 
 
 def sinusoid_32(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
-    """Evo-1's table of times, [1, positions, width], to the bit, though torch computed it in float32: ``frequencies``
-    are its own, angles are rounded, and ``above`` and ``below`` (each entry's distance from the one before) lie one
-    float beside the rounded sine."""
+    """Return Evo-1's embedding of times, [1, positions, width], with the same bits as the original.
+
+    torch computed the original in float32. ``frequencies`` are the frequencies of the original. At the indices
+    ``above`` and ``below``, the original is the next higher or next lower float of the rounded sine. Each index is
+    stored as the distance from the previous index.
+    """
     positions = np.arange(spec["shape"][-2], dtype=np.float32)[:, None]
     angles = (positions * np.array(spec["frequencies"], np.float32)).astype(np.float64)
     found = waves(angles, angles).astype(np.float32).ravel()
@@ -104,12 +127,15 @@ def waves(sines: np.ndarray, cosines: np.ndarray) -> np.ndarray:
 
 
 def grey(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
-    """The frame of ``camera`` in a case of SmolVLA or pi (sinew/families/smolvla/golden/frames.py)."""
+    """Return the frame of ``camera`` in a case of SmolVLA or pi (sinew/families/smolvla/golden/frames.py)."""
     return grey_frame(spec["camera"], seed, spec["skip"], spec["word"])
 
 
 def coloured(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
-    """The frame of ``camera`` (0 or 1) in a case of GR00T or Evo-1, [height, width, 3]: a wave of each colour."""
+    """Return the frame of ``camera`` (0 or 1) in a case of GR00T or Evo-1, [height, width, 3].
+
+    Each colour channel is a wave with noise.
+    """
     (height, width, colours), camera = spec["shape"], spec["camera"]
     red = wave(height, width, 90, 17 + 6 * camera, 23 - 3 * camera)
     picture = np.stack([red, 0.8 * np.roll(red, 31, 0) + 20, 0.6 * np.roll(red, 47, 1) + 40], -1)
@@ -117,12 +143,15 @@ def coloured(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
 
 
 def tril(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
-    """VQ-BeT's causal mask, [1, 1, N, N]: ones on and below the diagonal."""
+    """Return VQ-BeT's causal mask, [1, 1, N, N]: ones on and below the diagonal."""
     return np.tril(np.ones(spec["shape"][-2:]))
 
 
 def windows(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
-    """VQ-BeT's indices of the actions of each step, [N, chunk], which inference does not read."""
+    """Return VQ-BeT's indices of the actions of each step, [N, chunk].
+
+    Inference does not use this tensor.
+    """
     count, width = spec["shape"]
     return np.arange(count)[:, None] + np.arange(width)[None]
 
@@ -143,9 +172,9 @@ RULES: dict[str, Rule] = {
 
 
 def draw(seed: int, name: str, spec: dict[str, Any]) -> Tensor:
-    """Return a tensor by its rule, whose name is ``spec["rule"]``."""
+    """Return a tensor by the rule with the name ``spec["rule"]``."""
     if spec["rule"] not in RULES:
-        raise ValueError(f"{name}: expected a rule of {', '.join(RULES)}, got {spec['rule']!r}")
+        raise ValueError(f"{name}: expected one of the rules {', '.join(RULES)}, got {spec['rule']!r}")
     values = np.asarray(RULES[spec["rule"]](seed, name, spec))
     if values.size != size(spec):
         raise ValueError(f"{name}: expected {size(spec)} values for {spec['shape']}, got {values.size}")
@@ -153,7 +182,7 @@ def draw(seed: int, name: str, spec: dict[str, Any]) -> Tensor:
 
 
 def read(data: bytes) -> tuple[dict[str, Tensor], dict[str, str] | None]:
-    """Return the tensors of a safetensors file in their order, and its metadata."""
+    """Return the tensors of a safetensors file in their order in the file, and the metadata of the file."""
     (length,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + length])
     metadata, body = header.pop("__metadata__", None), memoryview(data)[8 + length :]
@@ -163,7 +192,12 @@ def read(data: bytes) -> tuple[dict[str, Tensor], dict[str, str] | None]:
 
 
 def from_bundle(path: Path, names: dict[str, str]) -> dict[str, Tensor]:
-    """Return tensors of a bundle by their names here, in float32, which holds all values of bfloat16."""
+    """Return tensors of a bundle in float32, which represents all values of bfloat16 exactly.
+
+    Args:
+        path: The bundle.
+        names: For each name in the result, the name in the bundle.
+    """
     file, data = GGUFFile(path), path.read_bytes()
     found: dict[str, Tensor] = {}
     for here, there in names.items():
@@ -178,7 +212,7 @@ def from_bundle(path: Path, names: dict[str, str]) -> dict[str, Tensor]:
 
 
 def write(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> bytes:
-    """Return a safetensors file with the tensors in their order."""
+    """Return a safetensors file, as bytes, with the tensors in their given order."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     at = 0
     for name, (dtype, shape, data) in tensors.items():
@@ -190,10 +224,15 @@ def write(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> bytes:
 
 
 def build(rules: dict[str, Any], stored: bytes | None, other: Callable[[str], bytes]) -> bytes:
-    """Return the file of a rule file: the stored tensors as they stand, then those taken and drawn, by name.
+    """Return the safetensors file of a rule file: first the stored tensors, then the other tensors, sorted by name.
 
-    stored: a safetensors file with what no rule gives. other: returns the bytes of another case's file, unpacked.
-    Raises ValueError where the SHA-256 is not the one that the rules say.
+    Args:
+        rules: The rule file.
+        stored: A safetensors file with the tensors that have no rule. None: all tensors have one.
+        other: Returns the unpacked bytes of another case's file.
+
+    Raises:
+        ValueError: A tensor is given twice, or the result has another SHA-256 than the rule file states.
     """
     tensors, metadata = ({}, None) if stored is None else read(stored)
     made = {name: draw(rules["seed"], name, spec) for name, spec in rules.get("tensors", {}).items()}
@@ -212,7 +251,9 @@ def build(rules: dict[str, Any], stored: bytes | None, other: Callable[[str], by
             if name not in share.get("except", ()):
                 made[share.get("prefix", "") + name] = tensor
     if twice := tensors.keys() & made.keys():
-        raise ValueError(f"expected each tensor once, got {', '.join(sorted(twice))} stored and by rule")
+        raise ValueError(
+            f"expected each tensor once, got both a stored tensor and a rule for {', '.join(sorted(twice))}"
+        )
     data = write({**tensors, **dict(sorted(made.items()))}, rules.get("metadata", metadata))
     found = hashlib.sha256(data).hexdigest()
     if found != rules["sha256"]:

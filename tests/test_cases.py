@@ -157,13 +157,13 @@ def test_tensors_of_a_bundle(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
     spec = {"dtype": "F32", "shape": [4], "rule": "constant", "value": 0}
-    with pytest.raises(ValueError, match=r"w: expected a rule of normal, .*, got 'zeros'"):
+    with pytest.raises(ValueError, match=r"w: expected one of the rules normal, .*, got 'zeros'"):
         rules.draw(0, "w", {**spec, "rule": "zeros"})
     with pytest.raises(ValueError, match=r"w: expected 4 values for \[4\], got 12"):
         rules.draw(0, "w", {**spec, "rule": "pos_grid", "h": 2, "w": 3})
     complete = as_rules({"seed": 0, "tensors": {"w": spec}})
     held = rules.write(stored(w=np.zeros(4)), None)
-    with pytest.raises(ValueError, match="w stored and by rule"):
+    with pytest.raises(ValueError, match="got both a stored tensor and a rule for w"):
         rules.build(complete, held, cases.content)
     changed = {**complete, "tensors": {"w": {**spec, "value": 1}}}
     with pytest.raises(ValueError, match=f"expected a file with SHA-256 {complete['sha256']}"):

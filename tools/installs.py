@@ -65,8 +65,8 @@ OURS = (
 
 # Key: text of a command that is not checked. Value: the reason.
 EXEMPT = {
-    "pip install '...[rerun]'": "is a message that is quoted, beside the line that has the tested versions",
-    "pip install -e './my-arm[test]'": "is of the package that the line above wrote; tests/cli/test_new.py installs it",
+    "pip install '...[rerun]'": "is part of a quoted message; the text below it has the complete command",
+    "pip install -e './my-arm[test]'": "installs a package that the user created; tests/cli/test_new.py checks it",
 }
 WORDS = re.compile(
     r"\b(?:pip|uv)3?[\"']?(?:\[@\][^ ]*)? +(?:-\S+ +)*(?:install|download|wheel|sync|pip|add|lock|tool)\b"

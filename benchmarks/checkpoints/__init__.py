@@ -1,1 +1,1 @@
-"""Random checkpoints in the original layouts, of published or tiny sizes."""
+"""Checkpoints with random weights, in the layout of each family's original code, in published or tiny sizes."""

@@ -87,7 +87,7 @@ def test_the_far_rows_are_followed_from_their_moment_on_until_half_are_left() ->
     }
     assert (
         found.text()
-        == "2 of 5 chunks from the far policy, asked 1 times (1 every): 1 answers, 0 of them too late,"
+        == "2 of 5 chunks from the far policy, 1 requests (1 every): 1 answers, 0 of them too late,"
         " 0 failures"
     )
     ask(6.2)  # five seconds after the answer was seen

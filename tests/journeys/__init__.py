@@ -1,1 +1,1 @@
-"""What a reader of the documents does: every line of every page, typed as it stands, judged by its outcome."""
+"""Type each command line and program of each documentation page exactly as it is printed, and check the outcome."""

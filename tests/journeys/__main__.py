@@ -56,7 +56,7 @@ def main() -> None:
             walk = Walk(page, Path(folder) / str(number), python.absolute())
             try:
                 STORIES[page](walk)
-                assert not walk.left(), "nothing is said of\n" + "\n".join(walk.left())
+                assert not walk.left(), "lines of the page without a story:\n" + "\n".join(walk.left())
             except AssertionError as error:
                 failed.append(page)
                 print(f"FAILED {page}: {error}", flush=True)

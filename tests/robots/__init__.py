@@ -1,1 +1,1 @@
-"""Recipes of robots, against doubles of their interfaces."""
+"""Tests of the robot examples (examples/robots) with programs that stand in for the robots' interfaces."""

@@ -1,1 +1,1 @@
-"""Streams: sessions, loops, windows; with a policy in this process."""
+"""Tests of streams (their sessions, control loops and windows) with a policy in the test's process."""

@@ -396,7 +396,7 @@ class TrialSetup(Keys):
     def _where(self) -> str:
         turn = self.turn
         todo = f"scene {turn.scene}" if self.alone else f"set scene {turn.scene} up"
-        again = " again, as it was" if turn.again and not self.alone else ""
+        again = " again, same as before" if turn.again and not self.alone else ""
         return f"trial {turn.number} of {turn.total}: {todo}{again}"
 
     def _tell(self, text: str) -> None:

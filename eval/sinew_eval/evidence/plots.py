@@ -94,8 +94,8 @@ def plot_sweep(report: dict[str, Any], name: str, others: Sequence[str], path: P
             x = [names.index(_text(entry, name)) + shift for entry in entries]
         handles.append(_success_line(axis, x, entries, index, label))
     if name == "latency":
-        beside = ", lines set a little apart" if len(lines) > 1 else ""
-        axis.set_xlabel(f"injected latency, ms{beside}")
+        note = "; lines are shifted a little to separate them" if len(lines) > 1 else ""
+        axis.set_xlabel(f"injected latency, ms{note}")
     else:
         axis.set_xticks(range(len(names)), names)
         axis.set_xlabel(name.replace("_", " "))

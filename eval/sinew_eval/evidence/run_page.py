@@ -154,12 +154,12 @@ def how_run(record: Mapping[str, Any]) -> Iterator[str]:
         cells = [entry["label"], bundle.get("file", entry["variant"]["target"]), size, policy["id"]]
         if cells[1:] not in [row[1:] for row in rows]:
             rows.append(cells)
-    yield page.table(["variant", "policy", ">bytes", "SHA-256, or what a server says of itself"], rows)
+    yield page.table(["variant", "policy", ">bytes", "SHA-256, or the server's description"], rows)
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     yield page.facts(
         [
             ("sinew", record["sinew"]),
-            ("beside it", versions),
+            ("other packages", versions),
             ("machine", record["hardware"]),
             ("workers", record["workers"]),
             ("date", record["date"]),

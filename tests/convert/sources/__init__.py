@@ -1,1 +1,1 @@
-"""Tests of what verbs take as a policy."""
+"""Tests of the sources of policies, such as files and the Hugging Face Hub."""

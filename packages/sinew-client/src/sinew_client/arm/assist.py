@@ -170,8 +170,8 @@ class Assist:
         """Return the counts of :meth:`report` as one line of text for a log."""
         why = ", ".join(f"{count} {reason}" for reason, count in self.asked.items())
         return (
-            f"{self.far_chunks} of {self.far_chunks + self.near_chunks} chunks from the far policy, asked "
-            f"{sum(self.asked.values())} times{f' ({why})' if why else ''}: {self.answered} answers, "
+            f"{self.far_chunks} of {self.far_chunks + self.near_chunks} chunks from the far policy, "
+            f"{sum(self.asked.values())} requests{f' ({why})' if why else ''}: {self.answered} answers, "
             f"{self.late} of them too late, {sum(self.failed.values())} failures"
         )
 
