@@ -148,7 +148,9 @@ def conditioned(
         if advantage and advantage not in labels:
             raise SinewError(f"advantage: expected one of {', '.join(labels)}, got {advantage!r}")
         if scale is not None and not (about.get("usual_advantage") if advantage is None else advantage):
-            raise SinewError(f"guidance_scale needs advantage ({', '.join(labels)})")
+            raise SinewError(
+                f"guidance_scale needs advantage; also pass --set advantage=LABEL with one of {', '.join(labels)}"
+            )
     if scale not in (None, 0, 1) and (reason := about.get("unscaled")):
         raise SinewError(f"guidance_scale: {reason}")
     return asking(connect, lambda: fields)

@@ -71,7 +71,7 @@ class LeaderFlags:
         if self.takeover_options is not None and self.takeover is None:
             raise SinewError("takeover_options needs --takeover")
         if self.align is not None and not self.wanted:
-            raise SinewError("align needs --takeover or shadow")
+            raise SinewError("align needs --takeover or shadow; pass one of them, or omit align")
 
     def opened(self, stack: ExitStack, plan: RunPlan) -> tuple[Any, Takeover | None]:
         """Return the robot that the loop drives, and the take-over or None. The stack closes the take-over."""
@@ -86,7 +86,8 @@ class LeaderFlags:
         if self.takeover is None:
             if plan.facts.episodes is not None:
                 raise SinewError(
-                    "shadow needs --takeover with a simulated robot, because no other driver commands it"
+                    "shadow needs --takeover with a simulated robot, because no other driver commands it; pass"
+                    " --takeover, or omit shadow"
                 )
             machine = leader = ShadowListener(robot, motion, plan.dim)
         else:

@@ -107,7 +107,10 @@ class RobotFlags:
         )
         kind, _, rest = text.partition(":")
         if kind != "gym" and (self.adapter or self.episodes is not None):
-            raise SinewError(f"{'adapter' if self.adapter else '--episodes'} needs --robot gym:ENV")
+            raise SinewError(
+                f"{'adapter' if self.adapter else '--episodes'} needs --robot gym:ENV; pass a Gymnasium"
+                " environment, or omit the option"
+            )
         if self.kinematics is not None:
             return self._posed(text, self.kinematics, places, substeps)
         if self.kinematics_options is not None:

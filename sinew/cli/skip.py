@@ -51,7 +51,9 @@ def skip(
     opened = open_bundle(bundle)
     tried = [parse_layers(layers)] if layers else candidates(opened)
     if not tried:
-        raise SinewError(f"{bundle}: has no stack of layers from which one can be left out")
+        raise SinewError(
+            f"{bundle}: has no stack of layers from which one can be left out; use the bundle as it is"
+        )
     reference = Policy(opened, "cpu", "fp32", "eager")
     origin, stream = Samples(observations, 0, records).to(reference)
     inputs = list(islice(stream, observations))

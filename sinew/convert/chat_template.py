@@ -69,7 +69,8 @@ def render(template: str, content: Sequence[str], generate: bool, where: Path) -
         )
     except Exception as error:  # noqa: BLE001 - a template may fail in any way
         raise ConvertError(
-            f"{where}: the chat template cannot be rendered ({type(error).__name__}: {error})"
+            f"{where}: the chat template cannot be rendered ({type(error).__name__}: {error}); use the original file of"
+            " the model"
         ) from None
     if text.count(MARK) != 1 or len(text) > MAX_TEXT:
         raise ConvertError(

@@ -139,7 +139,10 @@ def pick(source: TensorSource, *index: int) -> TensorSource:
     if len(index) > len(source.shape) or any(
         not 0 <= i < n for i, n in zip(index, source.shape, strict=False)
     ):
-        raise ConvertError(f"{source.name}: shape {list(source.shape)} has no index {list(index)}")
+        raise ConvertError(
+            f"{source.name}: shape {list(source.shape)} has no index {list(index)}; use the config.json that belongs"
+            " to these weights"
+        )
     for i in index:
         source = replace(rows(source, i, i + 1), shape=source.shape[1:])
     return source
@@ -149,7 +152,10 @@ def rows(source: TensorSource, start: int, stop: int) -> TensorSource:
     """Return ``source[start:stop]`` along the first axis. Rows of a tensor in a file are copied from the file
     directly."""
     if not source.shape or not 0 <= start <= stop <= source.shape[0]:
-        raise ConvertError(f"{source.name}: shape {list(source.shape)} has no rows {start} to {stop}")
+        raise ConvertError(
+            f"{source.name}: shape {list(source.shape)} has no rows {start} to {stop}; use the config.json that belongs"
+            " to these weights"
+        )
     if not isinstance(source.data, FileSlice) or source.shape[0] == 0:
         return moved(lambda x: x[start:stop], source)
     stride = source.nbytes // source.shape[0]
@@ -171,7 +177,8 @@ def split(source: TensorSource, sizes: Sequence[int], axis: int = 0) -> tuple[Te
     """
     if not 0 <= axis < len(source.shape) or sum(sizes) != source.shape[axis]:
         raise ConvertError(
-            f"{source.name}: shape {list(source.shape)} does not split into {list(sizes)} along axis {axis}"
+            f"{source.name}: shape {list(source.shape)} does not split into {list(sizes)} along axis {axis}; use the"
+            " config.json that belongs to these weights"
         )
     ends = np.cumsum(sizes).tolist()
     spans = [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -197,7 +204,9 @@ def join(*sources: TensorSource, axis: int = 0) -> TensorSource:
     rest = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
     if len(rest) > 1 or not 0 <= axis < min(map(len, shapes)):
         named = ", ".join(f"{s.name} {list(s.shape)}" for s in sources)
-        raise ConvertError(f"{named}: these tensors cannot be joined along axis {axis}")
+        raise ConvertError(
+            f"{named}: these tensors cannot be joined along axis {axis}; use the files of one checkpoint"
+        )
     shape = (*shapes[0][:axis], sum(s[axis] for s in shapes), *shapes[0][axis + 1 :])
     return moved(lambda *parts: np.concatenate(parts, axis), *sources, shape=shape)
 

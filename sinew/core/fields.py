@@ -340,7 +340,7 @@ def from_builtins(raw: Any, kind: type[T], where: str) -> T:
         record = msgspec.convert(raw, kind, strict=True, dec_hook=tagged)
     if unknown := _unknown_field(raw, msgspec.to_builtins(record)):
         raise BundleError(
-            f"{where}: unknown field {unknown!r}: a newer version of Sinew wrote the file, or the name is misspelt"
+            f"{where}: unknown field {unknown!r}; correct the name, or update Sinew if a newer version wrote the file"
         )
     form: Any = kind
     if (shape := _shape(form)) is not None:

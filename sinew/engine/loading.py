@@ -123,7 +123,8 @@ def require_device(device: torch.device) -> None:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise SinewError(
-            f"device {device}: the installed torch {torch.__version__} cannot use this device: {reason}"
+            f"device {device}: the installed torch {torch.__version__} cannot use this device: {reason};"
+            " run `sinew doctor`, or choose another device"
         ) from None
 
 

@@ -152,7 +152,9 @@ def quantize(
         raise SinewError(f"--out {out}: this is the bundle that is read; choose another file")
     searched = bool(budget or target_ms)
     if searched and recipe != DEFAULT_RECIPE:
-        raise SinewError(f"--recipe {recipe}: cannot be combined with --search, which chooses the recipe")
+        raise SinewError(
+            f"--recipe {recipe}: cannot be combined with --search, which chooses the recipe; omit one of the two"
+        )
     if not searched and set(chosen.values()) == {"fp32"}:
         raise SinewError(f"recipe: expected at least one component with fewer bits, got {recipe}")
     if size >= stored_bytes(opened, {}) and not target_ms:

@@ -292,7 +292,9 @@ def read_record(path: Path) -> Record:
             check_array(name, array)
         *earlier, newest = _moments(arrays)
     except SinewError as error:
-        raise SinewError(f"{path}: not a record ({error})") from None
+        raise SinewError(
+            f"{path}: not a record ({error}); choose a file that `sinew serve --record` wrote"
+        ) from None
     observation = Observation(
         images=newest.images,
         state=newest.state,
@@ -306,7 +308,9 @@ def read_record(path: Path) -> Record:
     try:
         server = arithmetic.kept(settings) if settings else {}
     except ValueError as error:
-        raise SinewError(f"{path}: not a record (server.{error})") from None
+        raise SinewError(
+            f"{path}: not a record (server.{error}); choose a file that `sinew serve --record` wrote"
+        ) from None
     more = {name: meta[name] for name in ("by", "policy", "names", "text", "context") if name in meta}
     actions, failed = arrays.get("actions"), meta.get("error", "")
     return Record(path, meta["wire"], observation, actions, failed, meta, server, **more)

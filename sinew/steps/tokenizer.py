@@ -66,7 +66,10 @@ def open_tokenizer(
     except BaseException as problem:  # noqa: BLE001 - Rust's panics are no Exception
         raise error(f"{where} cannot be read: {_reason(problem)}") from None
     if len(ids) > MAX_SPECIAL + 4 * len(TRIAL.encode()):
-        raise error(f"{where} converts {len(TRIAL)} characters to {len(ids)} tokens, which is too many")
+        raise error(
+            f"{where} converts {len(TRIAL)} characters to {len(ids)} tokens, which is too many; use the model's"
+            " original file"
+        )
     return tokenizer
 
 

@@ -343,7 +343,7 @@ def test_fields_of_a_manifest_are_bounded(smolvla_bundle, tmp_path):
         with pytest.raises(BundleError, match=message):
             Bundle(out)
     rows = replace(m.processing, state=replace(m.processing.state, rows=1))
-    with pytest.raises(BundleError, match=r"processing.state.rows: expected 0, because only chunks"):
+    with pytest.raises(BundleError, match=r"processing.state.rows: expected 0, because only actions"):
         replace(m, processing=rows).check()
     config = {**m.config, "prefix_length": 1 << 20}
     write_bundle(out, lambda: replace(m, config=config), sources(bundle))

@@ -183,7 +183,9 @@ def test_a_trial_counts_tokens() -> None:
         grown = written(pre_tokenizer=EACH, normalizer=replaced({"Regex": "."}, count))
         assert open_tokenizer(grown).encode("ab").ids == [0] * (2 * count)
     with pytest.raises(
-        BundleError, match=rf"^it converts {len(TRIAL)} characters to 4\d\d\d tokens, which is too many$"
+        BundleError,
+        match=rf"^it converts {len(TRIAL)} characters to 4\d\d\d tokens, which is too many; "
+        "use the model's original file$",
     ):
         open_tokenizer(written(pre_tokenizer=EACH, normalizer=replaced({"Regex": "."}, 5)), where="it")
 

@@ -654,7 +654,10 @@ class LeRobotCheckpoint:
         if feature == STATE and self.pipelines.there:
             features = config.get("features")
             if isinstance(features, dict) and features and STATE not in features:
-                raise ConvertError(f"{self.path / PRE}.json: normalizer_processor: features has no {STATE!r}")
+                raise ConvertError(
+                    f"{self.path / PRE}.json: normalizer_processor: features has no {STATE!r}; use the file that the"
+                    " training run wrote"
+                )
             if keys is not None and STATE not in keys:
                 mode = "identity"
         needed = STATISTICS[mode]

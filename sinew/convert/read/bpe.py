@@ -69,5 +69,5 @@ def bpe_tokenizer(directory: Path) -> str:
         raise
     except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
         raise ConvertError(
-            f"{directory}: vocab.json and merges.txt are not a valid tokenizer ({error})"
+            f"{directory}: vocab.json and merges.txt are not a valid tokenizer ({error}); download both files again"
         ) from None

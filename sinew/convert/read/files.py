@@ -82,6 +82,8 @@ def named(where: object) -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        raise ConvertError(f"{where}: {error} is missing") from None
+        raise ConvertError(
+            f"{where}: {error} is missing; use the complete file of the training run"
+        ) from None
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise ConvertError(f"{where}: {error}") from None

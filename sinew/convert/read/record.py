@@ -86,7 +86,9 @@ class JsonRecord:
     def __getitem__(self, key: str) -> Any:
         self.read.add(key)
         if key not in self.content:
-            raise ConvertError(f"{self.path}: {self.name}{key} is missing")
+            raise ConvertError(
+                f"{self.path}: {self.name}{key} is missing; use the complete file of the training run"
+            )
         return self.content[key]
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -35,7 +35,7 @@ def tokenizer_json(path: Path) -> str:
     try:
         model.ParseFromString(read_bytes(path))
     except Exception as error:  # noqa: BLE001 - protobuf's error class differs between its implementations
-        raise ConvertError(f"{path}: not a SentencePiece model ({error})") from None
+        raise ConvertError(f"{path}: not a SentencePiece model ({error}); download the file again") from None
     if not model.pieces or model.trainer_spec.model_type != BPE:
         raise ConvertError(
             f"{path}: only SentencePiece models of type BPE are supported, such as Gemma's; pass a tokenizer.json"

@@ -71,7 +71,8 @@ def graphs_of(bundle: Bundle, borrowed: bool = True) -> Path:
             partial = stack.enter_context(scratch.beside(folder))
         except OSError as error:
             raise SinewError(
-                f"{folder}: cannot write the exported graphs next to the bundle: {error}"
+                f"{folder}: cannot write the exported graphs next to the bundle: {error}; move the bundle to a folder"
+                " in which you may write"
             ) from None
         write_graphs(bundle, partial, folder)
         # Remove the rest of an interrupted export.

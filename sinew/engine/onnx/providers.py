@@ -72,7 +72,10 @@ def choose(names: Sequence[str] = ()) -> tuple[tuple[str, ...], str]:
         return (CPU,), reason
     requested = [SHORT.get(name.lower(), name) for name in names]
     if missing := [name for name in requested if name not in offered]:
-        raise SinewError(f"provider {', '.join(missing)}: this onnxruntime offers {', '.join(offered)} only")
+        raise SinewError(
+            f"provider {', '.join(missing)}: this onnxruntime offers {', '.join(offered)} only; choose one of them, or"
+            " install an onnxruntime with your provider"
+        )
     reason = "asked for"
     if CPU not in requested:
         requested.append(CPU)
@@ -180,7 +183,8 @@ def open_session(ort: Any, path: Path, options: Any, providers: Sequence[str]) -
     except Exception as error:  # noqa: BLE001 - it has a class for each status, and none above them
         what = (str(error).splitlines() or [""])[0][:300]
         raise BundleError(
-            f"{path}: ONNX Runtime cannot open this file ({type(error).__name__}: {what})"
+            f"{path}: ONNX Runtime cannot open this file ({type(error).__name__}: {what}); export the bundle"
+            " again"
         ) from None
 
 

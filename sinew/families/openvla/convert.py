@@ -149,7 +149,7 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
     if not adapter and checkpoint.config.part("text_config").get("model_type") == "qwen2":
         raise ConvertError(
             f"{path}: config.json names VLA-Adapter's Qwen2, but the tensor 'action_queries.weight' is missing, so the"
-            " weights belong to another policy"
+            " weights belong to another policy; use the config.json and the weights of one checkpoint"
         )
     parallel = decodes_in_parallel(checkpoint, bool(action), bool(state), adapter)
     action_dim, state_dim = sizes(checkpoint, action, state)
@@ -175,7 +175,9 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
         else:
             head = token_head(checkpoint, tokenizer, shared)
     if adapter and len(robot.cameras) != 2:
-        raise ConvertError(f"--cameras: VLA-Adapter's head requires 2 cameras, got {len(robot.cameras)}")
+        raise ConvertError(
+            f"--cameras: VLA-Adapter's head requires 2 cameras, got {len(robot.cameras)}; pass the names of both"
+        )
 
     weights = checkpoint.tensors | action | state
     rules = [*rules, *head.rules, *LANGUAGE, *PROJECTOR, *ENDS, *BLOCKS, *STATE]
@@ -275,7 +277,7 @@ def sizes(
         return len(table["action"]["q01"]), state_dim
     except (KeyError, IndexError, TypeError) as error:
         raise ConvertError(
-            f"{checkpoint.path}: the head, the projector or the statistics have no {error}"
+            f"{checkpoint.path}: the head, the projector or the statistics have no {error}; use a complete checkpoint"
         ) from None
 
 

@@ -83,7 +83,7 @@ class PrismaticCheckpoint:
             ("noisy_action_projector--*.pt", "a diffusion head"),
         ):
             if files := sorted(path.glob(pattern)):
-                raise ConvertError(f"{files[0]}: Sinew does not support {what}")
+                raise ConvertError(f"{files[0]}: Sinew does not support {what}; convert another checkpoint")
         self.config = JsonRecord(path / "config.json")
         self.files = [self.config.path]
 

@@ -119,7 +119,7 @@ def read(path: Path) -> FleetConfig:
     except OSError as error:
         raise SinewError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise SinewError(f"{path}: not YAML: {error}") from None
+        raise SinewError(f"{path}: not YAML: {error}; correct the file") from None
     return parse(content, str(path))
 
 

@@ -50,7 +50,8 @@ def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
     def _admit(request: web.Request) -> None:
         if not is_loopback(request.remote) or not service.wants_key:
             raise UnauthorizedError(
-                f"{request.method} {POLICIES} is accepted only from this machine, and only if the server has a key"
+                f"{request.method} {POLICIES} is accepted only from this machine, and only if the server has a key;"
+                " send the request on the server's machine, and start the server with --api-key-file"
             )
         if service.swapper is None:
             raise RequestError(

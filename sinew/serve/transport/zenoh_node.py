@@ -230,7 +230,9 @@ class ZenohNode:
         passwords.
         """
         if any(":" in key or "\n" in key for key in keys):
-            raise SinewError(f"--api-key-file: for --wire {self._name} a key may not contain a colon")
+            raise SinewError(
+                f"--api-key-file: for --wire {self._name} a key may not contain a colon; choose another key"
+            )
         handle, name = tempfile.mkstemp(prefix="sinew-zenoh-")  # mkstemp creates the file with mode 0600
         self._dictionary = Path(name)
         with os.fdopen(handle, "w") as file:

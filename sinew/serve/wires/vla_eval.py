@@ -142,7 +142,7 @@ class Conversation:
         self._noise = _count("noise", options.pop("noise", "0"), 0, MAX_NOISE)
         if options:
             raise RequestError(
-                f"address: the query supports rows and noise, got {next(iter(options))[:40]!r}"
+                f"address: the query supports rows and noise, got {next(iter(options))[:40]!r}; omit this option"
             )
         self._spec, self._about = spec, about
         self._history = History(spec.history, spec.history_stride, spec.history_padding)

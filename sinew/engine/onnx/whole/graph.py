@@ -334,7 +334,7 @@ class _Builder:
         if frames is None:
             raise SinewError(
                 f"one graph: {about.name}: this bundle has image steps that are not linear, which a single graph"
-                " cannot contain"
+                " cannot contain; export without --whole"
             )
         frame = self._input(about.name, "UINT8", (frames.height, frames.width, 3), f"frames, {note}")
         floats = self._onnx.TensorProto.FLOAT
@@ -364,7 +364,8 @@ class _Builder:
         cut = _cut(linear, expected)
         if not _near(np.where(cut, linear.clip(-1, 1), linear), expected):
             raise SinewError(
-                "one graph: the normalisation of the state is not linear, which a single graph cannot contain"
+                "one graph: the normalisation of the state is not linear, which a single graph cannot contain; export"
+                " without --whole"
             )
         state = self._input("state", "FLOAT", (1, dim), "in the robot's units")
         product = self._node("MatMul", [state, self._constant(matrix.astype(np.float32))])
@@ -485,7 +486,7 @@ class _Builder:
             if not _near(linear @ matrix + offset + state @ of_state, finished(chunk, state)):
                 raise SinewError(
                     "one graph: actions: this bundle has action steps that are not linear, which a single graph"
-                    " cannot contain"
+                    " cannot contain; export without --whole"
                 )
         if (first, spec.chunk_size) != (0, rows):
             ends = [self._ints(first), self._ints(first + spec.chunk_size), self._ints(1)]

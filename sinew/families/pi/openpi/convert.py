@@ -378,7 +378,9 @@ def normalization(file: Path, key: str, dim: int, quantiles: bool) -> Normalizat
     try:
         stats = {s: tuple(float(v) for v in record["norm_stats"][key][s][:dim]) for s in needed}
     except (KeyError, TypeError, ValueError):
-        raise ConvertError(f"{file}: {key!r} must have the statistics {', '.join(needed)}") from None
+        raise ConvertError(
+            f"{file}: {key!r} must have the statistics {', '.join(needed)}; use the file of this checkpoint's training"
+        ) from None
     if short := [s for s, values in stats.items() if len(values) != dim]:
         raise ConvertError(
             f"{file}: {', '.join(short)} of {key!r} must have at least {dim} values, the robot's dimension"
