@@ -66,12 +66,12 @@ QUESTION = json.dumps(
     }
 )
 LIMITS = "[limits]\nlow = -1\nhigh = 1\nvelocity = 20\nstill = 0\n"
-ARM = "needs the arm on that port"
-SIMULATOR = "needs a simulator's own interpreter: make sim-aloha and the like, of gigabytes"
+ARM = "needs an arm on this port"
+SIMULATOR = "needs the Python environment of a simulator, which has gigabytes (for example make sim-aloha)"
 NOT_HERE = {
-    "pip": "`make installs` asks the index for it, and the README's own made this environment",
-    "uv": "`make installs` asks the index for it",
-    "make env": "makes what this runs in",
+    "pip": "`make installs` checks this line with the package index; the line in README.md made this environment",
+    "uv": "`make installs` checks this line with the package index",
+    "make env": "makes the environment in which this program runs",
 }
 ROS = "needs an installed ROS 2"
 ONE_MACHINE = (
@@ -235,7 +235,7 @@ def openpi_client(walk: Walk) -> None:
 
 
 def readme(walk: Walk) -> None:
-    why = "`make journeys` made the environment that this runs in, with everything of .[full]"
+    why = "`make journeys` made this environment with .[full]"
     walk.leaves("pip install -c constraints.txt ./packages/sinew-client '.[demo]' ./eval", why)
     walk.leaves("pip install -c constraints.txt ./packages/sinew-client '.[full]' ./eval ./perf", why)
     walk.type(
@@ -265,7 +265,7 @@ def commands(walk: Walk) -> None:
     walk.type("sinew --completion bash > ~/.local/share/bash-completion/completions/sinew")
     walk.type("sinew --completion zsh > ~/.zfunc/_sinew")
     walk.type("sinew --completion fish > ~/.config/fish/completions/sinew.fish")
-    walk.leaves("sinew demo", "`make demo` is this line")
+    walk.leaves("sinew demo", "`make demo` runs this line")
     walk.type("sinew demo act", adds="--episodes 10 --sweep-episodes 0", says=("10/10 succeeded",))
     evaluated(walk.type("sinew eval blocks --episodes 100", instead=("100", "10")), 0.9)
     walk.run("sinew eval blocks --episodes 2 --out runs/blocks")
@@ -316,7 +316,7 @@ def commands(walk: Walk) -> None:
 def quick_start(walk: Walk) -> None:
     walk.leaves(
         "pip install -c constraints.txt ./packages/sinew-client '.[full]' ./eval ./perf",
-        "made the environment that this runs in",
+        "made the environment in which this program runs",
     )
     walk.leaves("uv pip install -c constraints.txt '.[full]'", NOT_HERE["uv"])
     won(walk.type("sinew run blocks --robot gym:sinew/Blocks-v0 --episodes 3"), 1, of=3)
@@ -450,7 +450,7 @@ def kinematics(walk: Walk) -> None:
     walk.leaves(
         "sinew doctor policy.gguf --observe my_robot:Arm --set kinematics=arm.urdf --set"
         """ kinematics_options='{"tip": "fingertips", "base": "table"}'""",
-        "an arm; tests/control/test_kinematics.py types it",
+        "needs an arm; tests/control/test_kinematics.py runs this line",
     )
 
 
@@ -518,7 +518,7 @@ def dashboard(walk: Walk) -> None:
     if not walk.has("rerun"):
         for line in [each for each in walk.lines if "rerun" in each or " rrd " in each]:
             walk.leaves(
-                line, "needs Rerun (the extra `rerun`, 500 MB): --python with an environment that has it"
+                line, "needs Rerun (the extra `rerun`, 500 MB); pass --python with an environment that has it"
             )
         return
     blocks(walk)
@@ -572,7 +572,7 @@ def deployment(walk: Walk) -> None:
     assert (walk.folder / "etc/sinew/sinew.env").stat().st_mode & 0o777 == 0o600
     walk.leaves(
         "sudo install -m 644 docker/sinew.service /etc/systemd/system/ && sudo systemctl enable --now sinew",
-        "needs systemd; what the unit starts is started below, with its settings",
+        "needs systemd; the story starts the server of the unit below, with the same settings",
     )
     unit = (ROOT / "docker" / "sinew.service").read_text()
     (start,) = re.findall(r"^ExecStart=/opt/sinew/bin/(sinew .*)$", unit, re.MULTILINE)
@@ -594,7 +594,9 @@ def deployment(walk: Walk) -> None:
     )
     for line in walk.lines:
         if line.startswith("docker "):
-            walk.leaves(line, "needs a Docker daemon; tests/test_deployment.py reads what these files name")
+            walk.leaves(
+                line, "needs a Docker daemon; tests/test_deployment.py checks the names in these files"
+            )
 
 
 def install(walk: Walk) -> None:
@@ -641,7 +643,7 @@ with Client("{NATIVE}", timeout=120) as client:
             "sinew bench tcp://127.0.0.1:5555 --idle 0,1,10", adds="--runs 3", says=("of the steady p50",)
         )
     walk.type("sinew bench policy.gguf --idle 0,1,10", adds="--runs 3", says=("of the steady p50",))
-    walk.leaves("sinew serve policy.gguf --device cuda --engine cuda", "needs a GPU: make gpu")
+    walk.leaves("sinew serve policy.gguf --device cuda --engine cuda", "needs a GPU; make gpu tests this")
     walk.type("sinew export policy.gguf --onnx robot/")
     with walk.serving("sinew serve robot/"):
         walk.run(f"sinew bench {NATIVE} --runs 3")
@@ -657,7 +659,7 @@ def suites(walk: Walk) -> None:
     walk.environment |= {
         "SINEW_SIMS": str(walk.folder / "sims")
     }  # the interpreters of this checkout would play for hours
-    walk.leaves("sinew eval --setup aloha", f"{SIMULATOR}; eval/tests play in those that were made")
+    walk.leaves("sinew eval --setup aloha", f"{SIMULATOR}; eval/tests use the environments that exist")
     for line, name in (
         ("sinew eval BUNDLE --env gym_aloha/AlohaTransferCube-v0", "aloha"),
         ("sinew eval BUNDLE --suite libero --episodes 2000 --out runs/libero", "libero"),
@@ -671,7 +673,7 @@ def suites(walk: Walk) -> None:
             status=1,
             says=(f"error: {name} is not installed; run `sinew eval --setup {name}`",),
         )
-    benchmarks = "eval/tests/test_vla_eval.py plays a benchmark, and a task of ours with a model server"
+    benchmarks = "eval/tests/test_vla_eval.py runs a benchmark, and a built-in task with a model server"
     walk.leaves(
         "sinew eval policy.gguf --suite vla-eval/libero --interpreter sims/bin/python --env-options"
         """ '{"params": {"suite": "libero_goal"}}'""",
@@ -727,14 +729,14 @@ def evidence(walk: Walk) -> None:
     )
     walk.leaves(
         "sinew eval A.gguf --env lab.tasks:Reach --repeat report.json",
-        "a report of one's own environment; eval/tests/test_outside.py types its names",
+        "needs a report of the user's own environment; eval/tests/test_outside.py tests this",
     )
     walk.type("sinew leaderboard runs/ --out board.html", says=("SmolVLM2",))
 
 
 def farm(walk: Walk) -> None:
     evaluated(walk.type("sinew eval blocks --episodes 8 --shards 2 --out runs/blocks"), 0.8)
-    walk.leaves("sinew eval --join runs/blocks --shards 8", "eval/tests/test_farm.py joins a run that plays")
+    walk.leaves("sinew eval --join runs/blocks --shards 8", "eval/tests/test_farm.py joins a run in progress")
     evaluated(
         walk.type(
             "sinew eval blocks --episodes 2000 --shards 8 --out runs/far --listen 0.0.0.0:7777",
@@ -746,7 +748,9 @@ def farm(walk: Walk) -> None:
         ),
         0.6,
     )
-    walk.leaves("sinew eval --join http://head:7777 --shards 8", "eval/tests/test_farm.py joins by address")
+    walk.leaves(
+        "sinew eval --join http://head:7777 --shards 8", "eval/tests/test_farm.py joins a run by its address"
+    )
     walk.environment |= {
         "RAY_ADDRESS": f"{LOOPBACK}:9"
     }  # no cluster answers at this address, or Ray is not installed
@@ -797,7 +801,7 @@ def trials(walk: Walk) -> None:
     )
     walk.leaves(
         "sinew trials tcp://server:5555 --robot my_robot:Arm --scenes 20 --seconds 60 --out runs/arm --frames frames/",
-        "needs a person at its keyboard; eval/tests/test_trials.py has one",
+        "needs a person at the keyboard; eval/tests/test_trials.py simulates the keyboard",
     )
 
 
@@ -892,7 +896,7 @@ def cluster(walk: Walk) -> None:
     if not walk.has("ray"):
         walk.leaves(
             "sinew fleet up fleet.yaml --wire native --wire http --api-key-file key",
-            "needs Ray (the extra `ray`): --python with an environment that has it",
+            "needs Ray (the extra `ray`); pass --python with an environment that has it",
         )
         return
     blocks(walk)
@@ -930,19 +934,20 @@ def gpu(walk: Walk) -> None:
         status=1,
         says=("nothing was measured",),
     )
-    walk.leaves("python3 -m benchmarks.gpu", "typed behind the line above")
+    walk.leaves("python3 -m benchmarks.gpu", "runs as a part of the line above")
     for line in walk.lines:
         if "GPU_ARGS" in line:
             walk.leaves(line, "needs a GPU")
         elif line not in walk.walked:
             walk.leaves(
-                line, "needs triton's wheel; tests/engine/cuda/test_gpu_ahead.py packs, carries and finds"
+                line,
+                "needs the wheel of Triton; tests/engine/cuda/test_gpu_ahead.py tests the package of kernels",
             )
 
 
 def hardening(walk: Walk) -> None:
     for line in walk.lines:
-        walk.leaves(line, "minutes to hours of their own; the suite runs a part of each")
+        walk.leaves(line, "takes minutes to hours; the tests run a part of it")
 
 
 def jetson(walk: Walk) -> None:
@@ -981,7 +986,7 @@ def low_bit(walk: Walk) -> None:
 def eval_package(walk: Walk) -> None:
     walk.leaves(
         "pip install -c constraints.txt ./packages/sinew-client '.[onnx]' ./eval",
-        "resolved by the test of install lines; the README's made the environment that this runs in",
+        "`make installs` checks this line; the line in README.md made this environment",
     )
     walk.type("sinew demo act --episodes 20", instead=("--episodes 20", "--episodes 2 --sweep-episodes 0"))
     walk.type("sinew eval blocks --episodes 100 --out build/eval", instead=("100", "4"))
@@ -995,14 +1000,14 @@ def eval_package(walk: Walk) -> None:
     )
     walk.leaves(
         "sinew recording dataset records/ build/recorded --hz 10 --bundle policy.gguf",
-        "docs/recordings.md types it with a recording",
+        "the story of docs/recordings.md runs this line with a recording",
     )
 
 
 def perf_package(walk: Walk) -> None:
     walk.leaves(
         "pip install -c constraints.txt ./packages/sinew-client . ./perf",
-        "resolved by the test of install lines; the README's made the environment that this runs in",
+        "`make installs` checks this line; the line in README.md made this environment",
     )
     walk.type("sinew perf run pi0.5 --hardware agx-orin --hardware h200", says=("AGX Orin", "H200"))
     walk.type("sinew perf fit pi0.5 --hardware orin-nano", status=1, says=("does not fit",))
@@ -1171,7 +1176,9 @@ def ros(walk: Walk) -> None:
     assert moved["trajectories"] > 0, (moved, told)
     for line in walk.lines:
         if line not in walk.walked:
-            walk.leaves(line, f"{ROS}, which no package index has; what it starts is driven over DDS above")
+            walk.leaves(
+                line, f"{ROS}, which no package index has; the story starts the same node over DDS above"
+            )
 
 
 def sim(walk: Walk) -> None:
@@ -1315,7 +1322,7 @@ def tutorial_lerobot(walk: Walk) -> None:
 def tutorial_openpi(walk: Walk) -> None:
     walk.leaves(
         "pip install -c constraints.txt './packages/sinew-client' '.[torch,jax,sentencepiece]'",
-        "resolved by the test of install lines; the README's made the environment that this runs in",
+        "`make installs` checks this line; the line in README.md made this environment",
     )
     write_checkpoint(FIXTURES, walk.folder / "made", "pi05_droid")
     walk.copy(walk.folder / "made" / "pi05_droid", "checkpoints/pi05_droid/29999")
@@ -1378,7 +1385,7 @@ def plugin(walk: Walk) -> None:
     for line in walk.lines:
         walk.leaves(
             line,
-            "an environment of its own: make lerobot; tests/serve/test_lerobot_plugin.py types its lines",
+            "needs another environment (make lerobot); tests/serve/test_lerobot_plugin.py runs the lines of this page",
         )
 
 
@@ -1416,7 +1423,7 @@ def protocol_lerobot(walk: Walk) -> None:
             walk.leaves(line, why)
     if (release := lerobot_folder(RELEASES[-1])) is None:
         print(
-            f"  LeRobot {RELEASES[-1]} is not in {CLIENTS.parents[1].name} (make clients): nothing is typed"
+            f"  LeRobot {RELEASES[-1]} is not in {CLIENTS.parents[1].name}, so its lines do not run; run make clients"
         )
         walk.leaves("sinew serve policy.gguf --wire lerobot", "its client is not here")
         return

@@ -31,7 +31,7 @@ class Statistics:
         self._pictures[key] = self._pictures.get(key, 0) + 1
 
     def merge(self, other: Statistics) -> None:
-        """Add the data of other statistics."""
+        """Add the vectors and pixel counts that another object has collected."""
         for key, parts in other._vectors.items():
             self._vectors.setdefault(key, []).extend(parts)
         for key, counts in other._counts.items():

@@ -240,7 +240,7 @@ def _wins_of_failures(record: Mapping[str, Any], entry: Mapping[str, Any]) -> di
 
 
 def _plan(values: Any) -> dict[str, Any]:
-    """Return the plan of a session of trials."""
+    """Check the field ``plan`` of a report of trials, and return it."""
     plan = _object("plan", values)
     always = _number_or_none("plan.p_anytime", plan.get("p_anytime"))
     return {**plan, "said": _text("plan.said", plan.get("said")), "p_anytime": always}

@@ -267,7 +267,7 @@ class WorkerPool:
         self._shards.clear()
 
     def start(self) -> None:
-        """Start one more worker process."""
+        """Start one more worker process, which takes groups of episodes from the queue."""
         self._begun += 1
         name = f"{self.name}-{os.getpid()}-{self._begun}."
         places = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)

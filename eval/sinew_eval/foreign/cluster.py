@@ -256,7 +256,7 @@ def _actor() -> Any:
 
 
 class RefusedError(Exception):
-    """A host of the cluster cannot play episodes."""
+    """A host of the Ray cluster cannot play episodes. The message states the reason."""
 
 
 Life = Generator[Any, Any, None]

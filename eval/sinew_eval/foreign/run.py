@@ -364,7 +364,7 @@ class Worker:
         self._start()
 
     def again(self) -> None:
-        """Restart the simulator's process."""
+        """Start the simulator in a new process, and end the present process."""
         self.close()
         self._start()
 

@@ -24,7 +24,7 @@ _SPOTS = np.array([[x, y] for x in (-0.08, 0.0, 0.08) for y in (-0.11, -0.04, 0.
 
 
 def act(world: World) -> np.ndarray:
-    """Return the expert's action in a state, float32 [4]."""
+    """Return the action of the scripted expert for a state of the simulation, float32 [4]."""
     target, goal = world.blocks[world.color], scene.BIN_CENTERS[world.side]
     between = _between_fingers(world)
     held_block = between if between is not None and world.opening < _GRASPED_OPENING else None

@@ -54,11 +54,11 @@ class Tasks(gymnasium.Env):
         return self.begin(trial), {"task": self.label(task), "is_success": False}
 
     def open(self, task: str) -> None:
-        """Build the simulator for one task."""
+        """Build the simulator for a task. :meth:`begin` then starts its episodes."""
         raise NotImplementedError
 
     def begin(self, trial: int) -> Any:
-        """Start an episode. Returns the raw observation."""
+        """Start the episode with the number ``trial`` of the open task. Returns the raw observation."""
         raise NotImplementedError
 
     def label(self, task: str) -> str:

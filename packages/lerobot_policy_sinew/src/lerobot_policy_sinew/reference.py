@@ -137,7 +137,7 @@ def serve(policy: Reference, port: int) -> None:
 
 
 def main() -> None:
-    """Parse the command line, and serve the checkpoint."""
+    """Load a LeRobot checkpoint and serve it, with the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m lerobot_policy_sinew.reference", description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--bundle", type=Path, required=True)

@@ -412,7 +412,7 @@ class AsyncLink(asyncio.BufferedProtocol):
 
     @property
     def stands(self) -> bool:
-        """True while the connection is open."""
+        """True while the connection to the server is open."""
         return not self._ended
 
     def ask(self, payload: bytes, request_id: int) -> asyncio.Future:

@@ -84,7 +84,7 @@ class BaseClient:
 
     @property
     def address(self) -> str:
-        """The present address."""
+        """The address of the server that the client uses now."""
         return self._addresses.present
 
     @property

@@ -1,4 +1,4 @@
-"""The errors of clients, servers and robots."""
+"""The exceptions that the client, the control loop and the robot classes raise."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class LateChunk(UnsafeChunk):
 
 
 class ClosedError(ClientError):
-    """The policy or the client is closed."""
+    """A method was called after ``close()`` of the policy or the client."""
 
 
 class Refused(ClientError):  # noqa: N818

@@ -113,10 +113,10 @@ class Source(Protocol):
         """Number of observations that got an error or no answer."""
 
     def ready(self, now: float) -> bool:
-        """Return True if an observation may be sent now."""
+        """Return True if the source can take an observation now (:meth:`ask`)."""
 
     def ask(self, observation: Mapping[str, Any], now: float) -> None:
-        """Send an observation."""
+        """Begin a request with an observation, without waiting for the answer."""
 
     def poll(self, now: float) -> Outcome | None:
         """Return the oldest answer that has arrived since the last call; None if there is none."""

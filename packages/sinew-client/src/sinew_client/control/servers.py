@@ -59,7 +59,7 @@ class Servers:
         return Call(self)
 
     def client(self) -> Client:
-        """Create a client for these servers."""
+        """Create a client that knows the addresses of all servers, and connects to the first server that answers."""
         return Client(self.addresses, api_key=self._key, max_rows=self._max_rows)
 
     def left_at(self, place: int) -> None:
@@ -86,7 +86,7 @@ class PolicyCall:
 
 
 class Call(PolicyCall):
-    """A connection to the first of several servers that answers."""
+    """A connection to one of several servers: the first server that answers."""
 
     policy: Client
 
