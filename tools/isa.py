@@ -62,14 +62,14 @@ class Combination:
     """The settings of one run.
 
     Attributes:
-        needs: Flag that the processor must have.
+        needs: Instruction set that the processor must have, as in /proc/cpuinfo. "" if any processor can run this.
         aten: Value of the variable of ATen. "" lets ATen choose.
-        mkl: The same for MKL.
-        onednn: The same for oneDNN.
-        kernels: The same for Sinew's kernels.
+        mkl: Value of the variable of MKL. "" lets MKL choose.
+        onednn: Value of the variable of oneDNN. "" lets oneDNN choose.
+        kernels: Value of SINEW_CPU_KERNELS. "" lets Sinew choose.
         numpy: Features that numpy must not use.
         threads: Compute threads.
-        by_shape: Products round by the shape of their batch.
+        by_shape: True if matrix products round by the shape of their batch (tests/shape_rounding.py).
     """
 
     name: str

@@ -163,7 +163,9 @@ def main() -> None:
         wheels = build(home)
         exported = None
         if "cpu" in chosen:
-            print("cpu: every engine, and everything that the README and the page of verbs show", flush=True)
+            print(
+                "cpu: all engines for a CPU, and all commands in README.md and docs/commands.md", flush=True
+            )
             complete = Role("cpu", home / "cpu", wheels)
             for page in PAGES:
                 STORIES[page](complete.walk(page))

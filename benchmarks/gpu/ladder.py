@@ -83,7 +83,9 @@ def grid(model: str, session: Session) -> None:
                 if case.chunk != chunk:
                     continue
                 if session.left <= 0:
-                    raise TimeoutError(f"{case.name}, {rung} and what follows did not run")
+                    raise TimeoutError(
+                        f"time limit reached: {case.name}, {rung} and all later rows did not run"
+                    )
                 inputs = samples(case, base.config, 2, _camera(session))
                 wanted = _answers(reference, case, recipe, session, inputs)
                 session.emit(_measure(case, rung, made, inputs, wanted, recipe, (SHORT, 1.5), session)[0])
@@ -128,7 +130,7 @@ def _rungs(case: Case, base: Model, recipe: Any, inputs: list[Sample], wanted: A
     failures = []
     for rung, make in rungs:
         if session.left <= 0:
-            raise TimeoutError(f"{rung} and what follows did not run")
+            raise TimeoutError(f"time limit reached: {rung} and all later rungs did not run")
         try:
             if rung not in ("eager", *STEPS):
                 planned()

@@ -223,10 +223,13 @@ class PeakMemory:
         """Return the memory of a rung in bytes.
 
         Returns:
-            ``weights_bytes``: the weights of the rung, which other rungs may share. ``held_bytes``: memory of tensors
-                before
-            the rung. ``peak_bytes`` and ``reserved_bytes``: the peaks of tensors and of PyTorch's allocator.
-            ``device_bytes``: memory that all processes use, from the driver.
+            A dict with these fields:
+
+            * ``weights_bytes``: the weights of the rung, which other rungs may share.
+            * ``held_bytes``: memory of tensors before the rung.
+            * ``peak_bytes``: the peak of tensors.
+            * ``reserved_bytes``: the peak of PyTorch's allocator.
+            * ``device_bytes``: memory that all processes use, as the driver reports it.
         """
         if self.device.type != "cuda":
             return {}

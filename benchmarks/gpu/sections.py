@@ -168,7 +168,7 @@ def measured(session: Session, rows: Iterator[Row]) -> None:
         if row.get("wrong"):
             failures.append(f"{row['what']}: {row['error']}")
         if session.left <= 0:
-            raise TimeoutError("; ".join(["what follows did not run", *failures]))
+            raise TimeoutError("; ".join(["time limit reached: all later rows did not run", *failures]))
     if failures:
         raise RuntimeError("; ".join(failures))
 

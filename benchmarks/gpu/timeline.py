@@ -54,7 +54,7 @@ def timeline(model: str, session: Session) -> None:
     launches = {}
     for variant, options in VARIANTS.items():
         if session.left <= 0:
-            raise TimeoutError(f"{variant} and what follows did not run")
+            raise TimeoutError(f"time limit reached: {variant} and all later variants did not run")
         scales = calibrated(plan, recipe, inputs, session) if "fp8" in options else None
         made = Engine(cuda_engine(plan, recipe, session.device, scales, **options))
         for sample in inputs:
@@ -120,10 +120,9 @@ def host_row(events: list[Row]) -> Row:
     """Return the work of the host for the last chunk.
 
     Returns:
-        The launches of graphs and kernels, and the number and bytes of copies by direction. Times in microseconds:
-            the
-        parts of the chunk, the time before the first work of the device, the time after its last work, and the calls
-        of the CUDA runtime, longest first.
+        The launches of graphs and kernels, and the number and bytes of copies by direction. Also these times in
+        microseconds: the parts of the chunk, the time before the first work of the device, the time after its last
+        work, and the calls of the CUDA runtime, longest first.
 
     Raises:
         RuntimeError: The chunks differ in their number of graph launches.

@@ -271,10 +271,12 @@ def compare(
         results: Episodes of the repetition, for each variant.
 
     Returns:
-        conditions: for each condition that differs, by name: (recorded value, present value). variants: for each, the
-            episodes with equal
-        commands, those with the same outcome after the same steps, those with the same outcome, and the trials whose
-        outcome changed. passed: True if no outcome changed.
+        A dict with three fields:
+
+        * ``conditions``: each condition that differs, as name -> (recorded value, present value).
+        * ``variants``: for each variant the episodes with equal commands, the episodes with the same outcome after
+          the same steps, the episodes with the same outcome, and the trials whose outcome changed.
+        * ``passed``: True if no outcome changed.
     """
     variants = []
     for index, (entry, episodes) in enumerate(zip(report["variants"], results, strict=True)):

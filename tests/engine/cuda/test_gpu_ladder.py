@@ -226,11 +226,13 @@ def test_what_kernels_do_not_have_is_in_the_rows() -> None:
 
 
 def test_a_section_stops_when_its_time_is_used() -> None:
-    with pytest.raises(TimeoutError, match="eager and what follows did not run"):
+    with pytest.raises(TimeoutError, match="eager and all later rungs did not run"):
         rows_of("ladder pi0", 0.0)
     with pytest.raises(TimeoutError, match="was not counted"):
         rows_of("bounds", 0.0)
-    with pytest.raises(TimeoutError, match="1 views, chunk 6, prompt 8, engine and what follows did not run"):
+    with pytest.raises(
+        TimeoutError, match="1 views, chunk 6, prompt 8, engine and all later rows did not run"
+    ):
         rows_of("grid pi0", 0.0)
 
 
@@ -276,7 +278,7 @@ def test_rows_are_kept_when_one_is_wrong_or_time_ends() -> None:
         yield {"what": "5"}
         yield {"what": "6"}
 
-    with pytest.raises(TimeoutError, match="what follows did not run"):
+    with pytest.raises(TimeoutError, match="all later rows did not run"):
         measured(session, slow())
     assert [row["what"] for row in rows[3:]] == ["4", "5"]
 
