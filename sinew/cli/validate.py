@@ -139,7 +139,7 @@ def show_audit(policy: Policy) -> int:
 
 
 def show(record: dict[str, Any], policy: Policy) -> None:
-    from sinew.checks.validate.report import COLUMNS, stage_rows
+    from sinew.checks.validate.report import COLUMNS, float32_bounds, stage_rows
 
     console, parity, gate = terminal.console(), record["parity"], record["gate"]
     console.print(running(policy), markup=False)
@@ -148,6 +148,8 @@ def show(record: dict[str, Any], policy: Policy) -> None:
     console.print(terminal.table(title, *COLUMNS, rows=rows))
     for name, same in parity["indices"].items():
         console.print(f"indices of {name}: {'equal' if same else 'NOT EQUAL'}")
+    for line in float32_bounds(parity):
+        console.print(line, markup=False)
     for fault in parity["faults"]:
         console.print(f"fault: {fault}", markup=False)
     console.print(f"success gate: {gate.get('text') or gate['skipped']}", markup=False)

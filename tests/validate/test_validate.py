@@ -28,6 +28,7 @@ from sinew.checks.validate.parity import (
     distance,
 )
 from sinew.checks.validate.record import EPISODES, kept_record
+from sinew.checks.validate.report import float32_bounds
 from sinew.cli import main
 from sinew.engine import proofs
 from sinew.lowbit.sources import lowbit_sources, plan_formats
@@ -249,6 +250,15 @@ def test_bounds_follow_the_lowest_precision(bundle: Path) -> None:
     assert bounds_of(load(bundle, "cpu", "fp32", "eager"))["vision"] == 1e-4
 
 
+@pytest.mark.parametrize(
+    ("strict", "reached", "said"),
+    [(True, True, ["reached"]), (True, False, ["NOT reached"]), (False, True, [])],
+)
+def test_the_bounds_of_float32_are_stated(strict: bool, reached: bool, said: list[str]) -> None:
+    stages = [{"strict": strict, "as_float32": True}, {"strict": strict, "as_float32": reached}]
+    assert [line.rpartition(": ")[2] for line in float32_bounds({"stages": stages})] == said
+
+
 def test_the_verb_reports_keeps_and_judges(bundle: Path, tmp_path: Path, capsys) -> None:
     command = ["validate", str(bundle), "--engine", "plan", "--device", "cpu", "--observations", "1"]
     assert main([*command, "--episodes", "2", "--out", str(tmp_path / "out"), "--json"]) == 0
@@ -267,6 +277,8 @@ def test_the_verb_reports_keeps_and_judges(bundle: Path, tmp_path: Path, capsys)
     assert "passes" in page
     assert "| vision |" in page
     assert "| 1 - cosine | largest |" in page
+    assert "required of float32: 1 - cosine of at most 1e-07 in each stage" in page
+    assert "actions within 1e-04 of their spread: reached" in page
     assert found["weaker"][0] in page
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == found
     assert proofs.records(bundle)[-1]["weaker"] == found["weaker"]

@@ -23,6 +23,17 @@ def stage_rows(parity: dict[str, Any], fine: str, differs: str) -> Iterator[tupl
         yield stage["name"], *numbers, fine if stage["passed"] else differs, stage["compared"]
 
 
+def float32_bounds(parity: dict[str, Any]) -> list[str]:
+    """Return a sentence about the bounds that a float32 engine has to reach. The list is empty for other precisions."""
+    from sinew.checks.validate.parity import COSINE, LARGEST
+
+    if not all(stage["strict"] for stage in parity["stages"]):
+        return []
+    verdict = "reached" if all(stage["as_float32"] for stage in parity["stages"]) else "NOT reached"
+    bounds = f"1 - cosine of at most {COSINE:.0e} in each stage, and actions within {LARGEST:.0e} of their spread"
+    return [f"required of float32: {bounds}: {verdict}"]
+
+
 def markdown(record: dict[str, Any]) -> str:
     """Return a report as markdown. ``record`` is the output of ``sinew validate --json``."""
     parity, gate = record["parity"], record.get("gate")
@@ -37,6 +48,7 @@ def markdown(record: dict[str, Any]) -> str:
     lines += [*("| " + " | ".join(cells) + " |" for cells in rows), ""]
     for name, same in parity["indices"].items():
         lines.append(f"* indices of {name}: {'equal' if same else '**not equal**'}")
+    lines += [f"* {line}" for line in float32_bounds(parity)]
     lines += [f"* **{fault}**" for fault in parity["faults"]]
     lines.append(f"* success gate: {gate['text'] if 'text' in gate else gate['skipped']}" if gate else "")
     lines += [f"* {line}" for line in record.get("weaker", ())]
