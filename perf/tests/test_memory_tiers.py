@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import sinew
-from sinew.cli import terminal
+from sinew.cli import main, terminal
 from sinew.core import SinewError
 
 from sinew_perf.cli import machine as perf_machine
@@ -119,3 +120,64 @@ def test_what_a_board_cannot_be_asked_is_named() -> None:
         perf_machine.fit(str(pen), embodiments=32, search=False)
     with pytest.raises(SinewError, match="device: engine cpu needs cpu, got 'cuda'"):
         perf_machine.fit(str(pen), engine="cpu", device="cuda", search=False)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bench") / "board.json"
+    assert main(["bench", "pen", "--runs", "3", "--engine", "eager", "--json", str(path)]) == 0
+    return path
+
+
+def changed(report: Path, out: Path, **changes: Any) -> Path:
+    """Write a report with other values: a key is a path whose parts are separated by two underscores."""
+    record = json.loads(report.read_text())
+    for name, value in changes.items():
+        *parts, last = name.split("__")
+        place = record
+        for part in parts:
+            place = place[part]
+        place[last] = value
+    out.write_text(json.dumps(record))
+    return out
+
+
+def test_reports_of_other_machines_are_rows(
+    report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a user measured on a board is a row beside what was measured here."""
+    hardware = {"hardware__board": "NVIDIA Jetson AGX Orin", "hardware__gpu": "[red]Orin[/]"}
+    board = changed(report, tmp_path / "orin.json", **hardware, samples_ms__total=[20.0, 10.0, 40.0])
+    capsys.readouterr()
+    assert main(["perf", "tiers", "--report", str(report), "--report", str(board), "--json"]) == 0
+    told = capsys.readouterr()
+    rows = {row["machine"]: row for row in json.loads(told.out)["rows"]}
+    own = json.loads(report.read_text())
+    orin = rows.pop(f"[red]Orin[/], NVIDIA Jetson AGX Orin, {own['hardware']['cpu']}")
+    assert (orin["p50_ms"], orin["engine"], orin["precision"]) == (20.0, "eager", "fp32")
+    (here,) = rows.values()
+    assert here["p50_ms"] == pytest.approx(np.median(own["samples_ms"]["total"]))
+    assert here["peak_mib"] == own["memory_bytes"]["steady"]["peak"] >> 20
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"samples_ms__total": [0.0]},
+        {"samples_ms__total": ["fast"]},
+        {"memory_bytes__steady": {}},
+        {"hardware__cpu": None, "threads": "many"},
+        {"schema": "sinew.bench/0"},
+    ],
+)
+def test_a_report_with_wrong_values_is_rejected(
+    changes: dict[str, Any], report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = changed(report, tmp_path / "broken.json", **changes)
+    assert main(["perf", "tiers", "--report", str(broken)]) == 1
+    assert f"--report {broken}: expected a report of `sinew bench" in capsys.readouterr().err
+
+
+def test_presets_and_reports_do_not_mix(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["perf", "tiers", "pi0", "--report", str(report)]) == 1
+    assert "expected no presets with it, got 'pi0'" in capsys.readouterr().err

@@ -226,9 +226,11 @@ def line_over_steps(
 
 def hardware() -> dict[str, Any]:
     """Return this machine's hardware as a JSON-ready dict."""
-    processors = machine.cores()
+    processors, gpu = machine.cores(), machine.gpu()
     return {
         "cpu": machine.cpu_model(),
+        "board": machine.board(),
+        "gpu": "" if gpu is None else gpu["name"],
         "cores": processors.physical,
         "logical_processors": processors.logical,
         "cgroup_quota": processors.quota,

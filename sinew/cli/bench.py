@@ -25,7 +25,7 @@ from sinew.core.hints import short_reason
 from sinew.core.statistics import p99_of, ratio_of_medians, stage_statistics
 from sinew.engine.backend import AUTO, BACKENDS
 
-MAX_BASELINE = 1 << 26  # largest --baseline file, in bytes
+MAX_REPORT = 1 << 26  # largest report of an earlier run, in bytes
 STATISTICS = ("mean", "p50", "p95", "p99", "max")
 
 
@@ -77,7 +77,7 @@ def bench(
     here = {
         "--threads": threads, "--fit-steps": fit_steps, "--ladder": ladder or None, "--baseline": baseline
     }  # fmt: skip
-    before = None if baseline is None else read_baseline(baseline)
+    before = None if baseline is None else read_report(baseline, "--baseline")
     pauses = parse_pauses(idle)
     if addresses_of(target):
         extra = changed(load) or next((flag for flag, value in here.items() if value is not None), None)
@@ -129,19 +129,27 @@ def bench(
     return int(failed)
 
 
-def read_baseline(path: Path) -> dict[str, Any]:
-    """Read the report of an earlier run. Raises :class:`SinewError` if the file is not such a report."""
+def read_report(path: Path, flag: str) -> dict[str, Any]:
+    """Read the report of an earlier run, which may be from another person's machine.
+
+    Args:
+        path: The file.
+        flag: The flag of the command line that names the file, for messages.
+
+    Raises:
+        SinewError: The file is not such a report.
+    """
     try:
-        report = read_json(path, MAX_BASELINE)
+        report = read_json(path, MAX_REPORT)
         _work(report)
         if np.asarray(report["samples_ms"]["total"], np.float64).size and report["schema"] == SCHEMA:
             return report
     except OSError as error:
-        raise SinewError(f"--baseline {path}: {error.strerror}") from error
+        raise SinewError(f"{flag} {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError):
         pass
     raise SinewError(
-        f"--baseline {path}: expected a report of `sinew bench BUNDLE --json {path}`, but the file has another format;"
+        f"{flag} {path}: expected a report of `sinew bench BUNDLE --json {path}`, but the file has another format;"
         " write it again with that command"
     )
 

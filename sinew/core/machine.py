@@ -23,6 +23,7 @@ from sinew import WAITING
 
 Result = TypeVar("Result")
 PROC = Path("/proc")
+BOARD = Path("/proc/device-tree/model")  # Linux on ARM
 SYS = Path("/sys")
 # Key: number type. Value: the Linux kernel's flags for CPUs that multiply this type in hardware.
 HALF_UNITS = {
@@ -249,6 +250,11 @@ def cpu_model() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def board() -> str:
+    """Return the name of the board, for example of a Jetson; "" if the system states none."""
+    return _read(BOARD).rstrip("\0").strip()
 
 
 def cpu_flags() -> frozenset[str]:

@@ -5,11 +5,14 @@ predictions.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+from rich.markup import escape
 from sinew.cli import terminal
-from sinew.core import progress
+from sinew.core import SinewError, progress
+from sinew_client.untrusted import named
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,13 +20,23 @@ if TYPE_CHECKING:
     from sinew_perf.tiers import Tier
 
 
-def tiers(*policies: Annotated[str, Parameter(negative="")]) -> int:
+def tiers(
+    *policies: Annotated[str, Parameter(negative="")],
+    report: Annotated[list[Path] | None, Parameter(negative="")] = None,
+) -> int:
     """Compare the measurements of vla.cpp's authors, seven policies on three boards, with predictions from a trace of
     each.
 
+    With --report, the command shows what Sinew measured on your machines instead.
+
     Args:
         policies: Presets of the policies to show. Default: all, which takes a minute.
+        report: File of `sinew bench BUNDLE --json FILE`, from any machine. Repeatable.
     """
+    if report:
+        if policies:
+            raise SinewError(f"--report: expected no presets with it, got {policies[0]!r}; omit one of them")
+        return _measured(report)
     from sinew_perf.tiers import tiers as rows
 
     with progress.task("tracing"):
@@ -33,6 +46,54 @@ def tiers(*policies: Annotated[str, Parameter(negative="")]) -> int:
     _boards(comparisons)
     terminal.emit({"schema": "sinew.perf.tiers/1", "policies": [asdict(row) for row in comparisons]})
     return 0
+
+
+def _measured(paths: Sequence[Path]) -> int:
+    """Print one row for each report of ``sinew bench``, the slowest machine first."""
+    rows = sorted(map(_row, paths), key=lambda row: -row["p50_ms"])
+    columns = (">p50, ms", ">p95, ms", ">chunks/s", ">peak, MiB", ">threads", "sinew")
+    table = terminal.table("measured with Sinew", "machine", "policy", "engine", "precision", *columns)
+    for row in rows:
+        texts = (escape(row[name]) for name in ("machine", "policy", "engine", "precision"))
+        numbers = f"{row['p50_ms']:.1f}", f"{row['p95_ms']:.1f}", f"{1e3 / row['p50_ms']:.1f}"
+        table.add_row(*texts, *numbers, str(row["peak_mib"]), str(row["threads"]), escape(row["sinew"]))
+    terminal.console().print(table)
+    terminal.emit({"schema": "sinew.perf.measured/1", "rows": rows})
+    return 0
+
+
+def _row(path: Path) -> dict[str, Any]:
+    """Return what the table shows of a report of ``sinew bench``.
+
+    Raises:
+        SinewError: The file is not such a report.
+    """
+    import numpy as np
+    from sinew.cli.bench import read_report
+
+    report = read_report(path, "--report")
+    try:
+        hardware, policy = report["hardware"], report["policy"]
+        p50, p95 = np.percentile(np.asarray(report["samples_ms"]["total"], np.float64), [50, 95])
+        if not 0 < p50 <= p95 < np.inf:
+            raise ValueError("times must be above 0")
+        on = (hardware.get("gpu"), hardware.get("board"), hardware["cpu"])
+        return {
+            "machine": ", ".join(named(name, 60) for name in on if name),
+            "policy": named(policy["name"] or policy["architecture"], 60),
+            "engine": named(policy["engine"], 20),
+            "precision": named(policy["dtype"], 60),
+            "p50_ms": float(p50),
+            "p95_ms": float(p95),
+            "peak_mib": int(report["memory_bytes"]["steady"]["peak"]) >> 20,
+            "threads": int(report["threads"]),
+            "sinew": named(report["sinew"], 20),
+        }
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise SinewError(
+            f"--report {path}: expected a report of `sinew bench BUNDLE --json {path}`, but a value is missing or"
+            f" wrong ({type(error).__name__}: {named(str(error), 80)}); write it again with that command"
+        ) from None
 
 
 def _leaderboard(comparisons: Sequence[Tier]) -> None:

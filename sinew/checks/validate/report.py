@@ -30,7 +30,9 @@ def float32_bounds(parity: dict[str, Any]) -> list[str]:
     if not all(stage["strict"] for stage in parity["stages"]):
         return []
     verdict = "reached" if all(stage["as_float32"] for stage in parity["stages"]) else "NOT reached"
-    bounds = f"1 - cosine of at most {COSINE:.0e} in each stage, and actions within {LARGEST:.0e} of their spread"
+    bounds = (
+        f"1 - cosine of at most {COSINE:.0e} in each stage, and actions within {LARGEST:.0e} of their spread"
+    )
     return [f"required of float32: {bounds}: {verdict}"]
 
 
