@@ -63,7 +63,7 @@ def _measured(paths: Sequence[Path]) -> int:
 
 
 def _row(path: Path) -> dict[str, Any]:
-    """Return what the table shows of a report of ``sinew bench``.
+    """Return the values of a report of ``sinew bench`` that the table shows.
 
     Raises:
         SinewError: The file is not such a report.
