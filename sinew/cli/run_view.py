@@ -163,5 +163,5 @@ class RunView:
         if command is not None and command.row is not None:
             facts.add_row("command", Text(" ".join(f"{value:+.3f}" for value in command.row[:8])))
         taken = "" if takeover is None else f"   {self.keys.takeover_key} takes over or gives back"
-        help_line = Text(f"space pauses or goes on   p instruction   q stops{taken}", style="dim")
+        help_line = Text(f"space pauses or continues   p instruction   q stops{taken}", style="dim")
         return Panel(Group(facts, Text("\n".join(self._events), style="dim"), help_line), title="sinew run")

@@ -58,7 +58,7 @@ KEYS = {"s": "success", "f": "failure", " ": "go", "\r": "keep", "\n": "keep", "
 # Key: state of the trial. Value: the help line, which lists the keyboard keys of this state.
 HELP = {
     "waits": "space begins   q stops",
-    "runs": "space pauses or goes on   s success   f failure   d discard   q stops",
+    "runs": "space pauses or continues   s success   f failure   d discard   q stops",
     "is judged": "Enter keeps it   s success   f failure   d discard   q stops",
 }
 # The option --compare may change these options.

@@ -272,7 +272,9 @@ def read_gate(path: Path) -> Gate:
     except OSError as error:
         raise SinewError(f"{path}: {error.strerror}") from None
     except ValueError as error:
-        raise SinewError(f"{path}: not a gate file ({error})") from None
+        raise SinewError(
+            f"{path}: not a gate file ({error}); record one with `sinew eval --record-gate`"
+        ) from None
     with SinewError.at(f"{path}: not a gate file", SinewError):
         return _gate(path, values)
 

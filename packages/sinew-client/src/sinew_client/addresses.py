@@ -114,7 +114,9 @@ class ServerAddress:
         try:
             host.encode("idna")
         except UnicodeError as error:
-            raise ClientError(f"cannot connect to {address.text}: {error}") from None
+            raise ClientError(
+                f"cannot connect to {address.text}: {error}; correct the name of the host"
+            ) from None
         return address
 
 

@@ -468,7 +468,11 @@ class AsyncLink(asyncio.BufferedProtocol):
             while (message := self._framing.next()) is not None:
                 self._hand_over(payload_of(message, 0))
         except zmtp.ZmtpError as error:
-            self.end(ConnectionLost(f"the program at this address is not a Sinew server: {error}"))
+            self.end(
+                ConnectionLost(
+                    f"the program at this address is not a Sinew server: {error}; correct the host or the port"
+                )
+            )
         except ConnectionLost as error:
             self.end(error)
         else:

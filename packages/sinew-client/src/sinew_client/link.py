@@ -326,7 +326,9 @@ class Link:
         try:
             return self._framing.next()
         except zmtp.ZmtpError as error:
-            raise ConnectionLost(f"the program at this address is not a Sinew server: {error}") from error
+            raise ConnectionLost(
+                f"the program at this address is not a Sinew server: {error}; correct the host or the port"
+            ) from error
 
     def _answer(self, end: float) -> None:
         """Send the messages that the ZeroMQ protocol itself requires: greeting, handshake, PONG."""

@@ -25,7 +25,7 @@ from sinew_client.protocol import MAX_ROWS
 logger = logging.getLogger(__name__)
 
 PAUSED, STARTING, STARVED, LATE = "paused", "no chunk yet", "out of rows", "waiting for a chunk"
-HALTED = "the last chunk expected the robot elsewhere"
+HALTED = "the last chunk expected the robot at another position"
 # At most REASONS different reasons of holds are counted, because reasons can contain any text of a server. Further
 # reasons are counted as OTHER.
 REASONS, OTHER = 100, "other reasons"

@@ -242,12 +242,16 @@ def read_events(path: Path) -> Iterator[Any]:
             yield number, event
     except TornLineError as error:
         if not number:
-            raise JournalError(f"{path}: not a decision log: {error}") from None
+            raise JournalError(
+                f"{path}: not a decision log (`sinew run --record FILE` writes one): {error}"
+            ) from None
         yield number + 1, {"event": TORN}
     except UntrustedError as error:
-        raise JournalError(f"{path}: not a decision log: {error}") from None
+        raise JournalError(
+            f"{path}: not a decision log (`sinew run --record FILE` writes one): {error}"
+        ) from None
     except OSError as error:
-        raise JournalError(f"{path}: not a decision log: {error!s:.300}") from error
+        raise JournalError(f"{path}: the decision log cannot be read: {error!s:.300}") from error
 
 
 def _check(event: dict[str, Any]) -> None:
