@@ -24,7 +24,7 @@ ACTUATION_S, CAMERA_S = (0.0, 0.012, 0.045, 0.1), (0.0, 0.033, 0.067, 0.12)
 
 
 def row(name: str, true: float, waits: bool, got: Any) -> dict[str, Any]:
-    """Return a measured delay beside the true one, in milliseconds."""
+    """Return a row with a measured delay and the true delay, in milliseconds."""
     seconds = {"measured": got.seconds, "low": got.low, "high": got.high}
     return {"of": name, "true": 1e3 * true, "waits": waits} | {
         k: round(1e3 * v, 3) for k, v in seconds.items()

@@ -24,7 +24,7 @@ RESEARCH = "research/"  # this folder is not part of the site: a link into it be
 
 
 sys.path.insert(0, str(Path(__file__).parent))
-import reference  # noqa: E402 - beside this file, which mkdocs loads by its path
+import reference  # noqa: E402 - the path of this folder is set above
 
 EMPTY = re.compile(r"<th([^>]*)></th>")
 DIALOG = 'data-md-component="search" role="dialog"'

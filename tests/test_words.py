@@ -171,7 +171,9 @@ def test_commit_subjects_have_one_form() -> None:
 # ----------------------------------------------------------------------------- docstrings
 
 PLAIN = (  # folders whose docstrings and comments have been rewritten
+    "benchmarks",
     "eval/sinew_eval",
+    "examples",
     "packages/lerobot_policy_sinew/src",
     "packages/sinew-client/src/sinew_client",
     "packages/sinew_ros/sinew_ros",
@@ -193,6 +195,7 @@ PLAIN = (  # folders whose docstrings and comments have been rewritten
     "sinew/steps",
     "sinew/stream",
     "sinew/vlacpp",
+    "tools",
 )
 CLAUSE = re.compile(r"\b(Return|Yield|Hold|Say) (what|where|who|whatever)\b")
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:    .*\n?|\n)+)", re.MULTILINE)

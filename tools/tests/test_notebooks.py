@@ -13,7 +13,7 @@ import pytest
 from tools.notebooks import NOTEBOOKS, code_cells, execute
 
 CLOCK = re.compile(r"[\d.]+ ms")
-KB = 40  # of one with its pictures
+KB = 40  # maximum size of a notebook with its pictures
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -33,7 +33,9 @@ def test_cells_are_python_and_were_run_in_order(path: Path) -> None:
 
 
 def plain(outputs: list[dict[str, Any]]) -> list[Any]:
-    """Return what is the same on every machine: text but for clocks, kinds of results and pictures."""
+    """Return the part of the outputs that is the same on every machine: text without times, and the types of other
+    outputs.
+    """
     return [
         CLOCK.sub("ms", "".join(each["text"])) if each["output_type"] == "stream" else sorted(each["data"])
         for each in outputs
@@ -42,7 +44,7 @@ def plain(outputs: list[dict[str, Any]]) -> list[Any]:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_gives_what_it_shows(path: Path) -> None:
-    """`python -m tools.notebooks` keeps the outputs anew."""
+    """If this test fails, run `python -m tools.notebooks`, which stores the outputs again."""
     pytest.importorskip("matplotlib")
     cells = code_cells(json.loads(path.read_text()))
     found = execute(cells)
