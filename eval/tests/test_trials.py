@@ -295,7 +295,7 @@ def test_a_person_begins_judges_discards_and_is_told_no_names(tmp_path: Path) ->
     assert b"replan" not in b"".join(person.told[:-1])
     for part in (
         b"1 of 4: set scene 1 up",
-        b"2 of 4: set scene 1 up again, as it was",
+        b"2 of 4: set scene 1 up again, same as before",
         b"3 of 4: set scene 2 up",
     ):
         assert part in b"".join(person.told)
