@@ -31,7 +31,7 @@ TARGETS = ("absolute", "relative")
 
 @dataclass(frozen=True)
 class Advice:
-    """One piece of advice.
+    """One recommendation for the next run of the robot, such as another way to merge chunks.
 
     Attributes:
         topic: chunk merging, replan interval, rate, limits or requests.

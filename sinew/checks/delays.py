@@ -209,13 +209,15 @@ def shift(times: np.ndarray, values: np.ndarray, signal: Signal, step: float = 0
     """Return the delay of values after a signal: the shift at which the signal explains most of their variance.
 
     Args:
-        times: When the values were measured, seconds, [n], ascending.
-        values: The values, [n, p].
-        signal: Returns the regressors at some times, [n, k].
-        step: See :class:`DelayTrace`.
+        times: Times of the measurements in seconds, [n], ascending.
+        values: The measured values, [n, p].
+        signal: Function that returns the regressors at some times, [n, k]. A regressor is a value from which the
+            measured values are predicted linearly.
+        step: Seconds between two observations, if observations are synchronous with the commands; else 0.
 
     Returns:
-        The delay. Its interval is that of the mean over :data:`PARTS` parts of the trace.
+        The delay. Its interval is the 95 % confidence interval of the mean over :data:`PARTS` parts of the trace, and
+        at least ``step`` wide.
     """
     if len(times) < 8 * PARTS:
         return Delay(why=f"{len(times)} observations; at least {8 * PARTS} are needed")
@@ -375,7 +377,7 @@ def _camera(looks: Sequence[Look], arm: _Arm | None, steps: np.ndarray, step: fl
         looks: The readings of the camera.
         arm: The motion of the joints; None if no joint moved.
         steps: Times of the observations of the control steps, [n].
-        step: See :class:`DelayTrace`.
+        step: Seconds between two observations, if observations are synchronous with the commands; else 0.
     """
     fresh = [i for i, each in enumerate(looks) if each.cells is not None][1:]
     if len(fresh) < 2:

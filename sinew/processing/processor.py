@@ -198,8 +198,12 @@ class Processor:
         self._noise(observation)
 
     def prepare(self, observation: Observation, pixels: bool = True) -> Prepared:
-        """Check, tokenise, normalise and resize an observation, each once. ``pixels`` as in :meth:`inputs`. Any thread
-        may call this method.
+        """Check an observation, tokenise its prompt, normalise its state and resize its frames. Each of these steps
+        runs once. Any thread may call this method.
+
+        Args:
+            observation: The observation.
+            pixels: False leaves uint8 frames as they are, for an engine that resizes them (see :meth:`inputs`).
 
         Raises:
             ObservationError: The policy cannot accept a field. The message is about the first such field.

@@ -152,7 +152,7 @@ class Prompter:
         Args:
             tokens: The token ids.
             name: The field, for messages.
-            required: Tokens that must occur; None for those of the recipe.
+            required: Special tokens that must occur; None for the special tokens that the prompt recipe requires.
         """
         array = numbers(name, tokens)
         if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -16,7 +16,8 @@ SPARE: Level = "more than needed"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding about a robot.
+    """One statement about a camera, a joint or another part of a robot that looks wrong, costs time without need, or
+    cannot be checked.
 
     Attributes:
         subject: The camera, joint or part.

@@ -96,9 +96,9 @@ class OnnxEngine(Engine):
         check_assigned(self.assigned, requested)
         self.tables = {steps: _table(table_path(self.directory, steps), steps) for steps in self.graphs.steps}
         self._check_names()
-        # In quantised graphs, which have a mark, all observations of a batch share one scale, so they would change
-        # each other's results. Therefore a stage runs once per observation if this stage or a later stage has the
-        # mark.
+        # A mark in the metadata of a graph states that all observations of a batch share one scale, so they would
+        # change each other's results. Therefore a stage runs once per observation if this stage or a later stage has
+        # the mark.
         marked = [ONE_SCALE in self.sessions[stage].get_modelmeta().custom_metadata_map for stage in STAGES]
         self.by_member = {stage for index, stage in enumerate(STAGES) if any(marked[index:])}
         self._axes = self._batch_axes()

@@ -183,7 +183,7 @@ def check_operators(path: Path) -> None:
 
 
 def operators(path: Path, data: bytes) -> list[str]:
-    """Return the types of a graph's nodes."""
+    """Return the operator type of each node of an ONNX graph, such as "MatMul"."""
     from google.protobuf.message import DecodeError
     from sinew_client import schema
 

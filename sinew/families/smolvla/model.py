@@ -95,8 +95,8 @@ class SmolVLAConfig(FlowConfig):
 
 
 class SmolVLAExpert(nn.Module):
-    """The action expert of SmolVLA. Its self layers attend to the actions, and its cross layers attend only to the
-    prefix (views, instruction and state).
+    """The action expert of SmolVLA. Its self layers attend to the prefix (views, instruction and state) and to the
+    actions. Its cross layers attend only to the prefix.
     """
 
     layers: Sequence[DecoderLayer]
@@ -117,7 +117,9 @@ class SmolVLAExpert(nn.Module):
 
 
 class SmolVLA(ExpertModel):
-    """SmolVLA: SmolVLM2 and an action expert of self layers and cross layers."""
+    """SmolVLA: the vision-language model SmolVLM2, and an action expert. Some layers of the expert attend to the
+    prefix (views, instruction and state) and to the actions, and the others only to the prefix.
+    """
 
     config_type = SmolVLAConfig
     fold_sites = ExpertModel.fold_sites

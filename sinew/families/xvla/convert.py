@@ -114,7 +114,8 @@ POSE = (
     VectorPart("rotation", 3, Normalization("identity"), rotation=True),
     VectorPart("gripper", 1, Normalization("identity")),
 )
-# Number of values in the action of one arm: after the ROTATE step, and before it.
+# Number of values in the action of one arm. POSE_DIM counts the values after the ROTATE step, and UNROTATED_DIM the
+# values before this step.
 POSE_DIM, UNROTATED_DIM = 7, 10
 
 

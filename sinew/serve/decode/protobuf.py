@@ -7,7 +7,8 @@ import numpy as np
 from sinew.core import RequestError
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types of Protobuf; proto3 has no groups (3, 4)
-# Largest number of fields of a message; a request has about 15, plus its images and their names.
+# Largest number of fields of a message. A request has about 15 fields, and further fields for its images and their
+# names.
 MAX_FIELDS = 512
 
 Field = tuple[int, int, int, int, int]  # (field number, wire type, value or length, start, end)

@@ -87,9 +87,16 @@ def sinf(x: np.ndarray) -> np.ndarray:
 
 
 def centre_crop(frame: np.ndarray, area: float, height: int, width: int) -> np.ndarray:
-    """Crop the middle ``area`` of a frame and resize it: uint8 [h, w, 3] -> uint8 [height, width, 3].
+    """Crop the middle of a frame and resize it: uint8 [h, w, 3] -> uint8 [height, width, 3].
 
-    OpenVLA's ``crop_and_resize`` keeps the aspect ratio: both sides of the box are the square root of ``area``.
+    OpenVLA's ``crop_and_resize`` keeps the aspect ratio: each side of the box is the square root of ``area``, as a
+    share of the frame's side.
+
+    Args:
+        frame: The frame.
+        area: The area of the box, as a share of the frame's area, such as 0.9.
+        height: Height of the result in pixels.
+        width: Width of the result in pixels.
     """
     # The kernel does not support an axis with one target pixel, which has no distance between positions.
     if not compiled.take_bytes(frame) or 1 in (height, width):

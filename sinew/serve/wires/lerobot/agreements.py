@@ -71,7 +71,9 @@ class Agreements:
             logger.warning("lerobot: the file of agreements %s is ignored: %s", file, error)
 
     def add(self, host: str, agreement: Agreement) -> None:
-        """Store the agreement of a client of this host."""
+        """Store an agreement (how the keys of a client's observations map to the inputs of the policy) under the host
+        of the client. Of each host, the newest ``PER_HOST`` agreements are kept.
+        """
         agreed = self._by_host.setdefault(host, [])
         if agreement in agreed:
             agreed.remove(agreement)
@@ -105,8 +107,8 @@ class Agreements:
 
 
 def fitting(agreements: tuple[Agreement, ...], observation: Mapping[str, Any]) -> Agreement | None:
-    """Return the newest agreement with which this observation can be read; None if several agreements fit and
-    differ.
+    """Return the newest agreement whose keys all occur in this observation; None if no agreement fits, or if several
+    fit and differ.
     """
     fit = [
         each
