@@ -109,6 +109,48 @@ def merge(base: Mapping[str, TensorSource], folder: Path) -> tuple[dict[str, Ten
     return merged, [file, folder / ADAPTER_WEIGHTS]
 
 
+def merge_inside(tensors: Mapping[str, TensorSource], alpha: float, rank: int) -> dict[str, TensorSource]:
+    """Merge the adapters of a model that was saved with PEFT's layers inside.
+
+    PEFT writes ``base_model.model.`` into each name, ``base_layer`` into the names of changed layers, and the factors
+    beside them.
+
+    Args:
+        tensors: Name -> weight of the checkpoint.
+        alpha: Value of ``lora_alpha``.
+        rank: Rank of all factors.
+
+    Returns:
+        Name -> weight of the merged model, without PEFT's parts in the names. Tensors of a model without adapters stay
+        as they are.
+
+    Raises:
+        ConvertError: A factor is missing, or does not fit its weight.
+    """
+    merged, factors = dict[str, TensorSource](), dict[str, dict[str, TensorSource]]()
+    for name, source in tensors.items():
+        plain = name.replace(PREFIX, "", 1)
+        if match := re.fullmatch(r"(.+)\.lora_([AB])\.\w+\.weight", plain):
+            factors.setdefault(match[1], {})[match[2]] = source
+        else:
+            merged[plain.replace(".base_layer.", ".")] = source
+    for module, pair in factors.items():
+        weight = merged.get(f"{module}.weight")
+        if weight is None or len(pair) < 2:
+            missing = "weight" if weight is None else f"lora_{({'A', 'B'} - set(pair)).pop()}"
+            raise ConvertError(f"{module}: {missing} is missing; copy the complete checkpoint")
+        down, up = pair["A"], pair["B"]
+        if down.shape != (rank, *weight.shape[1:]) or up.shape != (*weight.shape[:1], rank):
+            raise ConvertError(
+                f"{module}: expected lora_A [{rank}, inputs] and lora_B [outputs, {rank}] for a weight"
+                f" {list(weight.shape)}, got {list(down.shape)} and {list(up.shape)}"
+            )
+        if not all(np.isfinite(read_array(factor)).all() for factor in (down, up)):
+            raise ConvertError(f"{module}: lora_A, lora_B: expected finite numbers, got NaN or infinity")
+        merged[f"{module}.weight"] = _merged(weight, down, up, alpha / rank)
+    return merged
+
+
 def read_config(file: Path) -> dict[str, Any]:
     """Read the configuration of a LoRA adapter.
 

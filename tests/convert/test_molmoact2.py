@@ -201,16 +201,55 @@ def test_a_step_that_is_not_computed_is_rejected(
         run_step(checkpoint, file, step, **changes)
 
 
-def test_adapters_that_are_not_merged_are_rejected(checkpoint: Path) -> None:
+BLOCK = "model.model.transformer.blocks.0.mlp.ff_out"
+
+
+def with_adapter(checkpoint: Path, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Write the weights as LeRobot saves them while PEFT's layers are inside, and return the factors of one layer."""
+    weights, generator = load_file(checkpoint / "model.safetensors"), np.random.default_rng(0)
+    outputs, inputs = weights[f"{BLOCK}.weight"].shape
+    down, up = (generator.normal(size=size).astype(np.float32) for size in ((rank, inputs), (outputs, rank)))
+    wrapped = {name.replace("model.", "model.base_model.model.", 1): value for name, value in weights.items()}
+    layer = BLOCK.replace("model.", "model.base_model.model.", 1)
+    wrapped[f"{layer}.base_layer.weight"] = wrapped.pop(f"{layer}.weight")
+    wrapped |= {f"{layer}.lora_A.default.weight": down, f"{layer}.lora_B.default.weight": up}
+    save_file(wrapped, checkpoint / "model.safetensors")
+    return down, up
+
+
+def test_adapters_inside_are_merged(checkpoint: Path, case_bundle: Any) -> None:
+    """LeRobot computes W x + alpha / rank * B (A x). Its own run of such a checkpoint had the actions of the bundle."""
+    down, up = with_adapter(checkpoint, 4)
+    found = run(checkpoint, lora_rank=4, lora_alpha=6)
+    before, name = Bundle(case_bundle("molmoact2-2cam")), "language.layers.0.mlp.down_proj.weight"
+    assert found.infos.keys() == before.infos.keys()
+    old, new = (load(bundle, engine="eager", dtype="float32") for bundle in (before.path, found.path))
+    for key, value in new.engine.model.state_dict().items():  # type: ignore[attr-defined]
+        expected = old.engine.model.state_dict()[key]  # type: ignore[attr-defined]
+        if key == name:
+            expected = expected + torch.from_numpy(up @ down) * 1.5
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rank", "drop", "message"),
+    [
+        (8, "", r"ff_out: expected lora_A \[8, inputs\] and lora_B \[outputs, 8\] for a weight"),
+        (4, ".lora_B.default.weight", "ff_out: lora_B is missing; copy the complete checkpoint"),
+        (4, ".base_layer.weight", "ff_out: weight is missing; copy the complete checkpoint"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_rejected(
+    checkpoint: Path, rank: int, drop: str, message: str
+) -> None:
+    with_adapter(checkpoint, 4)
     weights = load_file(checkpoint / "model.safetensors")
-    weights["model.base_model.model.model.transformer.blocks.0.mlp.ff_out.lora_A.default.weight"] = weights[
-        "model.model.transformer.ln_f.weight"
-    ]
-    save_file(weights, checkpoint / "model.safetensors")
-    with pytest.raises(
-        ConvertError, match=r"lora_A.default.weight', a LoRA adapter that is not merged: save"
-    ):
-        run(checkpoint)
+    kept = {name: value for name, value in weights.items() if not (drop and name.endswith(f"ff_out{drop}"))}
+    if drop == ".base_layer.weight":  # of the first layer alone, which has the adapter
+        assert len(kept) == len(weights) - 1
+    save_file(kept, checkpoint / "model.safetensors")
+    with pytest.raises(ConvertError, match=message):
+        run(checkpoint, lora_rank=rank, lora_alpha=6)
 
 
 def test_a_checkpoint_without_its_new_tokens_is_rejected(checkpoint: Path) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from sinew.bundle.schema import STATISTICS, ImageRecipe, Normalization, Processing, PromptRecipe, VectorPart
 from sinew.bundle.statistics import impossible
 from sinew.bundle.writer import TensorSource
-from sinew.convert.adapter import merge
+from sinew.convert.adapter import merge, merge_inside
 from sinew.convert.lerobot.folder import (
     EPISODES,
     Dataset,
@@ -114,6 +114,8 @@ class Schema:
         steps: Steps that the preprocessor may have, in order, without the steps that are the same for all families.
         after: Steps that the postprocessor may have, in order.
         adapters: True if ``--base`` names the model that an adapter changes.
+        adapters_inside: True if the weights may contain LoRA adapters that are not merged. ``lora_rank`` and
+            ``lora_alpha`` of the configuration then state their scale.
     """
 
     defaults: Mapping[str, Any]
@@ -124,6 +126,7 @@ class Schema:
     steps: Mapping[str, ProcessorStep] = field(default_factory=dict)
     after: Mapping[str, ProcessorStep] = field(default_factory=lambda: POSTPROCESSOR)
     adapters: bool = False
+    adapters_inside: bool = False
 
     @property
     def keys(self) -> set[str]:
@@ -252,7 +255,12 @@ class LeRobotCheckpoint:
                 raise ConvertError(
                     f"--base {base}: {self.path} is a complete model and not an adapter; omit --base"
                 )
-            return read_weights(self.path)
+            if not self.schema.adapters_inside:
+                return read_weights(self.path)
+            tensors, files = read_weights(self.path, lora=True)
+            alpha, rank = self.number("lora_alpha"), self.size("lora_rank")
+            with ConvertError.at(self.path, ConvertError):
+                return merge_inside(tensors, alpha, rank), files
         if base is None:
             raise adapter_alone(self.path)
         base = resolve(self._base_folder(base))

@@ -34,8 +34,9 @@ STORAGE = {
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Key: pattern of tensor names that occur if a wrapper (such as torch.compile) was saved with the model. Value: the
 # explanation for the error message.
+LORA = r"\.(lora_[AaBb]|base_layer)\."
 WRAPPED = {
-    r"\.(lora_[AaBb]|base_layer)\.": "a LoRA adapter that is not merged: save the result of its `merge_and_unload()`",
+    LORA: "a LoRA adapter that is not merged: save the result of its `merge_and_unload()`",
     r"^module\.|_orig_mod\.": "saved with DistributedDataParallel or torch.compile around it: save the inner model",
 }
 # Key: pattern of files that a folder may contain instead of safetensors weights. Value: a text that states how to get
@@ -83,11 +84,15 @@ def read_safetensors(path: Path) -> dict[str, TensorSource]:
     return tensors
 
 
-def read_weights(directory: Path) -> tuple[dict[str, TensorSource], list[Path]]:
+def read_weights(directory: Path, lora: bool = False) -> tuple[dict[str, TensorSource], list[Path]]:
     """Return the tensors of a checkpoint directory and the files that contain them.
 
     If the weights are split into several files, an index lists the file of every tensor. It must list exactly the
     tensors in the files.
+
+    Args:
+        directory: The checkpoint directory.
+        lora: True if the caller merges LoRA adapters that are among the weights.
 
     Raises:
         ConvertError: A file is missing or not valid, or the index differs from the files.
@@ -97,6 +102,7 @@ def read_weights(directory: Path) -> tuple[dict[str, TensorSource], list[Path]]:
     single = files == [directory / "model.safetensors"]
     expected = {} if single else read_json(index)["weight_map"]
     tensors: dict[str, TensorSource] = {}
+    wrapped = {pattern: hint for pattern, hint in WRAPPED.items() if not (lora and pattern == LORA)}
     for file in files:
         for name, source in read_safetensors(file).items():
             if not single and expected.get(name) != file.name:
@@ -105,7 +111,7 @@ def read_weights(directory: Path) -> tuple[dict[str, TensorSource], list[Path]]:
                     f"{file}: contains {name!r}, which {index.name} lists {where}; copy the index and all weights from"
                     " one checkpoint"
                 )
-            if how := next((hint for pattern, hint in WRAPPED.items() if re.search(pattern, name)), None):
+            if how := next((hint for pattern, hint in wrapped.items() if re.search(pattern, name)), None):
                 raise ConvertError(f"{file}: expected weights of the policy alone, got {name!r}, {how}")
             tensors[name] = source
     if missing := [name for name in expected if name not in tensors]:

@@ -69,6 +69,8 @@ SCHEMA = Schema(
         "joint_signs": None,
         "joint_offsets": None,
         "inference_action_mode": "continuous",
+        "lora_rank": 64,
+        "lora_alpha": 16,
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"},
     },
     # The default of action_mode differs between LeRobot 0.6.1 and later versions.
@@ -79,8 +81,8 @@ SCHEMA = Schema(
     unread="checkpoint_revision checkpoint_force_download discrete_action_tokenizer discrete_generation_max_steps"
     " norm_tag norm_stats_path normalize_gripper num_flow_timesteps flow_matching_cutoff flow_matching_time_offset"
     " flow_matching_time_scale flow_matching_beta_alpha flow_matching_beta_beta enable_inference_cuda_graph"
-    " per_episode_seed eval_seed enable_lora_vlm enable_lora_action_expert train_mode_vlm lora_rank lora_alpha"
-    " lora_dropout lora_bias enable_knowledge_insulation freeze_embedding train_action_expert_only model_dtype dtype"
+    " per_episode_seed eval_seed enable_lora_vlm enable_lora_action_expert train_mode_vlm lora_dropout"
+    " lora_bias enable_knowledge_insulation freeze_embedding train_action_expert_only model_dtype dtype"
     " llm_residual_dropout softmax_auxiliary_loss softmax_auxiliary_loss_scale discrete_loss_token_weighting"
     " optimizer_vit_lr optimizer_connector_lr optimizer_action_expert_lr dataset_feature_names",
     steps={
@@ -95,6 +97,7 @@ SCHEMA = Schema(
             required=True,
         ),
     },
+    adapters_inside=True,
     after={
         "molmoact2_clamp_action": ProcessorStep(required=True),
         "molmoact2_masked_unnormalizer": replace(NORMALIZER, stands_for="unnormalizer_processor"),
