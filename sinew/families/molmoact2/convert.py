@@ -140,8 +140,18 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     check_modes(checkpoint)
     name = str(checkpoint["checkpoint_path"])
     home = find_model_dir(name, options.vlm, path, "--vlm", FILES)
+    return conversion(checkpoint, home, find_tokenizer(options, home, whose=f"{name}'s"), "lerobot-molmoact2")
+
+
+def conversion(
+    checkpoint: LeRobotCheckpoint, home: Path, tokenizer: TokenizerFiles, file_format: str
+) -> Conversion:
+    """Read the network's configuration in the folder ``home``, and convert the checkpoint.
+
+    Raises:
+        ConvertError: The checkpoint is not a supported MolmoAct2.
+    """
     network = JsonRecord(home / "config.json")
-    tokenizer = find_tokenizer(options, home, whose=f"{name}'s")
     processor = JsonRecord(home / "processor_config.json")
     pictures = processor.part("image_processor")
     parts = {each: network.part(f"{each}_config") for each in ("vit", "adapter", "text", "action_expert")}
@@ -149,8 +159,9 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     cameras = ordered(checkpoint)
     prompt = prompt_recipe(checkpoint, processor, config, tokenizer, len(cameras))
     usual_steps = network["flow_matching_num_steps"]
+    sources = [*checkpoint.files, network.path, processor.path, tokenizer.path]
     return Conversion(
-        format="lerobot-molmoact2",
+        format=file_format,
         config=config,
         spec=checkpoint.policy_spec(
             "molmoact2",
@@ -167,7 +178,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         tokenizer=tokenizer.text,
         tensors=tensors(checkpoint, config),
         dead=("model.lm_head.", "model.model.transformer.rotary_emb.inv_freq"),
-        sources=[*checkpoint.files, network.path, processor.path, tokenizer.path],
+        sources=list(dict.fromkeys(sources)),
         notes=(
             *checkpoint.notes,
             *(note for each in (network, *parts.values()) for note in each.leftover(UNREAD_FIELDS)),
@@ -511,10 +522,11 @@ def frame_steps(checkpoint: LeRobotCheckpoint) -> tuple[tuple[VectorStep, ...], 
     """
     found = []
     for pipeline, step in ((PRE, TO_MODEL), (POST, TO_ROBOT)):
-        record, where = (
-            checkpoint.pipelines.config(pipeline, step),
-            f"{checkpoint.path / pipeline}.json: {step}",
-        )
+        record: Mapping[str, Any] = checkpoint.config
+        where = str(checkpoint.file)
+        if checkpoint.pipelines.there:
+            record = checkpoint.pipelines.config(pipeline, step)
+            where = f"{checkpoint.path / pipeline}.json: {step}"
         signs, offsets = (record.get(key) or [] for key in ("joint_signs", "joint_offsets"))
         for name, values in (("joint_signs", signs), ("joint_offsets", offsets)):
             if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
