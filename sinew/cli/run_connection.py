@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sinew_client import Client, ClientError, ServerError
 from sinew_client.control import Frames, Servers, Settings
 from sinew_client.control.requester import Call
-from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.form import COMMANDS
-from sinew_client.protocol import MAX_ROWS
 from sinew_client.target import addresses_of
 
 from sinew.cli.infer import running
@@ -71,11 +69,7 @@ def open_connection(
             )
         served = ask_server(target, runs, key, FIRST_TIMEOUT if timeout == TIMEOUT else timeout)
         policy = served["policy"]
-        most = max(
-            MAX_ROWS, min(int(policy.get("chunk_size") or 0), LARGEST_CHUNK)
-        )  # largest number of actions in an answer
-        opener = Servers(addresses, key, max_rows=most, frames=travelling, policy=policy)
-        return policy, served["server"], opener
+        return policy, served["server"], Servers(addresses, key, frames=travelling, policy=policy)
     if frames != "raw":
         raise SinewError(
             f"frames_as: expected a server, to which frames are sent, got the policy in this process {target}"
@@ -230,7 +224,7 @@ def open_assist(
                     f"assist: expected {policy[name]['dim']} numbers of {name}, got {far[name]['dim']}"
                 )
     # The larger policy on the server may have other cameras, but its actions must be commands of the same robot.
-    servers = Servers(address.split(","), key, without=("time",), policy=policy, parts=COMMANDS)
+    servers = Servers(address, key, without=("time",), policy=policy, parts=COMMANDS)
     return Assist(near, servers, rule, settings.hz, deadline, settings.parse_motion())
 
 
@@ -257,7 +251,7 @@ def ask_server(
     """
     if (flag := changed(runs)) is not None:
         raise SinewError(f"{flag}: expected a policy that is run here, got the server {target}")
-    with Client(target.split(","), timeout=timeout, api_key=key) as client:
+    with Client(target, timeout=timeout, api_key=key) as client:
         return client.metadata()
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sinew_client import Client, ClientError
+from sinew_client.addresses import split_list
 from sinew_client.signals import handled
 
 from sinew_ros.actions import ask
@@ -188,7 +189,9 @@ def contract(given: argparse.Namespace) -> Contract:
         ContractError: The contract is not valid. The message names the wrong field.
     """
     robot_contract = read(given.contract)
-    return replace(robot_contract, servers=tuple(given.server.split(","))) if given.server else robot_contract
+    return (
+        replace(robot_contract, servers=tuple(split_list(given.server))) if given.server else robot_contract
+    )
 
 
 def serve_calls(given: argparse.Namespace, ros: list[str]) -> int:

@@ -29,7 +29,6 @@ from sinew_client.control import (
 )
 from sinew_client.control.authority import POLICY
 from sinew_client.control.run import FOLLOWS, Run, RunPlan
-from sinew_client.protocol import MAX_ROWS
 
 from sinew_ros import messages
 from sinew_ros.contract import JOINT_STATE, Contract, ContractError
@@ -139,7 +138,6 @@ class Bridge:
             key,
             # Do not send `time`: it is ROS time, and only the control loop uses it.
             without=("time",),
-            max_rows=max(MAX_ROWS, plan.settings.chunk_size),
             policy=policy,
         )
         self._reporter = partial(Reporter, where=servers, api_key=key, name="ROS 2")

@@ -54,6 +54,11 @@ def host_and_port(text: str) -> tuple[str, int]:
     return host[1:-1] if bracketed else host, int(port)
 
 
+def split_list(addresses: str | Sequence[str]) -> list[str]:
+    """Return the addresses of a sequence, or of a text that separates them by commas."""
+    return addresses.split(",") if isinstance(addresses, str) else list(addresses)
+
+
 @dataclass(frozen=True)
 class ServerAddress:
     """The address of one server.
@@ -138,7 +143,7 @@ class Addresses:
     """
 
     def __init__(self, address: str | Sequence[str]):
-        texts = [address] if isinstance(address, str) else address
+        texts = split_list(address)
         self.servers = tuple(map(ServerAddress.parse, texts))
         if len({server.policy for server in self.servers}) != 1:
             raise ClientError(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Sequence
 
-from sinew_client.addresses import split_scheme
+from sinew_client.addresses import split_list, split_scheme
 from sinew_client.errors import ClientError
 from sinew_client.policy import Policy
 from sinew_client.untrusted import named
@@ -84,7 +84,7 @@ class Target:
     @property
     def addresses(self) -> list[str]:
         """Addresses of the servers in the order in which they are tried; [] for any other kind."""
-        return self.place.split(",") if self.kind == ADDRESS else []
+        return split_list(self.place) if self.kind == ADDRESS else []
 
     def open(self, **options: Any) -> Policy:
         """Open the policy.

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from sinew_client.addresses import split_list
 from sinew_client.client import Client
 from sinew_client.control.frames import Frames
+from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.errors import RequestTimeout
 from sinew_client.form import TAKEN, Fitted
 from sinew_client.policy import Policy
@@ -24,7 +26,8 @@ class Servers:
         addresses: Addresses of the servers, as for :class:`Client`.
         api_key: Key of the servers.
         without: Fields of an observation that are not sent, such as ``time`` if the server has another clock.
-        max_rows: Largest number of actions in an answer, as for :class:`Client`.
+        max_rows: Largest number of actions in an answer, as for :class:`Client`. None takes the chunk size in
+            ``policy``, but at least 1,024 and at most 8,192.
         frames: Encoding of the frames.
         policy: Description of the policy. None takes the description of the first server that answers. Chunks of
             another policy are rejected.
@@ -43,13 +46,15 @@ class Servers:
         addresses: str | Sequence[str],
         api_key: str = "",
         without: Sequence[str] = (),
-        max_rows: int = MAX_ROWS,
+        max_rows: int | None = None,
         frames: Frames | None = None,
         policy: Mapping[str, Any] | None = None,
         parts: Sequence[str] = TAKEN,
     ):
-        self.addresses = [addresses] if isinstance(addresses, str) else list(addresses)
-        self._key, self._without, self._max_rows = api_key, tuple(without), max_rows
+        self.addresses = split_list(addresses)
+        self._key, self._without = api_key, tuple(without)
+        size = int((policy or {}).get("chunk_size") or 0)
+        self._max_rows = max(MAX_ROWS, min(size, LARGEST_CHUNK)) if max_rows is None else max_rows
         self.frames = frames or Frames()
         self.fitted = Fitted(policy, parts)
         # The address of the server that answered last. Before the first answer, it is the first address.
