@@ -14,10 +14,10 @@ import pytest
 
 from tools.structure import (
     ADDRESSES,
-    ASKS_AN_ENGINE,
     JOURNEY,
     NAMES_AN_ENGINE,
     PROBES_A_ROBOT,
+    PROBES_AN_ENGINE,
     ROBOT_FACTS,
     ROOT,
     Structure,
@@ -218,4 +218,5 @@ def test_a_class_has_a_name_of_its_own() -> None:
 
 def test_nobody_asks_an_engine_which_one_it_is() -> None:
     """Backends and facts describe the differences between engines."""
-    assert not STRUCTURE.places(ASKS_AN_ENGINE, without=("sinew/engine/", "perf/sinew_perf/"))
+    assert not STRUCTURE.compares_engines()
+    assert not STRUCTURE.places(PROBES_AN_ENGINE, without=("sinew/engine/", "perf/sinew_perf/"))

@@ -84,7 +84,9 @@ JOURNEY = (
 )
 # Bare participles as names of variables do not tell the reader what the variables contain.
 PARTICIPLES = re.compile(r"\b(?:found|known|given|said|wanted|asked|held|kept|told) (?::[^=]*)?= ")
-ASKS_AN_ENGINE = re.compile(r'[!=]= "(?:eager|plan|onnx)"|(?:get|has)attr\([^,]*engine')
+# Names of engines that are not also names of devices, as "cpu" and "cuda" are.
+ENGINES = {"eager", "plan", "onnx"}
+PROBES_AN_ENGINE = re.compile(r"(?:get|has)attr\([^,]*engine")
 # The flag `--engine NAME` in the example of a command is not a statement about an engine.
 NAMES_AN_ENGINE = re.compile(r"(?<!--)\bengines? (?:eager|plan|cpu|onnx|cuda)\b")
 # On a variable for one of Sinew's robots. Modules call the robots of other projects devices.
@@ -357,6 +359,28 @@ class Structure:
                 for node in ast.walk(tree(path))
             )
         ]
+
+    def compares_engines(self) -> list[str]:
+        """Return "file: expression" for each comparison with the name of an engine, or with several names, outside the
+        engines and the performance model."""
+        comparisons = []
+        for path in self.homes.values():
+            place = path.relative_to(self.root).as_posix()
+            if place.startswith(("sinew/engine/", "perf/sinew_perf/")):
+                continue
+            for node in ast.walk(tree(path)):
+                if not isinstance(node, ast.Compare):
+                    continue
+                sides = [
+                    each
+                    for operator, side in zip(node.ops, node.comparators, strict=True)
+                    for each in (
+                        getattr(side, "elts", [side]) if isinstance(operator, (ast.In, ast.NotIn)) else [side]
+                    )
+                ]
+                if any(isinstance(each, ast.Constant) and each.value in ENGINES for each in sides):
+                    comparisons.append(f"{place}: {ast.unparse(node)}")
+        return comparisons
 
     def largest(self, module: str, name: str) -> str:
         """Return the size of a class as "N methods, M lines", or "absent"."""

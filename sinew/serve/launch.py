@@ -96,7 +96,7 @@ def swapper(
         need: Function that computes the bytes of a policy's weights and of its activations. Its arguments are the
             source of the policy, ``options``, ``threads`` and the number of requests in a batch.
     """
-    from sinew.engine.backend import choose, chosen_by
+    from sinew.engine.backend import BACKENDS, choose, chosen_by
     from sinew.policy import open_bundle
     from sinew.serve.deploy import deploy
     from sinew.serve.swap import MemoryNeed, Swapper
@@ -106,7 +106,7 @@ def swapper(
         choice = choose(open_bundle(source), threads=threads, **chosen_by(options))
         # Load the other engines at normal priority: they start their own threads during loading, and these threads
         # would keep the low priority.
-        if choice.engine not in ("eager", "plan") or choice.options.device != "cpu":
+        if BACKENDS[choice.engine].starts_threads or choice.options.device != "cpu":
             return load()
 
         def tried() -> Policy:

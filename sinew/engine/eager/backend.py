@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 class Eager(Backend):
     name, opens, reference = "eager", "sinew.engine.eager.engine:open_eager", True
+    starts_threads = False
     capabilities = frozenset(Capability) - {Capability.AUDIT}
     guides = RTC  # autograd differentiates the head, and some heads support a denoising time per action
     counted_as = "eager"

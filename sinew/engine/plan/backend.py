@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 class Planned(Backend):
     name, opens = "plan", "sinew.engine.plan.engine:open_planned"
+    starts_threads = False
     # This engine does not accept new weights, because its rewrites have already changed the old weights.
     capabilities = frozenset(Capability) - {
         Capability.AUDIT,
