@@ -158,32 +158,51 @@ def choose(
     graphs = exported_graphs(bundle)
     if engine not in (None, AUTO, *BACKENDS):
         raise SinewError(f"engine: expected one of {', '.join((AUTO, *BACKENDS))}, got {engine!r}")
-    named = None if engine in (None, AUTO) else engine
-    word = None if dtype is None else dtype_word(dtype)
+    named, reason = (None, "") if engine in (None, AUTO) else (engine, ASKED)
     if named is None and (graphs is not None or providers):
-        named = next(name for name, backend in BACKENDS.items() if backend.runs_graphs)
-    named_backend = None if named is None else BACKENDS[named]
-    where, device_reason = choose_device(device, named_backend)
+        named = next(name for name, each in BACKENDS.items() if each.runs_graphs)
+        reason = "the folder contains graphs and no weights" if graphs else "providers belong to ONNX Runtime"
+    backend = None if named is None else BACKENDS[named]
+    where, device_reason = choose_device(device, backend)
+    word = None if dtype is None else dtype_word(dtype)
     options = EngineOptions(
         where, "fp32", threads, tuple(providers), graphs, recipe=not ignore_recipe, adapters=adapters
     )
-    if named_backend is not None:
-        options, dtype_reason = with_precision(named_backend, bundle, options, word)
-        if problem := rejection(named_backend, bundle, options).against:
-            raise SinewError(problem)
-        if stream is not None and (problem := unstreamed(named_backend, bundle, options, stream)):
-            raise SinewError(f"stream: {problem}")
-        reason = ASKED
-        if engine in (None, AUTO):
-            reason = (
-                "the folder contains graphs and no weights" if graphs else "providers belong to ONNX Runtime"
-            )
-        return _choice(named_backend, bundle, options, reason, device_reason, dtype_reason)
+    if backend is None:
+        return _fastest(bundle, options, device_reason, word, prepared, stream)
+    options, dtype_reason = with_precision(backend, bundle, options, word)
+    if problem := rejection(backend, bundle, options).against:
+        raise SinewError(problem)
+    if stream is not None and (problem := unstreamed(backend, bundle, options, stream)):
+        raise SinewError(f"stream: {problem}")
+    return _choice(backend, bundle, options, reason, device_reason, dtype_reason)
 
+
+def _fastest(
+    bundle: Bundle,
+    options: EngineOptions,
+    device_reason: str,
+    word: str | None,
+    prepared: bool,
+    stream: str | None,
+) -> EngineChoice:
+    """Choose the fastest verified engine, if the user named none.
+
+    Args:
+        bundle: The bundle.
+        options: The options without a precision.
+        device_reason: The reason for the device.
+        word: The requested precision, or None.
+        prepared: As in :func:`choose`.
+        stream: As in :func:`choose`.
+
+    Raises:
+        SinewError: No engine can run the bundle with these options.
+    """
     contenders, passed_over = _contenders(bundle, options, word, prepared, stream)
     if not contenders:
         raise SinewError(
-            f"{bundle.path}: no engine can run this bundle on {where}: {_each_once(passed_over)}"
+            f"{bundle.path}: no engine can run this bundle on {options.device}: {_each_once(passed_over)}"
         )
     times = _times(bundle, contenders, word)
     best = contenders[0]
@@ -191,12 +210,13 @@ def choose(
         margin = REFERENCE_MARGIN if each.backend.reference else MARGIN
         if not each.verdict.unmade and times.faster(each.name, than=best.name, margin=margin):
             best = each
-    reason = _reason(bundle, best, contenders, times, where)
-    if adapters:
-        reason += f", among the engines that compute adapters ({', '.join(adapters)})"
-    texts = [] if best.verdict.reason else _told(bundle, best, contenders, passed_over, times)
-    reason = "; ".join([reason, *texts])
-    return _choice(best.backend, bundle, best.options, reason, device_reason, best.dtype_reason)
+    reason = _reason(bundle, best, contenders, times, options.device)
+    if options.adapters:
+        reason += f", among the engines that compute adapters ({', '.join(options.adapters)})"
+    notes = [] if best.verdict.reason else _told(bundle, best, contenders, passed_over, times)
+    return _choice(
+        best.backend, bundle, best.options, "; ".join([reason, *notes]), device_reason, best.dtype_reason
+    )
 
 
 class _Contender(NamedTuple):
@@ -456,6 +476,8 @@ class Backend:
             for copies of the weights.
         runs_graphs: True if the engine needs the graphs of an export instead of weights.
         reference: True for the engine that all other engines are compared with.
+        starts_threads: True if the engine starts threads of its own while it is opened. They keep the priority that the
+            process has at that time.
         capabilities: The optional features that the engine supports with at least one bundle on at least one device.
             An open engine states which of them it lacks with its bundle (:attr:`sinew.engine.engine.Facts.refusals`).
         guides: The methods of real-time chunking (values of an observation's ``rtc``) that the engine supports.
@@ -471,6 +493,7 @@ class Backend:
     copies_none = False
     runs_graphs = False
     reference = False
+    starts_threads = True
     capabilities: frozenset[Capability] = frozenset()
     guides: tuple[str, ...] = ()
     counted_as: Literal["eager", "plan", "cpu"] = "plan"

@@ -52,6 +52,26 @@ class EngineFinding:
     device: str = "cpu"
     threads: int = 1
 
+    @classmethod
+    def parse(cls, record: Mapping[str, Any], device: str, threads: int) -> EngineFinding:
+        """Decode a stored or printed result, which may be damaged.
+
+        Args:
+            record: The result as a dict.
+            device: The device of the preparation.
+            threads: The number of threads of the preparation.
+
+        Raises:
+            KeyError: A field is missing.
+            TypeError: A field has another type.
+            ValueError: A number is not valid.
+        """
+        seconds = {str(name): float(took) for name, took in dict(record["seconds"]).items()}
+        if not all(0 < took < math.inf for took in seconds.values()):
+            raise ValueError("seconds: expected positive numbers")
+        engine, against, why = (str(record[name]) for name in ("engine", "against", "why"))
+        return cls(engine, against, record["taken"] is True, why[:1000], seconds, device, threads)
+
     def keep(self, bundle: Path) -> Path:
         """Write the result of the preparation to a file, for the next start of Sinew.
 
@@ -81,15 +101,8 @@ def kept(bundle: Path, engine: str, threads: int | None = None) -> EngineFinding
         device = str(record["device"])
         if any(record[name] != expected for name, expected in conditions(device).items()):
             return None
-        seconds = {str(name): float(took) for name, took in record["seconds"].items()}
-        if (
-            not all(0 < took < math.inf for took in seconds.values())
-            or record["engine"] != engine
-            or record["threads"] != threads
-        ):
-            return None
-        against, why = str(record["against"]), str(record["why"])[:1000]
-        return EngineFinding(engine, against, record["taken"] is True, why, seconds, device, threads)
+        finding = EngineFinding.parse(record, device, threads)
+        return finding if finding.engine == engine and record["threads"] == threads else None
     except Exception:  # noqa: BLE001 - a damaged record, or a device that is not there: no finding
         return None
 

@@ -243,14 +243,9 @@ class Preparer:
             last = next((line for line in reversed(lines) if line.strip()), f"it ended with status {status}")
             raise SinewError(last.strip().removeprefix("error: ")[:500])
         try:
-            seconds = {str(name): float(took) for name, took in record["seconds"].items()}
-            engine, against = str(record["engine"]), str(record["against"])
-            finding = EngineFinding(
-                engine, against, record["taken"] is True, str(record["why"]), seconds, self._work.device,
-                self._work.threads,
-            )  # fmt: skip
+            finding = EngineFinding.parse(record, self._work.device, self._work.threads)
             return finding, MemoryNeed(int(record["need"]))
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError):
             raise SinewError(
                 f"the preparing process printed no valid result, but {named(record.get('text', record), 300)}"
             ) from None
