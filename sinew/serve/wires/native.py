@@ -187,33 +187,44 @@ class NativeCodec:
                     raise RequestError("precomputed_img_emb: not supported; send images")
             if error is not None:
                 raise error
-            kind, report = header.kind, header.report
-            if images > MAX_IMAGES and images > (most := self._most_images(header.policy)):
-                raise RequestError(
-                    f"images: expected at most {most}, got {images}; send one frame per camera and observation step"
-                )
-            if other_bytes > MAX_BYTES_BESIDE_IMAGES:
-                raise RequestError(
-                    f"request: expected at most {MAX_BYTES_BESIDE_IMAGES} bytes besides images, got"
-                    f" {other_bytes}; send frames in images"
-                )
-            if report is not None and kind != Kind.REPORT:
-                raise RequestError(
-                    f"report: expected kind {Kind.REPORT} (REPORT) for a report, got kind {kind}"
-                )
-            if members and (images or lone or kind != Kind.INFER):
-                what = "images" if images else lone or f"kind {kind}"
-                raise RequestError(f"{what}: move it into the entries of observations")
-            if len(members) > MOST_TOGETHER:
-                raise RequestError(
-                    f"observations: expected at most {MOST_TOGETHER} in a message, got {len(members)}"
-                )
-            if kind not in _KINDS:
-                raise RequestError(f"kind: expected {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
-            header.kind, header.entries, header.members = _KINDS[kind], entries, members or None
+            self._check(header, images, other_bytes, len(members), lone)
+            header.kind, header.entries, header.members = _KINDS[header.kind], entries, members or None
         except RequestError as refusal:
             header.kind, header.error = Kind.INFER, refusal
         return header
+
+    def _check(self, header: NativeHeader, images: int, other_bytes: int, members: int, lone: str) -> None:
+        """Check what a request contains, before it is decoded.
+
+        Args:
+            header: The header of the request.
+            images: Number of images.
+            other_bytes: Number of bytes besides the images.
+            members: Number of observations in the message; 0 if the message itself is the observation.
+            lone: Name of a field that only a message with one observation may have; "" for none.
+
+        Raises:
+            RequestError: The request is rejected.
+        """
+        kind, report = header.kind, header.report
+        if images > MAX_IMAGES and images > (most := self._most_images(header.policy)):
+            raise RequestError(
+                f"images: expected at most {most}, got {images}; send one frame per camera and observation step"
+            )
+        if other_bytes > MAX_BYTES_BESIDE_IMAGES:
+            raise RequestError(
+                f"request: expected at most {MAX_BYTES_BESIDE_IMAGES} bytes besides images, got"
+                f" {other_bytes}; send frames in images"
+            )
+        if report is not None and kind != Kind.REPORT:
+            raise RequestError(f"report: expected kind {Kind.REPORT} (REPORT) for a report, got kind {kind}")
+        if members and (images or lone or kind != Kind.INFER):
+            what = "images" if images else lone or f"kind {kind}"
+            raise RequestError(f"{what}: move it into the entries of observations")
+        if members > MOST_TOGETHER:
+            raise RequestError(f"observations: expected at most {MOST_TOGETHER} in a message, got {members}")
+        if kind not in _KINDS:
+            raise RequestError(f"kind: expected {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
 
     def _most_images(self, policy: str) -> int:
         """Return the largest number of images of a request. A policy with an observation history allows more
