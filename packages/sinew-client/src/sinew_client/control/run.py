@@ -101,74 +101,87 @@ class RunPlan:
                 name.
             LimitsError: The limits do not fit the policy's actions.
         """
-        chosen = dict(settings or {})
+        user = dict(settings or {})
         allowed = {field.name for field in fields(Settings)} - set(FOLLOWS[:2])
-        for name in chosen:
+        for name in user:
             if name not in allowed:
                 raise SettingsError(
                     f"{name:.80}: unknown setting, expected one of {', '.join(sorted(allowed))}"
                 )
+
+        # The control rate and the instruction.
         facts = facts_of(robot)
-        hz = chosen.pop("hz", None) or facts.hz or policy.get("control_hz")
+        hz = user.get("hz") or facts.hz or policy.get("control_hz")
         if not hz:
             raise SettingsError(
                 "hz: neither the policy nor the robot states a control rate; set it with --hz"
             )
         instruction, notes = _prompt(prompt, facts, policy)
-        action = policy.get("action") or {}
-        state = policy.get("state") or {}
+
+        # The size of a command, and the names of its values.
+        action, state = policy.get("action") or {}, policy.get("state") or {}
         dim = int(action.get("dim") or 0)
         own = {"state": list(state.get("names") or ()), "action": list(action.get("names") or ())}
-        names = {part: given or facts.names(part) for part, given in own.items()}
-        motion, handover = chosen.pop("motion", None), chosen.pop("handover", AUTO)
-        replan = chosen.pop("replan", REPLAN)
-        continuous = bool(chosen.get("fusion"))
+        names = {part: stated_names or facts.names(part) for part, stated_names in own.items()}
+
+        # The motion, and the method of chunk merging. A stream sends waypoints unchanged, so its motion only gives the
+        # robot's position before the first command.
+        continuous = bool(user.get("fusion"))
+        motion = user.get("motion")
+        way, replan = AUTO if continuous else user.get("handover", AUTO), user.get("replan", REPLAN)
         try:
-            way = AUTO if continuous else handover
             choice = choose(way, motion, policy, edge is not None, facts.motion, replan)
         except ValueError as error:
             raise SettingsError(str(error)) from error
-        # A stream sends waypoints unchanged. Its motion only gives the robot's position before the first command.
-        played = (motion or stated(policy) or facts.motion) if continuous else choice.motion
         measured = motion or stated(policy) or facts.motion
-        given_limits = chosen.pop("limits", None)
-        limits = _limits(given_limits, policy, dim, names["action"])
-        also = _limits(None, policy, dim, names["action"]) if given_limits else None
+        played = measured if continuous else choice.motion
+
+        # The limits.
+        limits = _limits(user.get("limits"), policy, dim, names["action"])
+        also = _limits(None, policy, dim, names["action"]) if user.get("limits") else None
         notes += _joint_notes(facts, names["action"], own["action"], limits, dim)
-        if not continuous:
-            chosen["handover"], chosen["replan"] = choice.handover, choice.replan
-            chosen["committed_rows"] = int(policy.get("committed_rows") or 0)
-            chosen["refine"] = 0 if edge is None else edge.form.max_age
-        rows = int(policy.get("chunk_size") or 0)
-        chosen.setdefault("chunk_size", _window(rows, policy, float(hz)) if continuous else rows)
+
+        # The rest pose.
         motion_at_end = parse_motion(
             None if continuous and (played or {}).get("kind") == "relative" else played
         )
-        chosen["rest"], note = rest_of(chosen.get("rest"), facts, motion_at_end, limits, names["action"], dim)
-        resolved = Settings(
-            hz=float(hz),
-            motion=played,
-            limits=_measured(limits, measured, names["action"], dim) if takeover else _plain(limits),
-            **chosen,
-        )
+        rest, rest_notes = rest_of(user.get("rest"), facts, motion_at_end, limits, names["action"], dim)
+
+        # All settings: those that follow from the above replace the user's texts.
+        rows = int(policy.get("chunk_size") or 0)
+        derived: dict[str, Any] = {
+            "hz": float(hz),
+            "motion": played,
+            "limits": _measured(limits, measured, names["action"], dim) if takeover else _plain(limits),
+            "rest": rest,
+            "chunk_size": user.get("chunk_size", _window(rows, policy, float(hz)) if continuous else rows),
+        }
+        if continuous:
+            user = {name: value for name, value in user.items() if name not in ("handover", "replan")}
+        else:
+            derived["handover"], derived["replan"] = choice.handover, choice.replan
+            derived["committed_rows"] = int(policy.get("committed_rows") or 0)
+            derived["refine"] = 0 if edge is None else edge.form.max_age
+        resolved = Settings(**{**user, **derived})
+
+        # Find settings that do not fit before the robot moves. Creating a controller checks most of them.
         if edge is not None and dim:
             edge.check(policy, resolved.hz)
         resolved.check_start(dim, state.get("dim"))
         if dim:
-            # Create a controller once, so that settings that do not fit raise an error before the robot moves.
             resolved.controller(dim)
         return cls(
-            policy,
-            robot,
-            facts,
-            resolved,
-            choice,
-            instruction,
-            dim,
-            names,
-            bool(prompt),
-            (*notes, *note),
-            also,
+            policy=policy,
+            robot=robot,
+            facts=facts,
+            settings=resolved,
+            choice=choice,
+            prompt=instruction,
+            dim=dim,
+            names=names,
+            fixed_prompt=bool(prompt),
+            notes=(*notes, *rest_notes),
+            also=also,
         )
 
 
@@ -487,8 +500,7 @@ def _opened(policy: Any, source: Sources | None, api_key: str) -> tuple[Mapping[
 
         with Client(addresses, api_key=api_key) as client:
             description = client.metadata()["policy"]
-        most = max(MAX_ROWS, min(int(description.get("chunk_size") or 0), LARGEST_CHUNK))
-        servers = Servers(addresses, api_key, max_rows=most, policy=description)
+        servers = Servers(addresses, api_key, policy=description)
         return description, servers, servers
     if isinstance(policy, str):
         raise SettingsError(
