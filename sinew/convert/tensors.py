@@ -211,6 +211,34 @@ def join(*sources: TensorSource, axis: int = 0) -> TensorSource:
     return moved(lambda *parts: np.concatenate(parts, axis), *sources, shape=shape)
 
 
+def join_conditioned(
+    tensors: Mapping[str, TensorSource], layers: Sequence[str], sizes: Sequence[int]
+) -> tuple[dict[str, TensorSource], list[TensorSource], TensorSource]:
+    """Join the linear layers that read the same vector, and split their weights by the parts of that vector.
+
+    Args:
+        tensors: All tensors, by name.
+        layers: Names of the layers, without ".weight" and ".bias".
+        sizes: Size of each part of the vector, such as the time and the condition.
+
+    Returns:
+        The tensors of no such layer; the joined weight of each part; the joined bias.
+
+    Raises:
+        ConvertError: A tensor of a layer is missing.
+    """
+    rest = dict(tensors)
+
+    def take(name: str) -> TensorSource:
+        if name not in rest:
+            raise ConvertError(f"the tensor {name} is missing in the checkpoint. Use a complete checkpoint")
+        return rest.pop(name)
+
+    weights = [split(take(f"{layer}.weight"), sizes, axis=1) for layer in layers]
+    biases = [take(f"{layer}.bias") for layer in layers]
+    return rest, [join(*parts) for parts in zip(*weights, strict=True)], join(*biases)
+
+
 def fuse(tensors: dict[str, TensorSource], prefix: str) -> None:
     """Join queries, keys and values below ``prefix`` in place: ``q_proj``, ``k_proj``, ``v_proj`` become ``qkv``."""
     for name in [name for name in tensors if name.startswith(prefix) and ".q_proj." in name]:

@@ -20,7 +20,7 @@ from sinew.convert.lerobot.noise_levels import NOISE_LEVELS, noise_levels
 from sinew.convert.lerobot.steps import NORMALIZER
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
 from sinew.convert.resnet import keypoint_encoder
-from sinew.convert.tensors import apply, join, renames, split
+from sinew.convert.tensors import apply, join_conditioned, renames
 from sinew.core import MAX_HISTORY, ConvertError, PolicySpec, VectorSpec
 from sinew.families.diffusion.model import DiffusionConfig
 from sinew.families.diffusion.unet import UNetConfig
@@ -187,17 +187,8 @@ def films(sources: dict[str, TensorSource], config: DiffusionConfig) -> dict[str
     places = [f"down_modules.{stage}.{block}" for stage in range(stages) for block in range(2)]
     places += ["mid_modules.0", "mid_modules.1"]
     places += [f"up_modules.{stage}.{block}" for stage in range(stages - 1) for block in range(2)]
-    out = dict(sources)
-    weights: list[TensorSource] = []
-    biases: list[TensorSource] = []
-    for place in places:
-        for value, into in (("weight", weights), ("bias", biases)):
-            name = f"{UNET}{place}.cond_encoder.1.{value}"
-            if name not in out:
-                raise ConvertError(
-                    f"the tensor {name} is missing in the checkpoint. Use a complete checkpoint"
-                )
-            into.append(out.pop(name))
-    halves = [split(weight, (config.time_size, config.condition_size), axis=1) for weight in weights]
-    time, condition = (join(*parts) for parts in zip(*halves, strict=True))
-    return out | {"time_film.weight": time, "film.weight": condition, "film.bias": join(*biases)}
+    layers = [f"{UNET}{place}.cond_encoder.1" for place in places]
+    out, (time, condition), bias = join_conditioned(
+        sources, layers, (config.time_size, config.condition_size)
+    )
+    return out | {"time_film.weight": time, "film.weight": condition, "film.bias": bias}

@@ -23,7 +23,7 @@ from sinew.convert.lerobot.noise_levels import NOISE_LEVELS, noise_levels
 from sinew.convert.lerobot.steps import NORMALIZER, TOKENIZER
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
 from sinew.convert.read.record import JsonRecord
-from sinew.convert.tensors import Rule, apply, computed, join, pick, renames, rows, split
+from sinew.convert.tensors import Rule, apply, computed, join_conditioned, pick, renames, rows
 from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, find_tokenizer
 from sinew.core import MAX_HISTORY, ConvertError
 from sinew.families.multi_task_dit.model import MultiTaskDiTConfig
@@ -313,21 +313,13 @@ def modulations(sources: Mapping[str, TensorSource], config: MultiTaskDiTConfig)
     Raises:
         ConvertError: The layer of a block is missing.
     """
-    out = dict(sources)
-    weights: list[TensorSource] = []
-    biases: list[TensorSource] = []
-    for layer in range(config.head.num_layers):
-        for value, into in (("weight", weights), ("bias", biases)):
-            name = f"{HEAD}transformer_blocks.{layer}.adaLN_modulation.1.{value}"
-            if name not in out:
-                raise ConvertError(
-                    f"the tensor {name} is missing in the checkpoint. Use a complete checkpoint"
-                )
-            into.append(out.pop(name))
-    halves = [split(weight, (config.time_size, config.condition_size), axis=1) for weight in weights]
-    time, condition = (join(*parts) for parts in zip(*halves, strict=True))
+    blocks = range(config.head.num_layers)
+    layers = [f"{HEAD}transformer_blocks.{block}.adaLN_modulation.1" for block in blocks]
+    out, (time, condition), bias = join_conditioned(
+        sources, layers, (config.time_size, config.condition_size)
+    )
     return out | {
         "time_modulation.weight": time,
         "modulation.weight": condition,
-        "modulation.bias": join(*biases),
+        "modulation.bias": bias,
     }
