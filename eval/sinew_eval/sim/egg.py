@@ -20,6 +20,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from sinew_eval.sim.camera import DelayedCamera
+
 CONTROL_HZ = 240
 OPEN = 80.0  # distance between the open jaws, in mm
 SPEED = 200.0  # largest speed of the jaws, in mm/s
@@ -64,11 +66,7 @@ class EggEnv(gymnasium.Env):
         render_mode: str | None = None,
         render_size: int = 256,
     ):
-        if camera_fps <= 0 or CONTROL_HZ % camera_fps:
-            raise ValueError(f"camera_fps: expected a divisor of {CONTROL_HZ}, got {camera_fps}")
-        if camera_delay < 0:
-            raise ValueError(f"camera_delay: expected 0 or more seconds, got {camera_delay}")
-        self.image_size, self.camera_fps, self.camera_delay = image_size, camera_fps, camera_delay
+        self.image_size, self.camera = image_size, DelayedCamera(camera_fps, camera_delay, CONTROL_HZ)
         self.render_mode, self.render_size = render_mode, render_size
         pixels = spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
         self.observation_space = spaces.Dict(
@@ -147,9 +145,7 @@ class EggEnv(gymnasium.Env):
     @property
     def frame_time(self) -> float:
         """Return the exposure time of the newest frame that has arrived, in seconds. It is never before reset."""
-        return (
-            max(0, int(np.floor((self.time - self.camera_delay) * self.camera_fps + _EPS))) / self.camera_fps
-        )
+        return self.camera.frame_time(self.time)
 
     def _observation(self) -> dict[str, Any]:
         there = self.frame_time >= self.arrival

@@ -83,9 +83,7 @@ def _pen(env: Any) -> Act:
     from sinew_eval.sim import pen
 
     def act() -> np.ndarray:
-        fps, delay = env.camera_fps, env.camera_delay
-        frame = max(0, int(np.floor((env.time - delay) * fps + 1e-9))) / fps
-        return pen.expert_chunk(env.drop, frame, PEN.chunk_size)[:, None]
+        return pen.expert_chunk(env.drop, env.camera.frame_time(env.time), PEN.chunk_size)[:, None]
 
     return act
 

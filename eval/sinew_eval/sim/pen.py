@@ -22,6 +22,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from sinew_eval.sim.camera import DelayedCamera
+
 CONTROL_HZ = 60
 GRAVITY = 9.81
 PEN_LENGTH = 0.16
@@ -35,8 +37,6 @@ PROMPT = "catch the pen"
 
 _VIEW = (-0.07, 0.37)  # range of heights in the camera's image, in metres
 _JAW_GAP = 0.05
-# Times are sums of control steps. Add this number before rounding down, so that rounding errors lose no frame.
-_EPS = 1e-9
 _PEN_RGB, _CAP_RGB = np.array([225.0, 70.0, 55.0]), np.array([60.0, 60.0, 75.0])
 _JAW_RGB = np.array([70.0, 95.0, 160.0])
 _WALL_RGB, _FLOOR_RGB = np.array([206.0, 203.0, 196.0]), np.array([168.0, 164.0, 158.0])
@@ -99,11 +99,7 @@ class PenEnv(gymnasium.Env):
         render_mode: str | None = None,
         render_size: int = 256,
     ):
-        if camera_fps <= 0 or CONTROL_HZ % camera_fps:
-            raise ValueError(f"camera_fps: expected a divisor of {CONTROL_HZ}, got {camera_fps}")
-        if camera_delay < 0:
-            raise ValueError(f"camera_delay: expected 0 or more seconds, got {camera_delay}")
-        self.image_size, self.camera_fps, self.camera_delay = image_size, camera_fps, camera_delay
+        self.image_size, self.camera = image_size, DelayedCamera(camera_fps, camera_delay, CONTROL_HZ)
         self.render_mode, self.render_size = render_mode, render_size
         pixels = spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
         self.observation_space = spaces.Dict(
@@ -178,19 +174,13 @@ class PenEnv(gymnasium.Env):
             "task": self.task,
             "step": self._slot,
             "outcome": self.outcome,
-            "frame_age": self.time - self._frame_time(0),
+            "frame_age": self.time - self.camera.frame_time(self.time),
             "time": self.time,
         }
 
-    def _frame_time(self, back: int) -> float:
-        """Return the exposure time of the newest frame that has arrived, or of the frame ``back`` frames before it.
-        It is never before reset.
-        """
-        newest = int(np.floor((self.time - self.camera_delay) * self.camera_fps + _EPS))
-        return max(0, newest - back) / self.camera_fps
-
     def _observation(self) -> dict[str, Any]:
-        images = {"now": self.view(self._frame_time(0)), "previous": self.view(self._frame_time(1))}
+        now, previous = (self.camera.frame_time(self.time, back) for back in (0, 1))
+        images = {"now": self.view(now), "previous": self.view(previous)}
         return {
             "images": images,
             "state": np.array([self._openings[-1]], dtype=np.float32),
