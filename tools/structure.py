@@ -361,25 +361,21 @@ class Structure:
         ]
 
     def compares_engines(self) -> list[str]:
-        """Return "file: expression" for each comparison with the name of an engine, or with several names, outside the
-        engines and the performance model."""
+        """Return "file: expression" for each comparison with the name of an engine, or with names of engines alone,
+        outside the engines and the performance model."""
         comparisons = []
         for path in self.homes.values():
             place = path.relative_to(self.root).as_posix()
             if place.startswith(("sinew/engine/", "perf/sinew_perf/")):
                 continue
-            for node in ast.walk(tree(path)):
-                if not isinstance(node, ast.Compare):
-                    continue
-                sides = [
-                    each
-                    for operator, side in zip(node.ops, node.comparators, strict=True)
-                    for each in (
+            for node in [each for each in ast.walk(tree(path)) if isinstance(each, ast.Compare)]:
+                for operator, side in zip(node.ops, node.comparators, strict=True):
+                    members = (
                         getattr(side, "elts", [side]) if isinstance(operator, (ast.In, ast.NotIn)) else [side]
                     )
-                ]
-                if any(isinstance(each, ast.Constant) and each.value in ENGINES for each in sides):
-                    comparisons.append(f"{place}: {ast.unparse(node)}")
+                    values = {each.value for each in members if isinstance(each, ast.Constant)}
+                    if values & ENGINES and values <= ENGINES | {"cpu", "cuda"}:
+                        comparisons.append(f"{place}: {ast.unparse(node)}")
         return comparisons
 
     def largest(self, module: str, name: str) -> str:
