@@ -962,6 +962,13 @@ def jetson(walk: Walk) -> None:
         found = [f"{board['ms']:.0f}" if board["fits"] else "-" for board in boards]
         assert found == printed.replace("|", "").split(), (name, found)
     walk.type("sinew perf fit pi0 --hardware orin-nano --alone", says=("fits with",))
+    blocks(walk)
+    # The walk adds its own --json to each line.
+    report = walk.type("sinew bench policy.gguf --json orin.json", instead=(" --json orin.json", "")).result
+    for name in ("orin.json", "workstation.json"):
+        (walk.folder / name).write_text(json.dumps(report))
+    shown = walk.type("sinew perf tiers --report orin.json --report workstation.json").result
+    assert [row["policy"] for row in shown["rows"]] == ["blocks", "blocks"], shown
 
 
 def low_bit(walk: Walk) -> None:
@@ -1492,7 +1499,9 @@ def recordings(walk: Walk) -> None:
     walk.type(
         "sinew run pen --robot gym:sinew/Pen-v0 --replan full --episodes 15 --record run.jsonl --frames frames/"
     )
-    advice = walk.type("sinew recording advise run.jsonl --frames frames/ --policy pen --plot ages.png")
+    advice = walk.type(
+        "sinew recording advise run.jsonl --frames frames/ --policy pen --episodes 15 --plot ages.png"
+    )
     assert [each["flags"] for each in advice.result["advice"] if each["flags"]] == ["--replan 8"], (
         advice.result
     )
