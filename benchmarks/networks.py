@@ -102,7 +102,7 @@ class Sleeper:
 def drive(
     between: Network, condition: Condition, task: str, episodes: int, more: list[str]
 ) -> dict[str, Any]:
-    """Run one condition. Returns the report of ``sinew run``."""
+    """Run the robot under one network condition. Returns the report of ``sinew run``."""
     between.shape(condition.up, condition.down)
     address = f"tcp://{between.SERVER}:5555"
     command = sinew("run", address, "--robot", task, "--episodes", episodes, "--json", *more)

@@ -244,7 +244,10 @@ def viewers(web: str, seconds: float) -> None:
 
 
 def exchanger(web: str, seconds: float, sources: Sequence[Path], log: Path) -> None:
-    """Replace the policy alternately, and write the times to a file. The first policy is active at the end."""
+    """Make the server load the two bundles in turn, and write the times of each change to a file.
+
+    At the end, the server has the first bundle again.
+    """
     which, end = 0, time.monotonic() + seconds - EXCHANGE_S
     while time.monotonic() < end or which:
         time.sleep(EXCHANGE_S / 2)

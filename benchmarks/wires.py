@@ -317,7 +317,10 @@ def medians(rows: np.ndarray) -> float:
 
 
 def statistics(values: np.ndarray) -> dict[str, float]:
-    """Return the percentiles. Each is a measured value whose rank is rounded up, as in ``sinew bench``."""
+    """Return p50, p90, p99 and the largest of the values.
+
+    Each percentile is one of the values: its rank is rounded up, as in ``sinew bench``.
+    """
     found = np.percentile(values, [50, 90, 99], method="higher")
     return {
         name: round(float(value), 3)

@@ -81,7 +81,11 @@ def interpreter(name: str) -> str | None:
 
 
 def run(place: Place, folder: Path, arguments: list[str]) -> tuple[bool, str, list[str]]:
-    """Clone, install and test. Returns whether all tests passed, pytest's totals and the failures."""
+    """Clone the repository, install it and run its tests, under the conditions of a place.
+
+    Returns:
+        True if all tests passed, pytest's line with the totals, and the failures.
+    """
     home, clone, scratch = folder / "home", folder / place.folder, folder / "tmp"
     for each in (home, clone.parent, scratch):
         each.mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,7 @@ def sweep(model: str, session: Session) -> None:
 
 @contextmanager
 def taken_down() -> Iterator[dict[Any, Problem]]:
-    """Within the context, keep the arguments with which each kind of launch was prepared."""
+    """Within the ``with`` block, record the arguments with which each kind of launch was prepared."""
     found: dict[Any, Problem] = {}
 
     def noting(name: str) -> Any:
@@ -134,10 +134,10 @@ def taken_down() -> Iterator[dict[Any, Problem]]:
 
 
 def timed(problem: Problem, room: Workspace, pool: ThreadPoolExecutor) -> Row:
-    """Return the row of a problem.
+    """Measure the time of a launch with each tile that fits, and return the fastest tiles as a row.
 
-        Raises:
-    ArithmeticError: A tile gives another result than the tile in the table.
+    Raises:
+        ArithmeticError: A tile gives another result than the tile in the table.
     """
     weight = problem.weight
     own = problem.launches(own_tile(problem))[0].tile

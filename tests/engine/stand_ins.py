@@ -68,7 +68,7 @@ class TernaryLinear(Linear):
 
 
 class Slots(NamedTuple):
-    """The context: hidden states of the action slots, [B, H, A * C]."""
+    """The context that the head reads: hidden states of the action slots, [B, H, A * C]."""
 
     hidden: Tensor
 

@@ -141,8 +141,10 @@ def over_services() -> tuple[list[Any], dict[str, list[int]]]:
 
 
 def over_rclpy() -> tuple[list[Any], dict[str, list[int]]]:
-    """Return the same for the server of rclpy, which the transport of the node creates. Another node sends the
-    calls."""
+    """Return the same as :func:`over_services`, but from rclpy's action server.
+
+    The transport of the node creates this server. A second node sends the calls.
+    """
     import rclpy
     from action_msgs.msg import GoalStatusArray
     from action_msgs.srv import CancelGoal

@@ -79,6 +79,7 @@ class Pipelines:
 
     Raises:
         ConvertError: A pipeline is missing, or has a step that the family does not support.
+
     Attributes:
         directory: The checkpoint directory.
         absent: Sentences for the user about steps that the files lack, although the family was trained with them.
