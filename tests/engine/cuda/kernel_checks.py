@@ -51,6 +51,7 @@ needs_triton = pytest and pytest.mark.skipif(
 SMALL = Tile(16, 16, 16, stages=2)
 DEEPER = Tile(16, 16, 32, stages=2)
 SPLIT = Tile(16, 16, 16, 3)
+GROUPS = Tile(16, 16, 64, stages=2)  # two groups of low-bit weights that share a scale
 
 
 def loaded(name: str, path: Path) -> ModuleType:
@@ -206,6 +207,32 @@ def splitk_linear(
     assert not workspace.arrivals.any(), "counters are not zero after the launch"
 
 
+def weight_only_linear(
+    module: ModuleType,
+    dtype,
+    device,
+    M=17,
+    K=160,
+    N=37,
+    form="q4_0",
+    bias=True,
+    residual=True,
+    to=None,
+    tile=GROUPS,
+) -> None:
+    """Random codes of the format ``form``, and scales of which no two are equal."""
+    s = Source(dtype, device)
+    codes, scales = s.codes(N, K, form)
+    x = s.rows(M, K)
+    options = {"bias": s.random(N)} if bias else {}
+    options |= {"residual": s.random(M, N)} if residual else {}
+    out = target(M, N, dtype=to or dtype, device=device)
+    module.weight_only_linear(x, codes, scales, out=out, tile=tile, **options)
+    reference = KERNELS["weight_only_linear"].reference
+    close(module, "weight_only_linear", out, reference(x, codes, scales, dtype=to, **options))
+    untouched(out)
+
+
 def packed_attention(
     module: ModuleType,
     dtype,
@@ -270,6 +297,7 @@ CHECKS = {
     "gated_mlp": gated_mlp,
     "qkv_rope": qkv_rope,
     "splitk_linear": splitk_linear,
+    "weight_only_linear": weight_only_linear,
     "packed_attention": packed_attention,
     "preprocess": preprocess,
     **kernel_row_checks.CHECKS,
@@ -309,6 +337,16 @@ EDGES = {
         {"M": 1, "full": False},
         {"K": 20, "tile": Tile(16, 16, 16, 4)},  # some programs get no part of the depth
         {"tile": Tile(16, 32, 32, 1)},
+    ],
+    "weight_only_linear": [
+        *({"form": form, "M": M, "K": K} for form in ("int8", "q8_0", "q4_0") for M, K in ((1, 96), (5, 64))),
+        {"form": "int8", "M": 50, "K": 50},  # rows that divide into nothing
+        {"form": "int8", "M": 1, "K": 720, "N": 16, "bias": False, "residual": False},
+        {"form": "q8_0", "M": 50, "K": 352},
+        {"form": "q4_0", "M": 50, "K": 352, "bias": False},
+        {"form": "q8_0", "tile": Tile(16, 32, 32, stages=2)},
+        {"form": "q4_0", "tile": Tile(32, 16, 128, stages=2), "residual": False},
+        {"form": "q4_0", "K": 32, "to": torch.bfloat16},  # one group, onto a narrower stream
     ],
     "packed_attention": [
         {"S": 0, "tile": Tile(16, 16)},

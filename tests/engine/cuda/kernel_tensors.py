@@ -7,6 +7,7 @@ mask changes the result or this value.
 
 from __future__ import annotations
 
+import math
 import os
 from types import ModuleType
 
@@ -59,6 +60,20 @@ class Source:
         flat = torch.full((N * K + 64,), float("nan"), dtype=self.dtype, device=self.device)
         flat[32:-32] = (self.random(N, K, dtype=torch.float32) * K**-0.5).to(self.dtype).flatten()
         return flat[32:-32].view(N, K)
+
+    def codes(self, N: int, K: int, form: str) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a low-bit weight [N, K] as ``weight_only_linear`` reads them. There are codes of 127 and
+        scales of NaN before and after."""
+        width, dtype = (K // 2, torch.uint8) if form == "q4_0" else (K, torch.int8)
+        flat = torch.full((N * width + 64,), 127, dtype=dtype)
+        low, high = (0, 256) if form == "q4_0" else (-127, 128)
+        flat[32:-32] = torch.randint(low, high, (N * width,), generator=self.generator).to(dtype)
+        size, kind = ((N,), torch.float32) if form == "int8" else ((N, K // 32), torch.float16)
+        scales = torch.full((math.prod(size) + 64,), float("nan"), dtype=kind)
+        largest = K**0.5 * (4 if form == "q4_0" else 64)
+        scales[32:-32] = (torch.rand(math.prod(size), generator=self.generator) + 0.5).to(kind) / largest
+        codes, scales = flat.to(self.device)[32:-32].view(N, width), scales.to(self.device)[32:-32].view(size)
+        return codes, scales
 
 
 def guarded_parts(M: int, columns: int, device: str) -> Tensor:

@@ -65,6 +65,10 @@ def test_linear_kernels_of_any_size(M: int, K: int, N: int, split: int) -> None:
     tile = Tile(16, 32, 32, split, stages=2)
     for name in ("norm_linear", "gated_mlp", "splitk_linear"):
         CHECKS[name](module_of(name), torch.float32, DEVICE, M=M, K=K, N=N, tile=tile)
+    check, kernel = CHECKS["weight_only_linear"], module_of("weight_only_linear")
+    check(kernel, torch.float32, DEVICE, M=M, K=K, N=N, form="int8", tile=tile)
+    for form in ("q8_0", "q4_0"):
+        check(kernel, torch.float32, DEVICE, M=M, K=32 * (1 + K // 16), N=N, form=form, tile=tile)
 
 
 @needs_triton
@@ -108,6 +112,23 @@ MUTANTS = [
         {"norm": True},
     ),
     ("norm_linear", "tl.exp(-acc)", "tl.exp(acc)", {"silu": True}),
+    ("weight_only_linear", "(byte & 15).to(tl.int8) - 8", "(byte & 15).to(tl.int8) - 7", {}),
+    ("weight_only_linear", "(byte >> 4).to(tl.int8)", "(byte & 15).to(tl.int8)", {}),
+    ("weight_only_linear", "x_rows + at + 16 +", "x_rows + at +", {}),
+    ("weight_only_linear", "cols * GROUPS + at // 32", "cols * GROUPS", {}),
+    ("weight_only_linear", "cols * GROUPS + at // 32", "cols * GROUPS + k // 32", {"form": "q8_0"}),
+    ("weight_only_linear", "scale_ok = col_ok & (WHOLE | (at < K))", "scale_ok = col_ok", {}),
+    ("weight_only_linear", "inside = WHOLE | (depth < K)", "inside = depth >= 0", {"form": "int8", "K": 50}),
+    ("weight_only_linear", "acc *= scale[None, :]", "acc += scale[None, :]", {"form": "int8"}),
+    ("weight_only_linear", "acc += stream", "acc += 0 * stream", {}),
+    ("weight_only_linear", "acc += bias_row", "acc += 0 * bias_row", {"form": "int8"}),
+    ("weight_only_linear", "range(BLOCK_K // DEPTH)", "range(BLOCK_K // DEPTH - 1)", {}),
+    (
+        "weight_only_linear",
+        "rows < M, cols < N\n",
+        "rows < M, cols < N + 1\n",
+        {"bias": False, "residual": False},
+    ),
     ("norm_linear", "squares + rows[:, None] * columns", "squares + rows[:, None]", {"given": 3}),
     ("norm_linear", "(at < columns)[None, :]", "(at < columns + 1)[None, :]", {"given": 3}),
     (

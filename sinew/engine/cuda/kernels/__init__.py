@@ -23,6 +23,7 @@ from sinew.engine.cuda.kernels import (
     rope,
     row_norm,
     splitk_linear,
+    weight_only_linear,
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.workspace import Workspace
@@ -66,6 +67,7 @@ KERNELS: dict[str, Kernel] = {
     "qkv_rope": Kernel.of(qkv_rope),
     "splitk_linear": Kernel.of(splitk_linear),
     "packed_attention": Kernel.of(packed_attention),
+    "weight_only_linear": Kernel.of(weight_only_linear),
     # The next two kernels need capability 89 if they write e4m3. Their ``prepare`` checks that.
     "row_norm": Kernel.of(row_norm, uses_tensor_cores=False),
     "activate": Kernel.of(activate, uses_tensor_cores=False),

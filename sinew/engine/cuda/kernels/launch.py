@@ -18,6 +18,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int32: "i32",
+    torch.int8: "i8",
     torch.uint8: "u8",
     torch.bool: "i1",
     torch.float8_e4m3fn: "fp8e4nv",

@@ -52,6 +52,9 @@ _WHOLE_ROWS = {"few": Tile(warps=8)}
 _COLUMNS = {"few": Tile(n=256, warps=2), "many": Tile(n=1024, warps=4)}
 _HEADS = {"few": Tile(1, warps=1), "many": Tile(8, warps=4)}  # m is a number of rows of one head
 _PIXELS = {"few": Tile(n=128, warps=2)}
+# Low-bit weights: k is a multiple of the 32 weights that share a scale. A tile has fewer rows if there are fewer. The
+# blocks have few columns, so that a layer of 1,024 columns keeps the 16 or 20 multiprocessors of a Jetson busy.
+_CODES = {"few": Tile(64, 32, 128, stages=4), "many": Tile(128, 32, 64, warps=8, stages=4)}
 
 TILES: dict[str, dict[int, dict[str, Tile]]] = {
     "norm_linear": {
@@ -104,6 +107,7 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
             "narrow": Tile(16, 64, split=4, stages=1),
         },
     },
+    "weight_only_linear": dict.fromkeys(ARCHITECTURES, _CODES),
     "row_norm": dict.fromkeys(ARCHITECTURES, _ROWS),
     "activate": dict.fromkeys(ARCHITECTURES, _COLUMNS),
     "rope": dict.fromkeys(ARCHITECTURES, _HEADS),
@@ -168,6 +172,8 @@ def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: in
     tile = regimes[regime(kernel, dims, regimes)]
     if kernel in ("splitk_linear", "gated_mlp") and not wide and architecture(capability) == 90:
         tile = spread(dims, tile)
+    if kernel == "weight_only_linear":
+        tile = replace(tile, m=min(tile.m, max(16, 1 << (dims[0] - 1).bit_length())))
     if kernel == "packed_attention" and -(-dims[0] // tile.m) * dims[3] > 2 * PROGRAMS:
         tile = replace(tile, split=1)  # there are enough blocks of rows for all multiprocessors
     while tile.split > 1 and not has_work(kernel, dims, tile):
