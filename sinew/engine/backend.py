@@ -471,6 +471,8 @@ class Backend:
         packages: The packages that the engine needs.
         follows: The low-bit precisions of a quantisation recipe in which the engine can compute. Every engine also
             computes in fp32.
+        rounds: The low-bit precisions to which the engine itself rounds float weights. For other precisions, the bundle
+            must contain low-bit weights.
         stores_half: True if the engine multiplies weights in half precision with float32 arithmetic.
         copies_none: True if the engine reads weights from the memory map of the file, even if there is enough memory
             for copies of the weights.
@@ -489,6 +491,7 @@ class Backend:
     opens: str
     packages: tuple[str, ...] = ("torch",)
     follows: frozenset[str] = frozenset()
+    rounds: frozenset[str] = frozenset()
     stores_half = True
     copies_none = False
     runs_graphs = False
@@ -632,7 +635,7 @@ def not_computed(backend: Backend, bundle: Bundle) -> str:
     return ", ".join(
         f"{part} {kind}"
         for part, kind in recipe(bundle).items()
-        if kind not in backend.follows and not (kind in LOWBIT and bundle.lowbit)
+        if not (kind in backend.follows if kind not in LOWBIT else bundle.lowbit or kind in backend.rounds)
     )
 
 

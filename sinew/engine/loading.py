@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ BLOCK = 1 << 20  # number of bytes that the check of low-bit weights reads at on
 
 
 def open_model(
-    bundle: Bundle, options: EngineOptions, engine: str, lowbit: bool = False
+    bundle: Bundle, options: EngineOptions, engine: str, lowbit: Collection[str] = ()
 ) -> tuple[Model, torch.device]:
     """Return the bundle's model for an engine that uses PyTorch, and its device.
 
@@ -42,8 +42,8 @@ def open_model(
         bundle: The bundle.
         options: The options of the engine.
         engine: The engine's name, for log messages.
-        lowbit: True if the engine computes with low-bit weights. Otherwise the weights are converted to floats, with a
-            log message unless the architecture requires low-bit weights (ternary).
+        lowbit: Components with whose low-bit weights the engine computes. The weights of other components are converted
+            to floats, with a log message unless the architecture requires low-bit weights (ternary).
     """
     where = open_device(options)
     half_stays = bool(options.storage)
@@ -133,7 +133,7 @@ def load_model(
     device: torch.device,
     dtype: str,
     *,
-    lowbit: bool = False,
+    lowbit: Collection[str] = (),
     half_stays: bool = False,
     tables: bool = False,
     kernels: Callable[[], object] | None = None,
@@ -144,8 +144,8 @@ def load_model(
         bundle: The bundle.
         device: The device of the weights.
         dtype: The precision of the weights: fp32, bf16, fp16 or native.
-        lowbit: True keeps low-bit weights as they are stored. The other weights must then be float32. False converts
-            low-bit weights to floats.
+        lowbit: Components (vision, language, head) whose low-bit weights are kept as they are stored. The low-bit
+            weights of other components are converted to floats.
         half_stays: True keeps matrices in half precision although the arithmetic is float32, if the chosen precision or
             the bundle's precision is a half precision. With "fp32", results then equal those of float32 matrices, but
             no float32 copies of the matrices are made.
@@ -233,7 +233,7 @@ class Placement:
     dtype: str
     tensors: Mapping[str, Tensor]
     coded: Mapping[str, Codes]
-    lowbit: bool
+    lowbit: Collection[str]
     half_stays: bool
     tables: bool
 
@@ -262,7 +262,7 @@ class Placement:
         if self._is_table(name):
             moved = self.device.type not in ("cpu", "meta")
             return Rows(coded or PLAIN, computed, self.device) if coded or moved or computed != own else PLAIN
-        if coded and self.lowbit:
+        if coded and self.model.component_of(name) in self.lowbit:
             return coded if isinstance(layer, Linear) else Rows(coded, computed, self.device)
         return HALF if isinstance(layer, Linear) and self._lying(name, own) != computed else PLAIN
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sinew.bundle import Bundle
+from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
 from sinew.engine.backend import EngineOptions
 from sinew.engine.cpu.compile import compile_floats
@@ -39,7 +40,7 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     # Weights whose sizes do not divide into panels are multiplied in float32.
     if half:
         options = replace(options, storage="bf16")
-    model, where = open_model(bundle, options, "cpu", lowbit=True)
+    model, where = open_model(bundle, options, "cpu", lowbit=COMPONENTS)
     if order in kernels.panels:
         lay_out_codes(model, order, kernels.lay_out, bundle.copied)
     rewrites = set(ON_CPU) - {"sigmoid-gelu"}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sinew.core.hints import option
 from sinew.engine import prepared as findings
-from sinew.engine.backend import Backend, EngineOptions, Suitability, unproved
+from sinew.engine.backend import LOWBIT, Backend, EngineOptions, Suitability, unproved
 from sinew.engine.capability import Capability, Refusal
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class Cuda(Backend):
     name, opens = "cuda", "sinew.engine.cuda.open:open_cuda"
-    follows = frozenset({"fp8"})
+    follows = LOWBIT | {"fp8"}
     stores_half = False
     capabilities = frozenset({Capability.GUIDE, Capability.AUDIT})
     guides = ("no-jacobian", "ramp")  # the graphs have no Jacobian and no denoising time per action

@@ -25,6 +25,7 @@ from sinew.engine.cuda.fused.fuse import fuse
 from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.fused.ops import Ops, PlainOps, References
 from sinew.engine.cuda.graphs import Calls, GraphRecorder, Graphs, Kept
+from sinew.engine.cuda.lowbit.choice import NOTHING, LowbitChoice
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.program import Key, Program
 from sinew.engine.cuda.units import RobotUnits
@@ -53,6 +54,7 @@ class CudaEngine(Engine):
             model units.
         options: The options.
         scales: For each FP8 layer's name, the scale of its input.
+        lowbit: The components whose low-bit weights ``plan`` keeps, with reasons. By default, none.
         recorder: Records the programs. By default, device and options decide.
     """
 
@@ -65,6 +67,7 @@ class CudaEngine(Engine):
         actions: Normalizer | None = None,
         options: CudaOptions | None = None,
         scales: Mapping[str, float] | None = None,
+        lowbit: LowbitChoice = NOTHING,
         recorder: GraphRecorder | None = None,
     ):
         options = options or CudaOptions()
@@ -82,7 +85,7 @@ class CudaEngine(Engine):
         scaled = options.scaled_norms and options.kernels
         self.plan = fuse(plan, self.ops, scaled, options.fp8, scales)
         self.model: Any = self.plan.model
-        recipe = dict.fromkeys(options.fp8, "fp8")
+        in_fp8 = dict.fromkeys(options.fp8, "fp8")
         if recorder is None:
             recorder = Graphs(self.stream) if self.stream is not None and options.graph else Calls()
         self.recorder = recorder
@@ -97,15 +100,15 @@ class CudaEngine(Engine):
         self.facts = Facts(
             device=str(device),
             # The precision of FP8 layers is read from the recipe, because their stored weights are floats.
-            precision=precision_of(self.model) | recipe,
-            recipe=recipe,
+            precision=precision_of(self.model) | in_fp8,
+            recipe=lowbit.kept | in_fp8,
             weights_nbytes=sum(tensor.nbytes for tensor in tensors),
             guides=BACKEND.guides,
             takes_frames=fits(processing.image, self.model),
             world_units=self.units is not None,
             one_graph=not isinstance(self.model, AutoregressiveModel),
             chooses_tokens=self.model.chooses_tokens,
-            notes=(describe(device),),
+            notes=(describe(device), *lowbit.notes.values()),
         )
 
     @property

@@ -22,6 +22,8 @@ class CudaOptions:
         kernels: True uses Triton kernels. False uses only PyTorch's own operations, with
             ``scaled_dot_product_attention``.
         fp8: Components ("vision", "language", "head") whose linear layers multiply in FP8 (e4m3).
+        lowbit: Components whose low-bit weights stay low-bit in GPU memory. None lets ``lowbit/choice.py`` choose them.
+            Components without low-bit weights have no effect.
         scaled_norms: A norm that the solver's time modulates (pi0.5) becomes part of the products that read it. False
             makes it a separate pass.
         stages: Replay vision, prefix and each solver step separately, and measure each.
@@ -34,16 +36,18 @@ class CudaOptions:
     graph: bool = True
     kernels: bool = True
     fp8: tuple[str, ...] = ()
+    lowbit: tuple[str, ...] | None = None
     scaled_norms: bool = True
     stages: bool = False
     prompt_buckets: tuple[int, ...] = (16, 32, 48, 64, 96, 128, 160, 200, 256)
     max_graphs: int = 8
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.fp8 if name not in COMPONENTS]:
-            raise SinewError(
-                f"fp8: expected components from {', '.join(COMPONENTS)}, got {', '.join(unknown)}"
-            )
+        for option, named in (("fp8", self.fp8), ("lowbit", self.lowbit or ())):
+            if unknown := [name for name in named if name not in COMPONENTS]:
+                raise SinewError(
+                    f"{option}: expected components from {', '.join(COMPONENTS)}, got {', '.join(unknown)}"
+                )
         buckets = self.prompt_buckets
         if not buckets or buckets[0] < 1 or any(a >= b for a, b in pairwise(buckets)):
             raise SinewError(f"prompt_buckets: expected rising lengths of 1 or more, got {list(buckets)}")

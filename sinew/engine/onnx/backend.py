@@ -32,7 +32,7 @@ WORTH = "in measurements it was 1.1 to 4.6 times as fast as engine plan"
 class Onnx(Backend):
     name, opens = "onnx", "sinew.engine.onnx.opening:open_onnx"
     packages = ("onnxruntime",)
-    follows = frozenset({"int8", "int8-rows"})
+    follows = rounds = frozenset({"int8", "int8-rows"})
     stores_half = False
     runs_graphs = True
     capabilities = frozenset(

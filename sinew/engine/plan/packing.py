@@ -78,6 +78,8 @@ def pack(layers: Sequence[nn.Module]) -> Linear | str:
         store = getattr(layer, "store", None)
         if isinstance(store, LowRank) and type(layer) is Linear and store.stored.joins:
             continue
+        if type(layer) is Linear and layer.store.stacks:
+            continue
         if why := not_linear(layer):
             return why
     if len({(layer.weight.dtype, layer.dtype) for layer in plain}) > 1:
@@ -89,9 +91,13 @@ def pack(layers: Sequence[nn.Module]) -> Linear | str:
     biases, bias = [layer.bias for layer in plain], None
     if any(each is not None for each in biases):
         # Some layers may have no bias, for example if only the other layers got one from a folded norm.
-        wide = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in plain]
+        given = next(each for each in biases if each is not None)
+        wide = [given.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in plain]
         bias = torch.cat(wide)
     packed = linear(weight, bias, stores.pop())
+    if plain[0].scale is not None:
+        scale = joined([layer.scale for layer in plain])
+        packed.scale = nn.Parameter(scale, requires_grad=False)
     _pack_factors(packed, plain)
     return packed
 

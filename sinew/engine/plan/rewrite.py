@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from sinew.layers.linear import Linear
 from sinew.layers.stores.plain import PLAIN
-from sinew.layers.stores.store import Store
+from sinew.layers.stores.store import Store, Tensors
 from sinew.models.base import Model
 
 Status = Literal["applied", "built in", "not applicable", "off"]
@@ -133,10 +133,8 @@ def become(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def linear(weight: Tensor, bias: Tensor | None = None, store: Store = PLAIN) -> Linear:
-    """Return a linear layer that uses existing tensors of floats as its weight and bias. The function allocates no
-    memory.
-    """
-    out_size, in_size = weight.shape
+    """Return a linear layer that uses existing tensors as its weight and bias. The function allocates no memory."""
+    out_size, in_size = store.size(Tensors(weight))
     layer = Linear(in_size, out_size, bias=bias is not None, device="meta")
     layer.store = store
     layer.weight = nn.Parameter(weight, requires_grad=False)

@@ -15,6 +15,7 @@ Each form has one class in ``stores/``:
 | ``codes.Ternary`` | ``ternary`` | as ``Codes`` | integers, as in BitNet |
 | ``codes.Bf16Panels`` | ``bf16`` | ``weight``, uint8 | products of bfloat16, sums in float32 (``lowbit.py``) |
 | ``rows.Rows`` | of the wrapped store | of the wrapped store, maybe on another device | of the rows' dtype |
+| ``WeightOnly`` (engine cuda) | ``int8``, ``q8_0``, ``q4_0`` | ``weight``, uint8 or int8, and ``scale`` | in floats |
 | ``low_rank.LowRank`` | of the wrapped store | as wrapped, and ``lora_a``, ``lora_b`` | as wrapped, and float32 |
 
 ``sinew/engine/loading.py`` chooses the store of each weight. An architecture that requires the arithmetic of
@@ -52,11 +53,14 @@ class Store:
     Attributes:
         joins: True if products are linear in the stored ``weight``. An engine may then scale its columns, or
             join its rows with the rows of another weight.
+        stacks: True if an engine may join the rows of ``weight`` and of ``scale`` with those of another weight,
+            but may not scale the columns.
         coded: True if the tensor ``weight`` contains bytes that encode the weights. False if it contains
             floats.
     """
 
     joins: ClassVar[bool] = False
+    stacks: ClassVar[bool] = False
     coded: ClassVar[bool] = False
 
     @property

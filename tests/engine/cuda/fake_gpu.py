@@ -4,12 +4,14 @@ A driver with the properties of a GPU replaces the real driver and runs nothing.
 of arguments, the specialisation by values and alignment, the cache of compiled kernels, the compiler and ``ptxas``.
 So every kernel of a full-size chunk is compiled as for a real GPU.
 
-``python -m tests.engine.cuda.fake_gpu CAPABILITY`` prints a line for each case. The last line is JSON. It requires
-that TRITON_CACHE_DIR is an empty folder and that TRITON_INTERPRET is not 1.
+``python -m tests.engine.cuda.fake_gpu CAPABILITY`` prints a line for each case. The last line is JSON. With
+``--lowbit`` in place of CAPABILITY, the products of low-bit weights are compiled for every capability. The command
+requires that TRITON_CACHE_DIR is an empty folder and that TRITON_INTERPRET is not 1.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -23,35 +25,41 @@ import torch
 
 from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.kernels import tiles
+from sinew.engine.cuda.kernels.weight_only_linear import prepare
 from tests.engine.cuda.test_cuda_full_size import META, program
 
 # Shared memory of a program in KiB, for A100, Orin, RTX 40, H100, B100, Thor and RTX 50.
 SHARED = {80: 163, 87: 163, 89: 99, 90: 227, 100: 227, 110: 227, 120: 99}
 # model -> number of views, tokens of the prompt, size of the image
 MODELS = {"pi0.5": (3, 200, 224), "pi0": (2, 16, 224), "smolvla": (2, 48, 512)}
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "bfloat16": (),
-    "FP8": ("vision", "language", "head"),
-}  # name of the variant -> components in FP8
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "FP8": {"fp8": ("vision", "language", "head")},
+    "int8": {"lowbit": "int8"},
+    "q4_0": {"lowbit": "q4_0"},
+}  # name of the variant -> options of the program
+LOWBIT = {"int8": ("pi0.5",), "q4_0": ("smolvla",)}
 # these cases cover the differences between architectures and models, but not all combinations, because each takes
 # seconds
 CASES = {
-    80: {"bfloat16": ("pi0.5", "smolvla")},
-    87: {"bfloat16": ("pi0.5", "smolvla")},
-    89: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("pi0.5",)},
-    90: {
-        "bfloat16": tuple(MODELS),
-        "FP8": ("pi0.5", "smolvla"),
-    },
-    100: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",)},
-    110: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",)},
-    120: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",)},
+    80: {"bfloat16": ("pi0.5", "smolvla"), **LOWBIT},
+    87: {"bfloat16": ("pi0.5", "smolvla"), **LOWBIT},
+    89: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("pi0.5",), **LOWBIT},
+    90: {"bfloat16": tuple(MODELS), "FP8": ("pi0.5", "smolvla"), **LOWBIT},
+    100: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",), **LOWBIT},
+    110: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",), **LOWBIT},
+    120: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",), **LOWBIT},
 }
 
 QUICK = {  # these cases cover every variant for one GPU, and the tests of the other cases are slow
     "bfloat16": ("pi0.5", "smolvla"),
     "FP8": ("smolvla",),
+    "q4_0": ("smolvla",),
 }
+
+
+FORMS = ("int8", "q8_0", "q4_0")
+SIZES = ((50, 1024, 4096), (600, 960, 2560))  # rows, columns, depth of a product
 
 
 class FakeGpu:
@@ -128,7 +136,7 @@ def chunks(gpu: FakeGpu, cases: dict[str, tuple[str, ...]]) -> list[dict[str, An
             gpu.compiled.clear()
             start = time.perf_counter()
             with torch.no_grad():
-                program(name, *MODELS[name], Kernels(META), fp8=VARIANTS[variant]).chunk()
+                program(name, *MODELS[name], Kernels(META), **VARIANTS[variant]).chunk()
             seconds = time.perf_counter() - start
             usage = [(kernel, resource_usage(code), shared) for kernel, code, shared in gpu.compiled]
             rows.append(
@@ -148,5 +156,26 @@ def chunks(gpu: FakeGpu, cases: dict[str, tuple[str, ...]]) -> list[dict[str, An
     return rows
 
 
+def lowbit_products() -> list[dict[str, Any]]:
+    """Products of low-bit weights of pi0.5's and SmolVLA's heads, on every capability: a chunk, a prefix."""
+    reports = []
+    for capability, form, (rows, N, K) in itertools.product(SHARED, FORMS, SIZES):
+        packed = torch.uint8 if form == "q4_0" else torch.int8
+        codes = torch.empty(N, K // 2 if form == "q4_0" else K, dtype=packed, device=META)
+        grouped = torch.empty(N, K // 32, dtype=torch.float16, device=META)
+        scales = torch.empty(N, device=META) if form == "int8" else grouped
+        x, out = (torch.empty(rows, size, dtype=torch.bfloat16, device=META) for size in (K, N))
+        tile = tiles.default("weight_only_linear", (rows, N, K), packed, capability)
+        launch = prepare(x, codes, scales, out, bias=x[0, :N], residual=out, tile=tile)
+        made = launch.compile(capability)
+        report = {"capability": capability, "form": form, "rows": rows, "shared": made.metadata.shared}
+        reports.append(report | resource_usage(made.asm["cubin"]))
+        print(reports[-1], flush=True)
+    return reports
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "--lowbit":
+        print(json.dumps(lowbit_products()))
+        sys.exit()
     print(json.dumps(main(int(sys.argv[1]), "--quick" in sys.argv)))

@@ -18,8 +18,11 @@ from sinew.engine.cuda.graphs import Calls
 from sinew.engine.cuda.kernels import Workspace, packed_attention, splitk_linear, tiles
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.tiles import ARCHITECTURES, SHARED_MEMORY, default, has_work
+from sinew.engine.cuda.lowbit.weights import keep_codes
 from sinew.engine.cuda.program import Key, Program
 from sinew.engine.plan.plan import Plan
+from sinew.layers.linear import Linear, hold, width_of
+from sinew.layers.stores.codes import codes
 from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.letterbox import Letterbox
 
@@ -72,11 +75,23 @@ def program(
     ops: Kernels,
     dtype: torch.dtype = torch.bfloat16,
     fp8: tuple[str, ...] = (),
+    lowbit: str = "",
 ) -> Program:
+    """lowbit: the format of all linear layers that `sinew quantize` rounds, which then stay low-bit."""
     model = preset(name).model
     for part, parameter in model.named_parameters():
         if part.split(".")[0] not in model.float32_modules:
             parameter.data = parameter.data.to(dtype)
+    for part, layer in model.named_modules():
+        if (
+            lowbit
+            and width_of(layer)
+            and isinstance(layer, Linear)
+            and part.split(".")[0] not in model.float32_modules
+        ):
+            form = "int8" if layer.in_features % 32 else lowbit
+            hold(layer, codes(form, layer.in_features, layer.out_features if form == "int8" else 0))
+    keep_codes(model, dtype)
     plan = fuse(Plan.of(model, rewrites=ON_CUDA), ops, fp8=fp8)
     key = Key(views, ((480, 640),) * views, tokens, 10)
     return Program(key, plan, ops, processing_of(side), Calls(), META)
@@ -231,6 +246,28 @@ def test_fp8_of_vision_and_language(launches, architecture, name, layers, tokens
             "norm_linear": 10 if name == "pi0.5" else 20,
         }
     )
+
+
+@pytest.mark.parametrize(("name", "layers", "tokens"), [("pi0.5", 18, 200), ("smolvla", 16, 48)])
+@torch.no_grad()
+def test_low_bit_weights_of_all_components(launches, architecture, name, layers, tokens):
+    """Each product of a block is one launch, and the operations around it are those of FP8 without its conversions.
+    SmolVLA's expert has rows of 720 numbers and pi0.5's vision tower of 4,304, which are int8: they do not divide into
+    groups."""
+    architecture(87)
+    made = program(name, 2, tokens, 512 if name == "smolvla" else 224, Kernels(META), lowbit="q4_0")
+    made.chunk()
+    language, vision, head = layers - 1, len(made.model.vision.layers), 10 * layers
+    # Cross-attention projects keys and values once for a chunk. The last language layer projects only these.
+    products = 4 * (vision + language + head) + 1
+    assert launches["weight_only_linear"] >= products
+    assert launches["weight_only_linear"] - products <= 2 * layers + 4  # the connector is not a block
+    assert launches.keys().isdisjoint({"gated_mlp", "qkv_rope", "fp8_quantize"})
+    assert launches["rope"] == language + head + 1
+    assert launches["activate"] == language + head + vision
+    assert launches["splitk_linear"] == 10  # the way in of a step
+    forms = [each.arguments for kernel, each in seen if kernel == "weight_only_linear"]
+    assert {(form["NIBBLES"], form["GROUPED"]) for form in forms} == {(True, True), (False, False)}
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
 from sinew.engine.cuda import engine as cuda_engine
 from sinew.engine.cuda.engine import CudaEngine
@@ -18,11 +19,13 @@ from sinew.engine.cuda.fused.layers import FusedKeyValueLayer, FusedLayer
 from sinew.engine.cuda.kernels.lang import interpreted
 from sinew.engine.cuda.kernels.launch import Launch
 from sinew.engine.cuda.kernels.norm_linear import norm_linear_kernel
+from sinew.engine.cuda.lowbit.weights import keep_codes
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.loading import load_model
 from sinew.engine.plan.plan import Plan
 from tests.cases import golden_cases
+from tests.engine.cpu.test_cpu_engine import RECIPES, stored
 from tests.engine.cuda.cuda_cases import BOUND, CPU, Case, asset_case, golden_case, shaken
 from tests.engines import run_one
 from tests.golden import relative_l2
@@ -135,6 +138,32 @@ def test_row_wise_kernels_around_fp8(open_case, monkeypatch, launched, name):
     assert launched["row_norm"] >= 2 * layers + 2 * vision + 2
     assert launched["packed_attention"] == layers
     assert launched["splitk_linear"] == 1  # the way in of a step
+    assert launched.keys().isdisjoint({"gated_mlp", "qkv_rope"})
+
+
+@in_the_interpreter
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("pen", "q4_0"), ("pi05-2cam", "int8"), pytest.param("pen", "q8_0", marks=pytest.mark.slow)],
+)
+def test_low_bit_weights_in_the_kernels(open_case, monkeypatch, launched, tmp_path, name, kind):
+    """All components in 8 or 4 bits, against the model itself over the same weights. Every product of a block is the
+    kernel's."""
+    monkeypatch.setattr(cuda_engine, "References", lambda: Kernels(CPU))
+    case = small(open_case(name))
+    bundle = Bundle(stored(case.policy.bundle.path, RECIPES[kind], tmp_path / "small.gguf"))
+    model = load_model(bundle, CPU, "fp32", lowbit=COMPONENTS)
+    keep_codes(model, torch.float32)
+    object.__setattr__(model.config, "chunk_size", 4)
+    plan = Plan.of(model, rewrites=ON_CUDA)
+    options = CudaOptions(prompt_buckets=(4,))
+    engine = CudaEngine(plan, CPU, processing=bundle.manifest.processing, options=options)
+    inputs = one_view(case)
+    wanted, _ = run_one(EagerEngine(model, CPU), case.prepared(inputs), case.noise, 1)
+    got, _ = run_one(engine, inputs, case.noise, 1)
+    assert np.abs(got - wanted).max() <= BOUND * np.abs(wanted).max()
+    language, head, vision = (len(part.layers) for part in (model.language, model.expert, model.vision))
+    assert launched["weight_only_linear"] >= 4 * (language - 1 + head + vision) + 1
     assert launched.keys().isdisjoint({"gated_mlp", "qkv_rope"})
 
 

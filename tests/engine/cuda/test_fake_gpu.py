@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from tests.engine.cuda.fake_gpu import CASES, MODELS, QUICK, SHARED
+from tests.engine.cuda.fake_gpu import CASES, FORMS, MODELS, QUICK, SHARED
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.kernels
@@ -51,6 +52,20 @@ def test_all_cases_reach_the_driver(found) -> None:
         launches = sum(report["launches"].values())
         assert launches > 850, case
         assert 8 <= report["compiled"] <= 64, case  # kinds of launches; more would compile for minutes
+
+
+def test_low_bit_products_compile_for_every_gpu(tmp_path) -> None:
+    """Orin (87), Thor (110) and the others: within their shared memory, and with no register on the stack."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.engine.cuda.fake_gpu", "--lowbit"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = json.loads(done.stdout.splitlines()[-1])
+    assert {(each["capability"], each["form"]) for each in reports} == {*itertools.product(SHARED, FORMS)}
+    for each in reports:
+        assert 0 < each["shared"] <= SHARED[each["capability"]] << 10, each
+        assert 0 < each["registers"] <= 255, each
+        assert not each["spilled"], each
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

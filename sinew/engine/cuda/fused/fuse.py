@@ -29,7 +29,9 @@ from sinew.engine.cuda.fused.ends import (
 )
 from sinew.engine.cuda.fused.layers import FusedAdaptiveLayer, FusedAttention, FusedKeyValueLayer, FusedLayer
 from sinew.engine.cuda.fused.ops import Ops
+from sinew.engine.cuda.fused.rows import CONSTANT
 from sinew.engine.cuda.fused.vision import RowwiseTower, RowwiseViTLayer
+from sinew.engine.cuda.lowbit.weights import WeightOnly
 from sinew.engine.plan.norms import UnitLayerNorm
 from sinew.engine.plan.packing import PackedAttention, PackedKeyValue, PackedMLP, PackedViTAttention
 from sinew.engine.plan.plan import REWRITES, Plan
@@ -86,16 +88,26 @@ def _layer(layer: Any) -> str | None:
     if why := _weights(*read, layer.mlp.gate_up_proj, layer.mlp.down_proj):
         return why
     norms = (layer.input_norm, layer.post_norm)
-    if not all(folds_away(norm) or isinstance(norm, AdaRMSNorm) for norm in norms):
+    if not all(isinstance(norm, AdaRMSNorm) or _norm_fits(layer, norm) for norm in norms):
         return "norms not folded"
     named = layer.named_modules()
-    own = {m.weight.dtype for name, m in named if isinstance(m, Linear) and not name.endswith(".dense")}
+    own = {m.dtype for name, m in named if isinstance(m, Linear) and not name.endswith(".dense")}
     return _attention(attn) or ("mixed precision" if len(own) > 1 else None)
 
 
 def _weights(*layers: nn.Module) -> str | None:
     """Return the reason why kernels cannot use the stored weights of these layers, or None if kernels can use them."""
-    return next(filter(None, map(not_linear, layers)), None)
+    return next(filter(None, (not_linear(layer) for layer in layers if not low_bit(layer))), None)
+
+
+def low_bit(module: nn.Module) -> bool:
+    """Return True if a linear layer of ``module`` has a low-bit weight, which the kernel of this weight multiplies."""
+    return any(isinstance(getattr(each, "store", None), WeightOnly) for each in module.modules())
+
+
+def _norm_fits(layer: nn.Module, norm: nn.Module) -> bool:
+    """Return True if the kernels of ``layer`` can compute a norm: without a weight, or before low-bit weights."""
+    return folds_away(norm) or (low_bit(layer) and type(norm) in CONSTANT)
 
 
 def _last(layer: Any) -> str | None:
@@ -103,7 +115,7 @@ def _last(layer: Any) -> str | None:
         return "not packed"
     if layer.attn.k_norm is not None:
         return "norms of heads"
-    return None if folds_away(layer.input_norm) else "norm not folded"
+    return None if _norm_fits(layer, layer.input_norm) else "norm not folded"
 
 
 def _vision(layer: Any) -> str | None:
@@ -111,8 +123,10 @@ def _vision(layer: Any) -> str | None:
         return unknown
     if layer.mlp.approximate != "tanh" or isinstance(layer.scale1, LayerScale):
         return "GELU in its exact form, or LayerScale"
-    norms = isinstance(layer.norm1, UnitLayerNorm) and isinstance(layer.norm2, UnitLayerNorm)
-    if not norms or not isinstance(layer.attn, PackedViTAttention):
+    norms = [
+        isinstance(norm, UnitLayerNorm) or _norm_fits(layer, norm) for norm in (layer.norm1, layer.norm2)
+    ]
+    if not all(norms) or not isinstance(layer.attn, PackedViTAttention):
         return "not packed, or norms not folded"
     return _weights(layer.attn.qkv_proj, layer.attn.o_proj, layer.mlp.fc1, layer.mlp.fc2)
 
@@ -166,7 +180,7 @@ def _apply(fusion: KernelFusion, model: Any, ops: Ops, in_fp8: set[str]) -> Rewr
         if unknown := foreign(module, fusion.kind):
             skipped[name] = unknown
             continue
-        by_library = name in in_fp8 and hasattr(fusion.into, "fused_rows")
+        by_library = (name in in_fp8 or low_bit(module)) and hasattr(fusion.into, "fused_rows")
         if why := "no row-wise kernels" if by_library and ops.rows is None else fusion.fits(module):
             skipped[name] = why
             continue
@@ -229,12 +243,13 @@ def _ends(model: Any, ops: Ops, scaled: bool) -> RewriteOutcome:
     if not fused or not (adaptive or folds_away(model.expert.norm)):
         return RewriteOutcome(name, "not applicable", "the head's layers are not fused")
     ends = [module for part, module in model.named_children() if part.startswith("action_")]
-    if why := _weights(*ends):
+    if why := next(filter(None, map(not_linear, ends)), None):
         return RewriteOutcome(name, "not applicable", why)
     become(model, TabulatedModulation if adaptive else FusedDecode)
     model.ops = ops
     if adaptive:
-        model.scaled = scaled
+        # The table contains products of the weights and the shifts, which low-bit weights do not have.
+        model.scaled = scaled and not low_bit(model.expert)
     elif isinstance(model, SplitActionTime):
         become(model, FusedActionTime)
     return RewriteOutcome(name, "applied", f"both ends of a step over {type(ops).__name__}", ("expert.norm",))

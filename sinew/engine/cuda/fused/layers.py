@@ -3,7 +3,7 @@
 In the first form, five kernels compute the whole layer. The number of rows of a call decides the form, because programs
 with any number of rows share a model's weights. Up to ``fused_rows`` rows, the kernels are faster because they start to
 read the weights earlier. With more rows, the library is faster because its products have a higher rate. In FP8, the
-library computes all products.
+library computes all products. Over low-bit weights, the kernel ``weight_only_linear`` replaces the library.
 
 The classes are given to modules of a planned model (``rewrite.become``). They add the attributes ``ops`` and
 ``fused_rows``, read the packed and folded weights of the plan, and compute one observation (a batch of one).
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sinew.engine.cuda.fused.ops import Ops, ResidualStream
-from sinew.engine.cuda.fused.rows import Operand, RowOps, RowTarget
+from sinew.engine.cuda.fused.rows import Operand, RowOps, RowTarget, norm_options
 from sinew.engine.cuda.kernels.tiles import SOME_ROWS
 from sinew.engine.plan.packing import PackedMLP
 from sinew.engine.plan.prefix_end import KeyValueLayer
@@ -54,11 +54,11 @@ class FusedAttention(DecoderAttention):
 class FusedLayer(DecoderLayer):
     """A layer of the language model or of an action expert, with self- or cross-attention.
 
-    Its norms have no weights.
+    Its norms have no weights, except over low-bit weights.
     """
 
     ops: Ops
-    fused_rows = SOME_ROWS  # the largest number of rows for the kernels; 0 in FP8
+    fused_rows = SOME_ROWS  # the largest number of rows for the kernels; 0 in FP8 and over low-bit weights
 
     def project(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         attn: Any = self.attn
@@ -71,7 +71,8 @@ class FusedLayer(DecoderLayer):
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         eps = self.post_norm.eps
         if rows := between(self, x):
-            total, hidden = rowwise(rows, self, one(x), one(attended), eps=eps)
+            norm = norm_options(self.post_norm)
+            total, hidden = rowwise(rows, self, one(x), one(attended), **norm)
             return rows.product(hidden, self.mlp.down_proj, onto=total)[None]
         stream = output(self.ops, self.attn.o_proj, one(attended), one(x))
         return carried(
@@ -187,7 +188,7 @@ def turned(
     """
     ops, eps = layer.ops, layer.input_norm.eps
     if rows := between(layer, x):
-        return rotated(rows, linear, one(x), rotate, heads, eps=eps)
+        return rotated(rows, linear, one(x), rotate, heads, **norm_options(layer.input_norm))
     return qkv(ops, linear, *normed(ops, stream_of(x), eps, linear), rotate, heads)
 
 

@@ -14,8 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinew.engine.cuda.fp8 import linear as fp8
-from sinew.engine.cuda.kernels import activate, fp8_quantize, rope, row_norm
+from sinew.engine.cuda.kernels import activate, fp8_quantize, rope, row_norm, weight_only_linear
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3
+from sinew.engine.cuda.lowbit.weights import WeightOnly
+from sinew.engine.plan.norms import UnitLayerNorm, UnitRMSNorm
+from sinew.layers.norm import GemmaRMSNorm, LayerNorm, RMSNorm
+
+# Norms whose weights do not change, or that have no weights.
+CONSTANT = (RMSNorm, GemmaRMSNorm, LayerNorm, UnitRMSNorm, UnitLayerNorm)
 
 
 class RowTarget(NamedTuple):
@@ -34,7 +40,7 @@ class RowTarget(NamedTuple):
         """Return the dtype and scale of the input that a ``Linear`` or an ``Fp8Linear`` expects."""
         if isinstance(linear, fp8.Fp8Linear):
             return cls(E4M3, linear.x_scale)
-        return cls(linear.weight.dtype)
+        return cls(linear.dtype)
 
 
 class Operand(NamedTuple):
@@ -47,6 +53,19 @@ class Operand(NamedTuple):
 
     data: Tensor
     scales: Tensor | None = None
+
+
+def norm_options(norm: Any) -> dict[str, Any]:
+    """Return the options of ``row_norm`` for a norm of one of the classes :data:`CONSTANT`.
+
+    Low-bit weights cannot contain the weight of the norm before them, so the kernel of the norm multiplies by it.
+    """
+    options: dict[str, Any] = {"eps": norm.eps}
+    if isinstance(norm, LayerNorm):
+        options |= {"weight": norm.weight, "shift": norm.bias}
+    elif isinstance(norm, RMSNorm):
+        options |= {"weight": norm.weight, "offset": 1.0 if isinstance(norm, GemmaRMSNorm) else 0.0}
+    return options
 
 
 class RowOps(ABC):
@@ -95,6 +114,8 @@ class RowOps(ABC):
             onto: [M, N], to which the product is added in place. None for new memory.
         """
         weight, added = linear.weight, linear.bias if bias else None
+        if isinstance(getattr(linear, "store", None), WeightOnly):
+            return self.weight_only(operand.data, weight, linear.scale, bias=added, onto=onto)
         if operand.scales is not None:
             y = fp8.multiply(operand.data, operand.scales, weight, added)
         elif onto is not None and added is None and onto.dtype == weight.dtype:
@@ -103,6 +124,20 @@ class RowOps(ABC):
         else:
             y = F.linear(operand.data, weight, None if added is None else added.to(weight.dtype))
         return y if onto is None else onto.add_(y)
+
+    @abstractmethod
+    def weight_only(
+        self, x: Tensor, codes: Tensor, scales: Tensor, *, bias: Tensor | None, onto: Tensor | None
+    ) -> Tensor:
+        """Return x times a weight that stays in low-bit, as :meth:`product` does.
+
+        Args:
+            x: [M, K].
+            codes: int8 [N, K], or uint8 [N, K / 2].
+            scales: float32 [N], or float16 [N, K / 32].
+            bias: [N], or None.
+            onto: [M, N], to which the product is added in place. None for new memory.
+        """
 
 
 class RowReferences(RowOps):
@@ -123,6 +158,11 @@ class RowReferences(RowOps):
 
     def rope(self, packed, cos, sin, heads, bias=None):
         return rope.reference(packed, cos, sin, heads, bias=bias)
+
+    def weight_only(self, x, codes, scales, *, bias, onto):
+        options = {} if onto is None else {"residual": onto, "dtype": onto.dtype}
+        y = weight_only_linear.reference(x, codes, scales, bias=bias, **options)
+        return y if onto is None else onto.copy_(y)
 
 
 class RowKernels(RowOps):
@@ -146,3 +186,7 @@ class RowKernels(RowOps):
         q, k, v = (packed.new_empty(len(packed), count, D) for count in (H, KV, KV))
         rope.rope(packed, cos, sin, q, k, v, bias=bias)
         return q, k, v
+
+    def weight_only(self, x, codes, scales, *, bias, onto):
+        # Each element of the residual is read before it is written, so the sum needs no memory of its own.
+        return weight_only_linear.weight_only_linear(x, codes, scales, bias=bias, residual=onto, out=onto)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinew.engine.cuda.fused.ends import PatchTower
-from sinew.engine.cuda.fused.rows import Operand, RowOps, RowTarget
+from sinew.engine.cuda.fused.rows import Operand, RowOps, RowTarget, norm_options
 from sinew.engine.plan.norms import UnitLayerNorm
 from sinew.layers.vit import ViTLayer
 
@@ -23,7 +23,7 @@ Added = dict[str, Any]
 
 
 class RowwiseViTLayer(ViTLayer):
-    """A vision layer that computes all views as one matrix: [V, L, C] becomes [V * L, C]. Its norms have no weights."""
+    """A vision layer that computes all views as one matrix: [V, L, C] becomes [V * L, C]."""
 
     rows: RowOps
 
@@ -74,4 +74,4 @@ def branch(rows: RowOps, operand: Operand, linear: Any) -> Added:
 
 
 def layer_norm(rows: RowOps, x: Tensor, added: Added, norm: Any, reader: Any) -> tuple[Tensor, Operand]:
-    return rows.norm(x, RowTarget.of(reader), eps=norm.eps, kind="layer", **added)
+    return rows.norm(x, RowTarget.of(reader), kind="layer", **norm_options(norm), **added)
