@@ -6,11 +6,13 @@ model. The start is the reference: engine eager in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
+from sinew.engine.cuda.lowbit.choice import linear_layers, rows_of
 from sinew.policy import open_bundle
 
 from sinew_perf.cuts import all_cuts
@@ -43,6 +45,10 @@ SKIPPING = (
 LANGUAGE_LOSES = (
     "blocks won 0 of 40 episodes without two of its four language layers; `sinew skip` tries yours"
 )
+
+
+_Formats = tuple[tuple[str, str], ...]  # the number format of each component
+_Change = Callable[[_Formats], _Formats]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +106,16 @@ class _Setting:
 
     engine: Engine = "eager"
     traffic: Traffic = "unfused"
-    dtypes: tuple[tuple[str, str], ...] | str = "fp32"
+    dtypes: _Formats | str = "fp32"
     request: TracedRequest = AS_THE_POLICY
     left_out: int = 0
+
+    @property
+    def formats(self) -> _Formats:
+        """Return the number format of each component."""
+        if isinstance(self.dtypes, str):
+            return tuple((part, self.dtypes) for part in COMPONENTS)
+        return self.dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +229,7 @@ def _options(source: str, machine: Hardware, first: PublishedProgram) -> tuple[l
     if not is_sizes_alone(source) and open_bundle(source).lowbit:
         without["fewer bits"] = "the bundle already has low-bit weights"
     else:
-        options += _bits(on_cpu, machine, without)
+        options += _bits(on_cpu, machine, first, without)
     shapes, fixed = first.shapes, first.fixed
     if "steps" in fixed or shapes.steps < 2:
         without["fewer solver steps"] = f"the policy has {first.trace.steps} by construction"
@@ -260,38 +273,85 @@ def _options(source: str, machine: Hardware, first: PublishedProgram) -> tuple[l
     return options, without
 
 
-def _bits(on_cpu: bool, machine: Hardware, without: dict[str, str]) -> list[_Option]:
+def _bits(on_cpu: bool, machine: Hardware, first: PublishedProgram, without: dict[str, str]) -> list[_Option]:
     """Return the changes to smaller number formats that an engine of the machine supports.
 
-    The action head keeps floats. Low-bit weights need the one engine that computes on them, which includes the plan's
-    rewrites. Other engines widen such weights.
+    On a CPU and in fp8, the action head keeps floats. On a GPU, low-bit weights help the components whose products are
+    limited by reading their weights (:mod:`sinew.engine.cuda.lowbit.choice`): the head, and generated tokens.
 
     Args:
         on_cpu: True for a CPU.
         machine: The machine.
+        first: The program before any change.
         without: Receives the changes that are not supported, with reasons.
     """
     engine = "cpu" if on_cpu else ON_GPU
 
-    def narrow(name: str, stored: str, fidelity: str, text: str, head: str) -> _Option:
-        dtypes = (("vision", text), ("language", text), ("head", head))
-        line = f"sinew quantize --recipe vision={stored},language={stored}, then --engine {engine}"
+    def narrow(name: str, stored: str, fidelity: str, parts: Collection[str], change: _Change) -> _Option:
+        recipe = ",".join(f"{part}={stored}" for part in parts)
         how: Traffic = "unfused" if on_cpu else "fused"
         return _Option(
-            name, line, fidelity, lambda now: replace(now, dtypes=dtypes, engine="plan", traffic=how), "bits"
+            name,
+            f"sinew quantize --recipe {recipe}, then --engine {engine}",
+            fidelity,
+            lambda now: replace(now, dtypes=change(now.formats), engine="plan", traffic=how),
+            "bits",
         )
 
+    def only(text: str, head: str) -> _Change:
+        return lambda _: (("vision", text), ("language", text), ("head", head))
+
+    inputs = ("vision", "language")
     if on_cpu:
         return [
-            narrow("int8", "int8", BITS_WON.format("97.0"), "int8/int8", "fp32"),
-            narrow("4 bits", "q4_0", BITS_WON.format("96.5"), "int4/int8", "fp32"),
+            narrow("int8", "int8", BITS_WON.format("97.0"), inputs, only("int8/int8", "fp32")),
+            narrow("4 bits", "q4_0", BITS_WON.format("96.5"), inputs, only("int4/int8", "fp32")),
         ]
-    without["int8, 4 bits"] = f"engine {engine} widens them when it loads them"
     judged = "rounded: `sinew validate` states the error, `sinew eval --gate` the success"
-    options = [_Option("bf16", "--dtype bf16", judged, lambda now: replace(now, dtypes="bf16"), "bits")]
-    if "fp8" in machine.peak:
-        return [*options, narrow("fp8", "fp8", judged, "fp8/fp8", "bf16")]
-    without["fp8"] = f"{machine.title} has no rate for it"
+
+    def halved(before: _Formats) -> _Formats:
+        return tuple((part, "bf16" if text == "fp32" else text) for part, text in before)
+
+    options = [
+        _Option(
+            "bf16",
+            "--dtype bf16",
+            judged,
+            lambda now: replace(now, dtypes=halved(now.formats)),
+            "bits",
+        )
+    ]
+    has_fp8 = "fp8" in machine.peak
+    if has_fp8:
+        options.append(narrow("fp8", "fp8", judged, inputs, only("fp8/fp8", "bf16")))
+    else:
+        without["fp8"] = f"{machine.title} has no rate for it"
+    rows = rows_of(first.model, first.shapes, linear_layers(first.model))
+    few = [part for part in COMPONENTS if 0 < rows[part] <= machine.balance]
+    if not few:
+        limit = f"each weight is read for more than {machine.balance:.0f} rows"
+        without["int8, 4 bits"] = f"the arithmetic in bf16 limits every component: {limit}"
+    for stored, text in (("int8", "int8"), ("q4_0", "int4")) if few else ():
+
+        def change(before: _Formats, text: str = text) -> _Formats:
+            # A recipe contains fp8 or low-bit weights. Where fp8 is an alternative, the other components are in bf16.
+            rest = halved(before) if has_fp8 else before
+            return tuple((part, text if part in few else own) for part, own in rest)
+
+        option = narrow(
+            f"{stored} weights of {' and '.join(few)}",
+            stored,
+            f"{judged}. The kernel has never run on a GPU",
+            few,
+            change,
+        )
+        if not has_fp8:  # a change on top of bf16 and the engine, and not in place of them
+
+            def apply(now: _Setting, change: _Change = change) -> _Setting:
+                return replace(now, dtypes=change(now.formats))
+
+            option = replace(option, apply=apply, group="weights")
+        options.append(option)
     return options
 
 

@@ -15,16 +15,22 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
+from sinew.bundle import Bundle
 from sinew.bundle.quant import WEIGHT
+from sinew.bundle.schema import COMPONENTS
 from sinew.core import PROMPT_TABLE, SinewError
+from sinew.engine.cuda.lowbit.choice import rows_of
+from sinew.engine.cuda.lowbit.weights import keep_codes
 from sinew.engine.example import Shapes
+from sinew.engine.loading import load_model
 from sinew.layers.linear import Embedding, Linear
 from sinew.policy import open_bundle
 from torch import nn
 
 from sinew_perf.hardware import Hardware
 from sinew_perf.precision import SMALL_BITS, bits, dtype_name
-from sinew_perf.program import Engine, PublishedProgram
+from sinew_perf.program import Engine, PublishedProgram, is_sizes_alone
 from sinew_perf.request import AS_THE_POLICY, LIMITS, TracedRequest
 from sinew_perf.trace import STAGES, ProgramTrace, TracedBlock
 
@@ -260,6 +266,7 @@ def fits(
     runtime: int | None = None,
     embodiments: int = 1,
     search: bool = True,
+    balance: float = math.inf,
 ) -> Fit:
     """Check whether a policy fits a machine's memory, and find the largest request that fits.
 
@@ -270,11 +277,13 @@ def fits(
         request: Sizes of a request.
         dtypes: Number formats, as in :meth:`PublishedProgram.load`.
         engine: "eager", "plan", "cpu" (the plan with a bundle's low-bit weights as they are stored), or "cuda" (the
-            plan with whole token tables).
+            plan with whole token tables, and with a bundle's low-bit weights by its rule).
         device: "cpu" or "cuda".
         runtime: Bytes of the process before weights are loaded. None for the default.
         embodiments: Number of robots whose projections the head contains, see :func:`memory_report`.
         search: False to leave ``largest`` empty. With True, each axis takes about ten traces of half a second.
+        balance: The machine's :attr:`sinew_perf.hardware.Hardware.balance`. It decides which components of a bundle
+            keep their low-bit weights in engine cuda.
 
     Returns:
         The result.
@@ -291,6 +300,11 @@ def fits(
         raise SinewError(
             f"dtype: engine {engine} uses the stored formats of the bundle, got {dtypes!r}; omit it"
         )
+    kept: Bundle | None = None
+    if engine == "cuda" and dtypes is None and not is_sizes_alone(source):
+        opened = open_bundle(Path(source))
+        if opened.lowbit:
+            kept, dtypes = opened, "bf16"
     program = PublishedProgram.load(
         source,
         request,
@@ -302,6 +316,8 @@ def fits(
         report = memory_report(
             program, device, runtime, whole_tables=engine == "cuda", embodiments=embodiments
         )
+        if kept is not None:
+            return replace(report, weights=cuda_weights(kept, program, balance))
         if path is None:
             return report
         return replace(report, weights=stored_weights(path, program.shapes.tokens), laid_out=True)
@@ -438,6 +454,22 @@ def stored_weights(path: Path, tokens: int) -> tuple[Weights, ...]:
         resident = rows_nbytes(tokens, info.shape[0], info.nbytes) if is_table else info.nbytes
         _add(counts, (component, stored or info.type.name.lower()), count, info.nbytes, resident)
     return tuple(Weights(*key, *found) for key, found in counts.items())
+
+
+def cuda_weights(bundle: Bundle, program: PublishedProgram, balance: float) -> tuple[Weights, ...]:
+    """Return the weights of a bundle with low-bit weights in the memory of a GPU, as engine cuda stores them.
+
+    Args:
+        bundle: The bundle.
+        program: The bundle's program in bf16.
+        balance: The machine's balance. Components with more rows are converted to bf16.
+    """
+    rows = rows_of(program.model, program.shapes, bundle.lowbit)
+    few = [part for part in COMPONENTS if rows[part] <= balance]
+    model = load_model(bundle, torch.device("meta"), "bf16", lowbit=few)
+    keep_codes(model, torch.bfloat16)
+    model = model.eval().requires_grad_(False)
+    return weights(replace(program, model=model, precision=None, like=None), whole_tables=True)
 
 
 def rows_nbytes(tokens: int, rows: int, nbytes: int) -> int:

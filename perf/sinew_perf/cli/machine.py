@@ -48,7 +48,8 @@ def fit(
         system_gib: Memory of the operating system and other programs in GiB, instead of the machine's value.
         dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], for example int4 or bf16//int8. Default: as stored.
         engine: Engine whose memory is counted: plan (with its rewrites), eager, cpu (low-bit weights as
-            stored, token table in the file), or cuda (the plan, with the whole table on the device).
+            stored, token table in the file), or cuda (the plan, with the whole table on the device, and low-bit
+            weights by the engine's rule).
         device: Device whose runtime and libraries are added: cuda or cpu. Default: cuda, and cpu for engine
             cpu.
         alone: Assume that nothing else runs on the machine: no desktop, and the simulator elsewhere. The
@@ -79,6 +80,7 @@ def fit(
         device=device or DEVICES.get(engine, "cuda"),
         embodiments=embodiments,
         search=search,
+        balance=board.balance,
     )
     console = terminal.console()
     print_fit(result, board.title, console)
