@@ -59,7 +59,7 @@ test: $(READY) ## all tests that need no full-size weights
 test-tools: $(READY) ## the tests of tools/ and research/: the runner, releases, install lines, small faults, a paper's tables
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) -m "not slow" tools/tests research/tests $(PYTEST_ARGS)
 
-test-kernels: $(READY) ## Triton kernels, interpreted and compiled for sm_80, sm_89 and sm_90; CPU kernels of other processors
+test-kernels: $(READY) ## Triton kernels, interpreted and compiled for sm_90, low-bit products for all GPUs; CPU kernels of other processors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) --timeout 1600 -m "kernels and not slow and not gpu" \
 		tests/engine/cuda tests/engine/cpu tests/cli $(PYTEST_ARGS)
 
