@@ -55,7 +55,8 @@ class LowbitChoice:
     notes: dict[str, str]
 
 
-NOTHING = LowbitChoice({}, {})  # of a bundle without low-bit weights
+# The choice for a bundle without low-bit weights.
+NOTHING = LowbitChoice({}, {})
 
 
 def choose_lowbit(bundle: Bundle, device: torch.device, options: CudaOptions) -> LowbitChoice:
