@@ -259,7 +259,7 @@ inline void weights16(float* scores, const uint8_t* const* seen, int64_t keys, i
 // Compute attend(). The error is at most 4e-3 of the largest value, and about a tenth of that for random numbers.
 void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t last, char* memory) {
   const int64_t padded = round_up(a.keys, COLUMNS), width = round_up(a.size, COLUMNS);
-  const int64_t units = width / 2, stride = score_stride(a.keys), blocks = (padded + DEPTH - 1) / DEPTH;
+  const int64_t units = width / 2, stride = row_stride(a.keys), blocks = (padded + DEPTH - 1) / DEPTH;
   int64_t limit = 16383;  // with this limit, the sum of `size` products is below 2^31
   while (a.size * limit * limit > 0x7fffffff) --limit;
   const auto take = [&](int64_t words) {

@@ -174,7 +174,7 @@ inline float weights16(float* scores, const uint8_t* seen, int64_t keys, int64_t
 // Compute attend(). The error is at most 4e-3 of the largest value, and about a tenth of that for random numbers.
 void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t last, char* memory) {
   const int64_t padded = round_up(a.keys, WIDE), width = round_up(a.size, WIDE);
-  const int64_t units = width / 2, stride = score_stride(a.keys);
+  const int64_t units = width / 2, stride = row_stride(a.keys);
   int64_t limit = 16383;  // with this limit, the sum of `size` products is below 2^31
   while (a.size * limit * limit > 0x7fffffff) --limit;
   const auto take = [&](int64_t words) {

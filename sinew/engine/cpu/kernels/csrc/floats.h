@@ -172,7 +172,7 @@ inline float weights(float* scores, const uint8_t* seen, int64_t keys, int64_t p
 // TILES tiles of queries are computed together, so that they read keys and values from the first-level cache.
 void attend(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t last, char* memory) {
   const int64_t padded = round_up(a.keys, COLUMNS), width = round_up(a.size, COLUMNS);
-  const int64_t stride = score_stride(a.keys);
+  const int64_t stride = row_stride(a.keys);
   float* keys = reinterpret_cast<float*>(memory);          // [padded / COLUMNS][size][COLUMNS]
   float* values = keys + padded * width;                   // [width / COLUMNS][padded][COLUMNS]
   float* scores = values + padded * width;                 // [TILES * TILE][stride]

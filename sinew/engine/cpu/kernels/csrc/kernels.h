@@ -258,14 +258,14 @@ struct FloatKernels {
   void (*norm)(const float* x, int64_t k, const Norm& norm, float* out);
 };
 
-// Return the distance of two rows of scores in floats. It is never a multiple of 4 KiB, because such rows would share
-// the same lines of a cache.
-constexpr int64_t score_stride(int64_t keys) { return round_up(keys, 2 * CHANNELS) + CHANNELS; }
+// Return the distance of two rows of floats in private memory, such as scores. It is never a multiple of 4 KiB, because
+// such rows would share the same lines of a cache.
+constexpr int64_t row_stride(int64_t values) { return round_up(values, 2 * CHANNELS) + CHANNELS; }
 
 // Return the bytes of memory for one call of `attend`: keys, values, and `rows` rows of scores, queries and results.
 constexpr int64_t attend_bytes(const Attention& a, int rows) {
   const int64_t padded = round_up(a.keys, 2 * CHANNELS), width = round_up(a.size, 2 * CHANNELS);
-  return 4 * (2 * padded * width + rows * (score_stride(a.keys) + 2 * width));
+  return 4 * (2 * padded * width + rows * (row_stride(a.keys) + 2 * width));
 }
 
 // One instruction set, which dispatch.cpp chooses.

@@ -115,8 +115,16 @@ int finish(const Set* set, const GivenFinish& given, const float* x, const float
   down.layers[0].gate = given.down_gate;
   try {
     const int64_t most = set->tiles ? TILES_SLICE : SLICE, slice = rows < most ? rows : most;
-    float* joined = static_cast<float*>(between_products().get((width + given.up.count * inner) * slice * sizeof(float)));
+    const int64_t apart = row_stride(inner);
+    float* joined = static_cast<float*>(between_products().get((width + given.up.count * apart) * slice * sizeof(float)));
     float* between = joined + width * slice;
+    for (int i = 0; i < given.up.count; ++i) {
+      up.layers[i].y = between + i * apart * slice;
+      up.layers[i].stride = apart;
+    }
+    down.call.x = between;
+    down.call.up = between + apart * slice;
+    down.call.stride = apart;
     for (int64_t first = 0; first < rows; first += slice) {
       const int64_t these = rows - first < slice ? rows - first : slice;
       output.call.rows = up.call.rows = down.call.rows = these;
@@ -125,11 +133,7 @@ int finish(const Set* set, const GivenFinish& given, const float* x, const float
       output.layers[0].y = joined;
       multiply(output.call, threads);
       up.call.x = joined;
-      up.layers[0].y = between;
-      if (gated) up.layers[1].y = between + inner * slice;
       multiply(up.call, threads);
-      down.call.x = between;
-      down.call.up = between + inner * slice;
       down.layers[0].add = joined;
       down.layers[0].y = out + first * width;
       multiply(down.call, threads);

@@ -67,7 +67,7 @@ struct Plan : Call {
 
 // Return the row of activations at `index`, before rounding. An action writes its result to `memory` [k].
 const float* row_of(const Plan& c, int64_t index, float* memory) {
-  const float* x = c.x + index * c.k;
+  const float* x = c.x + index * c.apart();
   const FloatKernels* floats = c.set->floats;
   if (c.action == AS_IS) return x;
   if (c.action == NORMED) {
@@ -76,12 +76,12 @@ const float* row_of(const Plan& c, int64_t index, float* memory) {
   }
   std::memcpy(memory, x, c.k * sizeof(float));
   if (c.action == SILU_TIMES) {
-    floats->silu_times(memory, c.up + index * c.k, c.k);
+    floats->silu_times(memory, c.up + index * c.apart(), c.k);
     return memory;
   }
   floats->gelu(memory, c.k);
   if (c.action == GELU_TIMES) {
-    const float* up = c.up + index * c.k;
+    const float* up = c.up + index * c.apart();
     for (int64_t i = 0; i < c.k; ++i) memory[i] *= up[i];
   }
   return memory;
@@ -126,13 +126,12 @@ void quantize_block(const Plan& c, int64_t block, char* blocks, int32_t* offsets
 
 // Compute y = add + y * gate for a finished tile: two roundings, in this order.
 void join(const Layer& layer, int64_t row, int rows, int64_t channel, int there) {
-  const int64_t channels = layer.weights.channels;
   for (int r = 0; r < rows; ++r) {
-    float* y = layer.y + (row + r) * channels + channel;
+    float* y = layer.y + (row + r) * layer.apart() + channel;
     if (layer.gate != nullptr)
       for (int i = 0; i < there; ++i) y[i] *= layer.gate[channel + i];
     if (layer.add == nullptr) continue;
-    const float* add = layer.add + (row + r) * channels + channel;
+    const float* add = layer.add + (row + r) * layer.apart() + channel;
     for (int i = 0; i < there; ++i) y[i] = add[i] + y[i];
   }
 }
@@ -174,10 +173,10 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
                          c.units};
       if (c.tiles) {
         (together == 2 ? c.tiles->multiply_two : c.tiles->multiply)(tile, before);
-        const int64_t channel = (panel + p) * CHANNELS, at = row * channels + channel, more = channels - channel;
+        const int64_t channel = (panel + p) * CHANNELS, at = row * layer.apart() + channel, more = channels - channel;
         const auto from = [](const float* all, int64_t first) { return all == nullptr ? nullptr : all + first; };
         ending = {out, tile.offsets, tile.scales, inverses + row, from(layer.bias, channel), from(layer.gate, channel),
-                  from(layer.add, at), layer.y + at, channels, tile.rows,
+                  from(layer.add, at), layer.y + at, layer.apart(), tile.rows,
                   static_cast<int>(more < together * CHANNELS ? more : together * CHANNELS)};
         before = &ending;
         out = outs[out == outs[0]];
@@ -188,8 +187,8 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
         const int64_t channel = (panel + p + i) * CHANNELS;
         const int there = static_cast<int>(channels - channel < CHANNELS ? channels - channel : CHANNELS);
         c.kernels->finish(out + i * MAX_ROWS * CHANNELS, tile.rows, there, inverses + row,
-                          layer.bias == nullptr ? nullptr : layer.bias + channel, layer.y + row * channels + channel,
-                          channels);
+                          layer.bias == nullptr ? nullptr : layer.bias + channel, layer.y + row * layer.apart() + channel,
+                          layer.apart());
         if (layer.gate != nullptr || layer.add != nullptr) join(layer, row, tile.rows, channel, there);
       }
     }

@@ -15,6 +15,8 @@ struct Layer {
   float* y;           // [rows][channels]
   const float* add;   // [rows][channels], added to the result; or null
   const float* gate;  // [channels], multiplied by the result before the addition; or null
+  int64_t stride;     // distance between two rows of y and of add; 0 for `channels`
+  int64_t apart() const { return stride ? stride : weights.channels; }
   int64_t panels() const { return (weights.channels + CHANNELS - 1) / CHANNELS; }
 };
 
@@ -29,6 +31,8 @@ struct Call {
   float smallest;
   int64_t rows, k;
   int format;
+  int64_t stride;  // distance between two rows of x and of up; 0 for k
+  int64_t apart() const { return stride ? stride : k; }
 };
 
 // Return whether a call is valid: sizes, formats and supported products. The function does not check addresses.
