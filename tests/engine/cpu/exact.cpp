@@ -597,6 +597,14 @@ int main(int count, char** arguments) {
         return 1;
       if (taken && !check_layer(kernels, format)) return 1;
     }
+    // Rows that are longer than a part of k, panels that are no pair, and a last block of few rows.
+    for (const int format : {TERNARY, INT8, INT8_PANELS, BF16_PANELS, BF16_TILES}) {
+      const int64_t rows = 33 + below(8), k = 8 * (520 + below(600)), channels = CHANNELS * (9 + 2 * below(2)), threads = 1 + below(3);
+      if (format >= INT8_PANELS && !lowbit_takes_panels(kernels, format)) continue;
+      if (!(of_halves(format) ? check_halves(kernels, format, rows, k, channels, threads)
+                              : check(kernels, format, rows, k, channels, 0, threads)))
+        return 1;
+    }
     std::printf("%s: %d cases exact\n", lowbit_kernels(kernels), cases);
   }
   return 0;

@@ -897,7 +897,10 @@ def test_a_library_with_tiles_is_checked_and_timed_before_it_is_taken(tmp_path, 
         (lowbit.PANELS, lowbit.BF16_TILES),
     )
     random = torch.Generator().manual_seed(0)
-    for rows, k, channels in ((1, 8, 16), (16, 64, 32), (17, 72, 48), (33, 720, 16), (70, 1000, 80)):
+    for rows, k, channels in (
+        *((1, 8, 16), (16, 64, 32), (17, 72, 48), (33, 720, 16), (70, 1000, 80)),
+        (34, 6200, 48),  # longer than a part of k
+    ):
         x = torch.randn(rows, k, generator=random)
         weight = torch.randint(0, 256, (channels, k), generator=random, dtype=torch.uint8)
         scale, bias = torch.rand(channels, generator=random), torch.randn(channels, generator=random)

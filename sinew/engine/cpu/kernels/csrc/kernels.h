@@ -41,6 +41,8 @@ struct Tile {
   float* out;
   int rows, width;         // width: number of rows of the block in memory
   int groups, units;       // units: number of units of a group
+  int64_t apart;           // bytes between two tiles of rows of the block; for Tiles only
+  bool more;               // add to the sums in `out`, which an earlier part of k left there; for Tiles only
 };
 
 // A frame of bytes with lines `row_bytes` apart, and its float32 planes [3][height][width] in [0, 1]. Row y mixes the

@@ -13,8 +13,11 @@ namespace {
 // 16-bit panels, a task multiplies one panel, which stays in that cache itself.
 constexpr int PANELS = 4;
 constexpr int64_t PANELS_BYTES = 256 << 10;  // half of a second-level cache of 512 KiB
-constexpr int TILES_PANELS = 8;  // the same for tiles, on CPUs with a second-level cache of 2 MiB
-constexpr int64_t TILES_BYTES = 512 << 10;
+// The same for tiles, on CPUs with a second-level cache of 2 MiB. A task multiplies this many bytes of k of its panels at
+// a time, with all rows, so that these 768 KiB stay in that cache while longer rows of activations pass through it.
+constexpr int TILES_PANELS = 8;
+constexpr int64_t TILES_DEPTH = 6 << 10;
+constexpr int64_t SUMS = 2 * MAX_ROWS * CHANNELS;  // of two panels
 
 struct Plan : Call {
   const Kernels* kernels;
@@ -25,6 +28,7 @@ struct Plan : Call {
   int wide, unit, bytes, offset, groups, units, width;
   bool paired, even;
   int64_t padded, blocks;  // padded: bytes of a row of activations after padding to whole units
+  int64_t parts, depth;    // number of parts of k that are multiplied one after the other, and their bytes
   void (*one)(const Tile&);  // null for tiles
   void (*two)(const Tile&);  // or null
 
@@ -52,9 +56,14 @@ struct Plan : Call {
     width = static_cast<int>((rows + blocks - 1) / blocks);
     even = kernels->even && !tiles;
     if (even) width = static_cast<int>(round_up(width, 2));
+    if (tiles && blocks > 1) width = most;
+    parts = tiles ? (padded + TILES_DEPTH - 1) / TILES_DEPTH : 1;
+    depth = round_up((padded + parts - 1) / parts, 64);
   }
-  // The sizes of blocks differ by at most one row. A small last block would leave most of the multipliers idle.
+  // The sizes of blocks differ by at most one row, because a small last block would leave most of the multipliers idle.
+  // A block of tiles is full, except for the last block, because a tile with few rows takes as long as a full tile.
   int64_t first(int64_t block) const {
+    if (tiles) return block * width < rows ? block * width : rows;
     const int64_t more = rows % blocks;
     return rows / blocks * block + (block < more ? block : more);
   }
@@ -136,11 +145,49 @@ void join(const Layer& layer, int64_t row, int rows, int64_t channel, int there)
   }
 }
 
+// Multiply all rows by `count` panels of a layer, from `panel` on, with tiles. The panels' codes begin at `panels`, and
+// `sums` has room for two results, or for all results if k has several parts.
+void multiply_tiles(const Plan& c, const Layer& layer, int64_t panel, int count, const char* panels, const char* blocks,
+                    const int32_t* offsets, const float* scales, const float* inverses, float* sums) {
+  Ending ending;
+  const Ending* before = nullptr;  // the previous product, if its sums are complete but not finished
+  const auto from = [](const float* all, int64_t first) { return all == nullptr ? nullptr : all + first; };
+  int64_t turn = 0;
+  c.tiles->begin();
+  for (int64_t part = 0; part < c.parts; ++part) {
+    // Before a byte of k, a panel and a tile of rows have 16 bytes.
+    const int64_t first = part * c.depth, skipped = CHANNELS * first, depth = c.padded - first < c.depth ? c.padded - first : c.depth;
+    turn = 0;
+    for (int64_t b = 0; b < c.blocks; ++b) {
+      const int64_t row = c.first(b);
+      for (int p = 0, together; p < count; p += together, ++turn) {
+        together = p + 1 < count ? 2 : 1;
+        const char* w = panels + p * c.panel_bytes() + skipped;
+        float* out = sums + (c.parts > 1 ? turn : turn % 2) * SUMS;
+        const Tile tile = {blocks + b * c.block_bytes() + skipped, w, w + c.panel_bytes(), scales + p * CHANNELS,
+                           offsets + b * c.width, nullptr, out, c.size(b), c.width_of(b), 1, static_cast<int>(depth / c.unit),
+                           CHANNELS * round_up(c.padded, 64), part > 0};
+        (together == 2 ? c.tiles->multiply_two : c.tiles->multiply)(tile, before);
+        if (part + 1 < c.parts) continue;
+        const int64_t channel = (panel + p) * CHANNELS, at = row * layer.apart() + channel, more = layer.weights.channels - channel;
+        ending = {out, tile.offsets, tile.scales, inverses + row, from(layer.bias, channel), from(layer.gate, channel),
+                  from(layer.add, at), layer.y + at, layer.apart(), tile.rows,
+                  static_cast<int>(more < together * CHANNELS ? more : together * CHANNELS)};
+        before = &ending;
+      }
+    }
+  }
+  c.tiles->finish(ending);
+  c.tiles->end();
+}
+
 // Multiply all rows by `count` panels of a layer, from `panel` on.
 void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count, const char* blocks,
                      const int32_t* offsets, const float* inverses) {
   thread_local Buffer buffer;
-  char* memory = static_cast<char*>(buffer.get(count * (c.panel_bytes() + 2 * c.group_bytes())));
+  const int64_t results = c.parts > 1 ? c.blocks * ((count + 1) / 2) : 2;
+  const int64_t expanded = count * (c.panel_bytes() + 2 * c.group_bytes()), sums_bytes = c.tiles ? results * SUMS * sizeof(float) : 0;
+  char* memory = static_cast<char*>(buffer.get(sums_bytes + expanded)) + sums_bytes;
   float* scales = reinterpret_cast<float*>(memory + count * c.panel_bytes());
   int32_t* bases = reinterpret_cast<int32_t*>(memory + count * (c.panel_bytes() + c.group_bytes()));
   const int each = c.groups * CHANNELS;
@@ -149,39 +196,27 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
     c.kernels->expand(layer.weights, (panel + p) * CHANNELS, memory + p * c.panel_bytes(), scales + p * each,
                       bases + p * each);
   const char* panels = laid ? reinterpret_cast<const char*>(layer.weights.data) + panel * c.panel_bytes() : memory;
-  alignas(64) float outs[2][2 * MAX_ROWS * CHANNELS];  // for tiles: one is written while the other is finished
-  float* out = outs[0];
-  Ending ending;
-  const Ending* before = nullptr;
+  if (c.tiles) {
+    float* sums = reinterpret_cast<float*>(memory - sums_bytes);
+    return multiply_tiles(c, layer, panel, count, panels, blocks, offsets, scales, inverses, sums);
+  }
+  alignas(64) float out[SUMS];
   const int64_t channels = layer.weights.channels;
   // Prefetch the weights of the following panels, which this or another thread reads next. Their rows are too short for
-  // the prefetcher of the CPU.
+  // the prefetcher of the CPU. Tiles are slower with a prefetch (research/log/2026-11-29.md).
   const int64_t bytes = row_bytes(c.format, c.k), behind = (panel + count) * CHANNELS;
   const char* next = reinterpret_cast<const char*>(layer.weights.data) + behind * bytes;
   const int64_t left = (channels - behind) * bytes, most = count * CHANNELS * bytes;
   const int64_t wanted = left < 0 ? 0 : left < most ? left : most, slice = round_up(wanted / c.blocks + 1, 64);
-  if (c.tiles) c.tiles->begin();
   for (int64_t b = 0; b < c.blocks; ++b) {
-    // Tiles are slower with a prefetch (research/log/2026-11-29.md).
-    for (int64_t i = b * slice; !c.tiles && i < wanted && i < (b + 1) * slice; i += 64) __builtin_prefetch(next + i, 0, 2);
+    for (int64_t i = b * slice; i < wanted && i < (b + 1) * slice; i += 64) __builtin_prefetch(next + i, 0, 2);
     const int64_t row = c.first(b);
     for (int p = 0, together; p < count; p += together) {
-      together = (c.tiles || c.two != nullptr) && p + 1 < count ? 2 : 1;
+      together = c.two != nullptr && p + 1 < count ? 2 : 1;
       const char* w = panels + p * c.panel_bytes();
       const Tile tile = {blocks + b * c.block_bytes(), w, w + c.panel_bytes(), scales + p * each,
                          offsets + b * c.groups * c.width, bases + p * each, out, c.size(b), c.width_of(b), c.groups,
                          c.units};
-      if (c.tiles) {
-        (together == 2 ? c.tiles->multiply_two : c.tiles->multiply)(tile, before);
-        const int64_t channel = (panel + p) * CHANNELS, at = row * layer.apart() + channel, more = channels - channel;
-        const auto from = [](const float* all, int64_t first) { return all == nullptr ? nullptr : all + first; };
-        ending = {out, tile.offsets, tile.scales, inverses + row, from(layer.bias, channel), from(layer.gate, channel),
-                  from(layer.add, at), layer.y + at, layer.apart(), tile.rows,
-                  static_cast<int>(more < together * CHANNELS ? more : together * CHANNELS)};
-        before = &ending;
-        out = outs[out == outs[0]];
-        continue;
-      }
       (together == 2 ? c.two : c.one)(tile);
       for (int i = 0; i < together; ++i) {
         const int64_t channel = (panel + p + i) * CHANNELS;
@@ -193,8 +228,6 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
       }
     }
   }
-  if (before) c.tiles->finish(*before);
-  if (c.tiles) c.tiles->end();
 }
 
 }  // namespace
@@ -213,10 +246,10 @@ void multiply(const Call& call, int threads) {
 
   int64_t panels = 0;
   for (int i = 0; i < c.count; ++i) panels += c.layers[i].panels();
-  const int64_t most = c.tiles ? TILES_PANELS : PANELS;
-  int64_t each = c.bytes == 2 ? 1 : (c.tiles ? TILES_BYTES : PANELS_BYTES) / c.panel_bytes();
-  each = each < 1 ? 1 : each > most ? most : each;
+  int64_t each = c.bytes == 2 ? 1 : PANELS_BYTES / c.panel_bytes();
+  each = c.tiles ? TILES_PANELS : each < 1 ? 1 : each > PANELS ? PANELS : each;
   while (each > 1 && panels / each < 4 * threads) --each;
+  if (c.tiles && each > 1) each -= each % 2;  // a panel alone needs three loads for two products
   int64_t ends[MOST_LAYERS];  // number of tasks of the layers up to this one
   for (int i = 0; i < c.count; ++i) ends[i] = (i ? ends[i - 1] : 0) + (c.layers[i].panels() + each - 1) / each;
   pool.run(threads, static_cast<int>(ends[c.count - 1]), [&](int task) {

@@ -84,18 +84,37 @@ void finish(const Ending& e) {
   finish_rows<HALVES>(e, 0, e.rows);
 }
 
-// Multiply one or two tiles of rows, `apart` bytes from each other, by one or two panels. The sums go to out
-// [2][MAX_ROWS][CHANNELS], 4 bytes each. Between its steps, the function finishes the rows of `before`.
+// Where a product of tiles reads its rows and panels, and writes its sums. Distances are in bytes.
+struct Operands {
+  const char* x;
+  int64_t row, step, apart;  // between two rows, two steps of k, and two tiles of rows
+  const char* w[2];          // panels; the steps of a panel are tiles::SIZE bytes apart
+  int64_t steps;
+  const char (*tails)[tiles::SIZE];  // the panels' last step, if it is less than a tile; else null
+  char* out;
+  int64_t out_row, out_panel;  // between two rows of sums, and between the sums of two panels
+  bool more;                   // add to the sums in `out`
+};
+
+template <int T>
+inline void begin_sums(bool more, const char* sums, int64_t row) {
+  if (more)
+    tiles::load<T>(sums, row);
+  else
+    tiles::zero<T>();
+}
+
+// Multiply one or two tiles of rows by one or two panels. Between its steps, the function finishes the rows of `before`.
 template <bool HALVES, int TALL, int PANELS>
-inline void add(const char* x, int64_t apart, const char* const (&w)[2], int64_t steps, const char (*tails)[tiles::SIZE], char* out,
-                const Ending* before) {
-  const int64_t each = before && steps ? (before->rows + steps - 1) / steps : 0;
-  tiles::zero<0>();
-  if (PANELS == 2) tiles::zero<1>();
-  if (TALL == 2) tiles::zero<2>();
-  if (TALL == 2 && PANELS == 2) tiles::zero<3>();
+inline void add(const Operands& o, const Ending* before) {
+  const int64_t each = before && o.steps ? (before->rows + o.steps - 1) / o.steps : 0;
+  const int64_t lower = tiles::ROWS * o.out_row;  // from the sums of the first tile of rows to those of the second
+  begin_sums<0>(o.more, o.out, o.out_row);
+  if (PANELS == 2) begin_sums<1>(o.more, o.out + o.out_panel, o.out_row);
+  if (TALL == 2) begin_sums<2>(o.more, o.out + lower, o.out_row);
+  if (TALL == 2 && PANELS == 2) begin_sums<3>(o.more, o.out + lower + o.out_panel, o.out_row);
   const auto step = [&](const char* rows, const char* first, const char* second) {
-    tiles::load<4>(rows, tiles::BYTES);
+    tiles::load<4>(rows, o.row);
     tiles::load<6>(first, tiles::BYTES);
     dot<HALVES, 0, 4, 6>();
     if (PANELS == 2) {
@@ -103,36 +122,35 @@ inline void add(const char* x, int64_t apart, const char* const (&w)[2], int64_t
       dot<HALVES, 1, 4, 7>();
     }
     if (TALL == 1) return;
-    tiles::load<5>(rows + apart, tiles::BYTES);
+    tiles::load<5>(rows + o.apart, o.row);
     dot<HALVES, 2, 5, 6>();
     if (PANELS == 2) dot<HALVES, 3, 5, 7>();
   };
-  for (int64_t s = 0; s < steps; ++s) {
+  for (int64_t s = 0; s < o.steps; ++s) {
     const int64_t at = s * tiles::SIZE;
-    step(x + at, w[0] + at, PANELS == 2 ? w[1] + at : nullptr);
+    step(o.x + s * o.step, o.w[0] + at, PANELS == 2 ? o.w[1] + at : nullptr);
     if (before) finish_rows<HALVES>(*before, s * each, (s + 1) * each);
   }
-  if (before) finish_rows<HALVES>(*before, steps * each, before->rows);
-  if (tails != nullptr) step(x + steps * tiles::SIZE, tails[0], tails[1]);
-  constexpr int64_t row = CHANNELS * sizeof(float), second = MAX_ROWS * row;
-  tiles::store<0>(out, row);
-  if (PANELS == 2) tiles::store<1>(out + second, row);
-  if (TALL == 2) tiles::store<2>(out + tiles::SIZE, row);
-  if (TALL == 2 && PANELS == 2) tiles::store<3>(out + second + tiles::SIZE, row);
+  if (before) finish_rows<HALVES>(*before, o.steps * each, before->rows);
+  if (o.tails != nullptr) step(o.x + o.steps * o.step, o.tails[0], o.tails[1]);
+  tiles::store<0>(o.out, o.out_row);
+  if (PANELS == 2) tiles::store<1>(o.out + o.out_panel, o.out_row);
+  if (TALL == 2) tiles::store<2>(o.out + lower, o.out_row);
+  if (TALL == 2 && PANELS == 2) tiles::store<3>(o.out + lower + o.out_panel, o.out_row);
 }
 
 template <bool HALVES, int PANELS>
 void multiply(const Tile& t, const Ending* before) {
   alignas(64) char tails[2][tiles::SIZE];
   const int64_t bytes = 4 * static_cast<int64_t>(t.units), steps = bytes / tiles::BYTES, rest = bytes % tiles::BYTES;
-  const char* const w[2] = {static_cast<const char*>(t.w), static_cast<const char*>(t.w2)};
+  Operands o = {static_cast<const char*>(t.x), tiles::BYTES, tiles::SIZE, t.apart,
+                {static_cast<const char*>(t.w), static_cast<const char*>(t.w2)}, steps, rest ? tails : nullptr,
+                reinterpret_cast<char*>(t.out), tiles::BYTES, MAX_ROWS * tiles::BYTES, t.more};
   if (rest) {  // less than a tile is left, and the bytes after it belong to another panel or to no panel
     std::memset(tails, 0, sizeof tails);
-    for (int p = 0; p < PANELS; ++p) std::memcpy(tails[p], w[p] + steps * tiles::SIZE, CHANNELS * rest);
+    for (int p = 0; p < PANELS; ++p) std::memcpy(tails[p], o.w[p] + steps * tiles::SIZE, CHANNELS * rest);
   }
-  const int64_t apart = round_up(bytes, tiles::BYTES) * tiles::ROWS;
-  const auto product = t.rows > tiles::ROWS ? add<HALVES, 2, PANELS> : add<HALVES, 1, PANELS>;
-  product(static_cast<const char*>(t.x), apart, w, steps, rest ? tails : nullptr, reinterpret_cast<char*>(t.out), before);
+  (t.rows > tiles::ROWS ? add<HALVES, 2, PANELS> : add<HALVES, 1, PANELS>)(o, before);
 }
 
 // Round to bfloat16, to nearest even. Numbers below 2^-126 become zeros, and NaN stays NaN.
