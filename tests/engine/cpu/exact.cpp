@@ -120,6 +120,7 @@ static float normal(float x) { return std::fabs(x) < 0x1p-126f ? 0.0f : x; }
 
 // To the nearest bfloat16, ties to even.
 static float to_bf16(float x) {
+  if (std::isnan(x)) return x;
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   bits = bits + 0x7fff + (bits >> 16 & 1) & 0xffff0000u;
@@ -127,7 +128,21 @@ static float to_bf16(float x) {
   return x;
 }
 
-// Products of bfloat16 against sums in the stated order: 1, 0, 3, 2, ... of k, or that of tiles (sinew/layers/stores/lowbit.py).
+// Return the sum of x(i) * w(i) over i < n in the order of tiles (sinew/layers/stores/lowbit.py).
+template <class X, class W>
+static float in_tiles(int64_t n, const X& x, const W& w) {
+  float sum = 0, parts[2] = {};
+  for (int64_t i = 0; i < n; ++i) {
+    float& part = parts[i % 2];
+    part = normal(float(double(part) + double(x(i)) * double(w(i))));
+    if (i % 32 != 31 && i != n - 1) continue;
+    sum = normal(sum + normal(parts[0] + parts[1]));
+    parts[0] = parts[1] = 0;
+  }
+  return sum;
+}
+
+// Products of bfloat16 against sums in the stated order: 1, 0, 3, 2, ... of k, or that of tiles.
 static bool check_halves(int kernels, int format, int64_t rows, int64_t k, int64_t channels, int threads) {
   Layer weights = layer(format, channels, k, 0);
   if (below(4) == 0) std::memset(weights.stored.data() + 2 * below(int(channels * k)), 0, 2);
@@ -142,21 +157,19 @@ static bool check_halves(int kernels, int format, int64_t rows, int64_t k, int64
   if (lowbit_multiply(kernels, format, x.data(), rows, k, 1, given, 1, threads) != 0) return false;
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < channels; ++c) {
-      float sum = 0, parts[2] = {};
-      for (int64_t i = 0; i < k; ++i) {
-        const int64_t at = format == BF16_PANELS ? i ^ 1 : i;
+      const auto weight = [&](int64_t at) {
         uint32_t bits = 0;
         std::memcpy(reinterpret_cast<char*>(&bits) + 2,
                     weights.stored.data() + 2 * (c / CHANNELS * CHANNELS * k + (at / 2 * CHANNELS + c % CHANNELS) * 2 + at % 2), 2);
         float w;
         std::memcpy(&w, &bits, 4);
-        const float value = x[r * k + at], rounded = std::isnan(value) ? value : to_bf16(normal(value));
-        float& part = format == BF16_PANELS ? sum : parts[at % 2];
-        part = normal(float(double(part) + double(rounded) * double(normal(w))));
-        if (format == BF16_PANELS || (i % 32 != 31 && i != k - 1)) continue;
-        sum = normal(sum + normal(parts[0] + parts[1]));
-        parts[0] = parts[1] = 0;
-      }
+        return normal(w);
+      };
+      const auto value = [&](int64_t at) { return to_bf16(normal(x[r * k + at])); };
+      float sum = 0;
+      if (format == BF16_TILES) sum = in_tiles(k, value, weight);
+      for (int64_t i = 0; i < k && format == BF16_PANELS; ++i)
+        sum = normal(float(double(sum) + double(value(i ^ 1)) * double(weight(i ^ 1))));
       const float wanted = biased ? sum + bias[c] : sum;
       if (!same(wanted, y[r * channels + c])) {
         std::printf("format %d: row %d, channel %d: %a, got %a\n", format, int(r), int(c), wanted, y[r * channels + c]);
@@ -238,6 +251,56 @@ static bool check(int kernels, int format, int64_t rows, int64_t k, int64_t chan
   return true;
 }
 
+// The attention of tiles for one query [size] as x86_amx.cpp defines it: key(j) and value(j) are rows, sees(j) the mask. The result may
+// differ from that of double by `bound`, which follows from the 8 bits of bfloat16.
+template <class Key, class Value, class Sees>
+static std::vector<float> attend_in_tiles(const float* q, int64_t size, int64_t keys, float scale, const Key& key, const Value& value,
+                                          const Sees& sees, double* bound) {
+  const auto half = [](float x) { return to_bf16(normal(x)); };
+  volatile float factor = scale * 1.44269504f;
+  const int64_t padded = round_up(keys, 32);
+  std::vector<float> scores(padded, -INFINITY), weights(padded), out(size);
+  double steps = 0, largest = 0;  // of the scores, in natural logarithms; and of the values
+  for (int64_t j = 0; j < keys; ++j) {
+    double sizes = 0;
+    scores[j] = in_tiles(
+        size, [&](int64_t d) { volatile float scaled = q[d] * factor; return half(scaled); }, [&](int64_t d) { return half(key(j)[d]); });
+    for (int64_t d = 0; d < size; ++d) {
+      sizes += std::fabs(double(q[d]) * key(j)[d] * scale);
+      largest = std::fmax(largest, std::fabs(value(j)[d]));
+    }
+    steps = std::fmax(steps, sizes);
+    if (!sees(j)) scores[j] = -INFINITY;
+  }
+  float top = -INFINITY;
+  for (float score : scores) top = std::fmax(top, score);
+  if (top == -INFINITY) {
+    std::fill(scores.begin(), scores.begin() + keys, 0.0f);
+    top = 0;
+  }
+  float sums[16] = {};
+  for (int64_t j = 0; j < padded; ++j) {
+    volatile float x = scores[j] - top, n = x + 12582912.0f, less = n - 12582912.0f, r = x - less;
+    volatile float p = r * 0.0550090224f, c = p + 0.2422113121f, d = c * r, e = d + 0.6932829618f, f = e * r, g = f + 1.0f;
+    float weight = x < -120 ? 0.0f : std::ldexp(g, int(less));
+    uint32_t bits;
+    std::memcpy(&bits, &weight, 4);
+    bits = (bits + 0x8000) & 0xffff0000u;
+    std::memcpy(&weights[j], &bits, 4);
+    sums[j % 16] += weights[j];
+  }
+  for (int apart = 8; apart > 0; apart /= 2)
+    for (int i = 0; i < apart; ++i) sums[i] += sums[i + apart];
+  const float inverse = 1 / sums[0];
+  const auto place = [](int64_t i) { return i / 32 * 32 + i % 2 * 16 + i % 32 / 2; };
+  for (int64_t d = 0; d < size; ++d)
+    out[d] = inverse * in_tiles(padded, [&](int64_t i) { return weights[place(i)]; },
+                                [&](int64_t i) { return place(i) < keys ? half(value(place(i))[d]) : 0.0f; });
+  // A factor has a relative error of 2^-9, so a score has two. Weights differ by twice their largest error, and are rounded.
+  *bound = largest * (2 * std::expm1(2 * std::ldexp(steps, -9)) + 3 * std::ldexp(1.0, -9) + 3e-4);
+  return out;
+}
+
 // Attention over tensors that end where their last row does, and activations of any length, against double.
 static bool check_between(int kernels) {
   const int64_t batch = 1 + below(2), queries = 1 + below(30), keys = 1 + below(60), key_heads = 1 + below(2);
@@ -287,11 +350,23 @@ static bool check_between(int kernels) {
           top = std::fmax(top, scores[j]);
         }
         for (double& score : scores) sum += score = std::exp(score - top);
+        double bound = 4e-3;
+        std::vector<float> tiles;
+        if (lowbit_takes_panels(kernels, BF16_TILES))
+          tiles = attend_in_tiles(
+              &q[((b * queries + i) * heads + h) * size], size, keys, scale,
+              [&](int64_t j) { return &k[((b * keys + j) * key_heads + shared) * size]; },
+              [&](int64_t j) { return &v[((b * keys + j) * key_heads + shared) * size]; },
+              [&](int64_t j) { return !masked || mask[(b * queries + i) * keys + j]; }, &bound);
         for (int64_t d = 0; d < size; ++d) {
           for (int64_t j = 0; j < keys; ++j) wanted[d] += scores[j] / sum * v[((b * keys + j) * key_heads + shared) * size + d];
           const double got = out[((b * queries + i) * heads + h) * size + d];
           const double coarse = rounded[((b * queries + i) * heads + h) * size + d];
-          if (!(std::fabs(got - wanted[d]) < 1e-5) || !(std::fabs(coarse - wanted[d]) < 4e-3)) {
+          if (!tiles.empty() && !same(tiles[d], float(coarse))) {
+            std::printf("%s attention in tiles: expected %a, got %a\n", lowbit_kernels(kernels), tiles[d], coarse);
+            return false;
+          }
+          if (!(std::fabs(got - wanted[d]) < 1e-5) || !(std::fabs(coarse - wanted[d]) < bound)) {
             std::printf("%s attention: expected %g, got %g and rounded %g\n", lowbit_kernels(kernels), wanted[d], got, coarse);
             return false;
           }

@@ -875,15 +875,21 @@ def test_kernels_of_tiles_are_exact_where_their_instructions_are_emulated(tmp_pa
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["amx", "portable"]
 
 
+def library_of_emulated_tiles(folder: Path) -> Path:
+    """A library with the kernels of tiles for any CPU, and with the portable kernels."""
+    compiler = build.find_compiler()
+    objects, left_out = build.compile_into(folder, compiler, {"x86_amx": ()}, (TILES,))
+    assert left_out == []
+    path = folder / build.NAME
+    subprocess.run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(path)], check=True)
+    return path
+
+
 @needs_compiler
 @pytest.mark.kernels
 def test_a_library_with_tiles_is_checked_and_timed_before_it_is_taken(tmp_path, monkeypatch) -> None:
     """With emulated instructions, which are slower than plain loops: what is best by name is not taken."""
-    compiler = build.find_compiler()
-    objects, left_out = build.compile_into(tmp_path, compiler, {"x86_amx": ()}, (TILES,))
-    assert left_out == []
-    path = tmp_path / build.NAME
-    subprocess.run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(path)], check=True)
+    path = library_of_emulated_tiles(tmp_path)
     monkeypatch.setattr(compiled, "build", lambda: build.Built(path, "a test"))
     found = compiled._load("")
     assert (found.kernels, found.available) == ("portable", ("amx", "portable"))

@@ -1,4 +1,5 @@
-"""Compiled attention and activations of every instruction set that this CPU has, against float64."""
+"""Compiled attention and activations of every instruction set that this CPU has, and of emulated tiles, against
+float64."""
 
 from __future__ import annotations
 
@@ -16,16 +17,25 @@ from sinew.engine.cpu.kernels import library as compiled
 from sinew.engine.cpu.kernels.float_kernels import FloatKernels
 from sinew.engine.plan.plan import Plan
 from sinew.policy import load
+from tests.engine.cpu.test_cpu_kernels import library_of_emulated_tiles
 from tests.engines import run_one
 
+# The error of rounded attention as a part of the largest value. Tiles round to the 8 bits of bfloat16: over 60 random
+# cases of scores with a standard deviation of 4, the largest error was 1.1e-2.
+ROUNDED = {"amx": 2e-2}
+ROUNDED_ELSEWHERE = 4e-3
 
-@pytest.fixture(scope="module")
-def all_kernels() -> dict[str, FloatKernels]:
-    """The operations of every instruction set that this CPU has."""
+
+@pytest.fixture(scope="module", params=["this CPU", pytest.param("tiles", marks=pytest.mark.kernels)])
+def all_kernels(request, tmp_path_factory) -> dict[str, FloatKernels]:
+    """The operations of every instruction set that this CPU has, or those of emulated tiles."""
     built = build.build()
     if built.path is None:
         pytest.skip(built.reason)
-    library = compiled.load(str(built.path))
+    path = built.path
+    if request.param == "tiles":
+        path = library_of_emulated_tiles(tmp_path_factory.mktemp("tiles"))
+    library = compiled.load(str(path))
     names = compiled.kernel_names(library)
     return {name: FloatKernels.compiled(library, index) for name, index in zip(names, count())}
 
@@ -60,7 +70,7 @@ def test_attention_is_that_of_float64(
     before = seed % (keys + 1)  # the others lie in tensors of their own
     parted = k[:, :before], v[:, :before], k[:, before:].contiguous(), v[:, before:].contiguous()
     for name, each in all_kernels.items():
-        for rounded, part in ((False, 4e-6), (True, 4e-3)):
+        for rounded, part in ((False, 4e-6), (True, ROUNDED.get(name, ROUNDED_ELSEWHERE))):
             made = each.attend(q, k, v, mask, rounded)
             error = (made.double() - wanted).abs().max()
             assert error <= part * v.abs().max(), (name, rounded, float(error))
@@ -116,7 +126,8 @@ def test_rounded_attention_takes_any_size_of_numbers(all_kernels) -> None:
     for name, each in all_kernels.items():
         for factor in (1e-12, 1e12):  # scores stay as they are; so do weights
             made = each.attend(q * factor, k / factor, v * factor, mask, True) / factor
-            assert (made - plain).abs().max() <= 4e-3 * v.abs().max(), (name, factor)
+            bound = ROUNDED.get(name, ROUNDED_ELSEWHERE) * v.abs().max()
+            assert (made - plain).abs().max() <= bound, (name, factor)
         zeros = torch.zeros_like(q)
         even = each.attend(zeros, zeros, v, mask, True)
         wanted = float_kernels.attend_reference(zeros, zeros, v, mask)
@@ -137,7 +148,7 @@ def test_threads_do_not_change_a_bit(all_kernels) -> None:
             torch.set_num_threads(threads)
             activated = x.clone()
             each.gelu(activated)
-            results.append((each.attend(q, k, v, None), activated))
+            results.append((each.attend(q, k, v, None), each.attend(q, k, v, None, True), activated))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

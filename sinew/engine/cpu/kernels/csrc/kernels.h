@@ -182,6 +182,9 @@ struct Tiles {
   void (*multiply)(const Tile&, const Ending* before);  // before: the previous product, or null
   void (*multiply_two)(const Tile&, const Ending* before);
   void (*finish)(const Ending&);
+  // Attention with products of bfloat16, as FloatKernels::attend_rounded. `memory` has attend_bytes() for `rows` rows.
+  // Null for products of int8.
+  void (*attend)(const struct Attention&, int64_t batch, int64_t head, int64_t first, int64_t last, char* memory);
 };
 
 struct Weights {
