@@ -38,11 +38,11 @@ def build_app(config: Path | None = None, words: Sequence[str] = ()) -> App:
         name="sinew",
         help="Real-time inference for vision-language-action policies.",
         help_epilogue=(
-            "`sinew VERB --help` shows the flags of a verb and an example. `--json` prints a result as JSON alone,"
-            " `--json FILE.json` writes it beside the text. `--debug` (or SINEW_DEBUG=1) shows the traceback of an"
-            " error. Every flag can also come from the environment (SINEW_SERVE_HOST) or from `--config FILE.toml`"
-            " (SINEW_CONFIG): `host` under `[serve]`. The exit status is 0 if the command succeeded;"
-            f" {page('commands')} lists the others."
+            "`sinew COMMAND --help` shows the flags of a command and an example. `--json` prints the result as JSON."
+            " `--json FILE.json` prints the result as text and writes it to the file as JSON. `--debug` (or"
+            " SINEW_DEBUG=1) shows the traceback of an error. You can also set every flag in the environment"
+            " (SINEW_SERVE_HOST) or in a file (`--config FILE.toml` or SINEW_CONFIG, with `host` under `[serve]`)."
+            f" The exit status is 0 if the command succeeded; {page('commands')} lists the others."
         ),
         version=__version__,
         group_parameters=Group("Options", sort_key=0),

@@ -95,13 +95,11 @@ def _no_verb(word: str, names: list[str], within: bool) -> str:
     """
     if word.startswith("-"):
         hint = did_you_mean(word, ("--json", "--debug", "--config", *names)).removeprefix("; ")
-        return (
-            f"unknown flag {word}: {hint or 'put flags of a command after its name, see `sinew VERB --help`'}"
-        )
+        return f"unknown flag {word}: {hint or 'put flags of a command after its name, see `sinew COMMAND --help`'}"
     verbs = [each for each in names if not each.startswith("-")]
     moved = "" if within or word not in WITHIN else f"it is `sinew {WITHIN[word]}`"
     hint = moved or did_you_mean(word, verbs).removeprefix("; ") or f"expected one of {', '.join(verbs)}"
-    return f"unknown verb {word!r}: {hint}"
+    return f"unknown command {word!r}: {hint}"
 
 
 def _meaning(error: MissingArgumentError, argument: Argument) -> str:

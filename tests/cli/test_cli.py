@@ -172,14 +172,14 @@ def test_torch_is_imported_only_where_it_is_needed(code: str) -> None:
 def test_unknown_verb() -> None:
     result = sinew("serv")
     assert result.returncode == 2
-    assert result.stderr == "error: unknown verb 'serv': did you mean 'serve'?\n"
+    assert result.stderr == "error: unknown command 'serv': did you mean 'serve'?\n"
 
 
 @pytest.mark.parametrize("name", WITHIN)
 def test_a_verb_that_has_another_name_is_found(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "x"]) == 2
     said = capsys.readouterr().err
-    assert said == f"error: unknown verb {name!r}: it is `sinew {WITHIN[name]}`\n"
+    assert said == f"error: unknown command {name!r}: it is `sinew {WITHIN[name]}`\n"
     found = program()
     for word in WITHIN[name].removesuffix(" --stream").split():
         found = found[word]  # a KeyError where there is no such verb
@@ -206,11 +206,11 @@ def test_bad_option_is_a_usage_error(here) -> None:
         ("--versoin serve blocks", "unknown flag --versoin: did you mean '--version'?"),
         (
             "--verbose serve blocks",
-            "unknown flag --verbose: put flags of a command after its name, see `sinew VERB --help`",
+            "unknown flag --verbose: put flags of a command after its name, see `sinew COMMAND --help`",
         ),
-        ("--zzz", "unknown flag --zzz: put flags of a command after its name, see `sinew VERB --help`"),
-        ("recording datast", "unknown verb 'datast': did you mean 'dataset'?"),
-        ("recording zzz", "unknown verb 'zzz': expected one of replay, advise, mcap, rrd, dataset"),
+        ("--zzz", "unknown flag --zzz: put flags of a command after its name, see `sinew COMMAND --help`"),
+        ("recording datast", "unknown command 'datast': did you mean 'dataset'?"),
+        ("recording zzz", "unknown command 'zzz': expected one of replay, advise, mcap, rrd, dataset"),
         ("infer blocks --image a --seed 1 --seed 2", "--seed: expected once, got it again; pass it once"),
     ],
 )

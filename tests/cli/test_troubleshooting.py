@@ -173,7 +173,7 @@ CAUSES: dict[str, Callable[[SimpleNamespace], str]] = {
     "Python 3.11 to 3.14": no_python,
     "error: a Rerun recording": no_rerun,
     "error: device cuda": no_gpu,
-    "error: unknown verb": verb("sevre", "blocks"),
+    "error: unknown command": verb("sevre", "blocks"),
     "error: unknown flag": verb("serve", "blocks", "--wirre", "native"),
     "error: SINEW_SERVE_QUEU": misspelt_setting,
     "error: policy.gguf": verb("inspect", "policy.gguf"),

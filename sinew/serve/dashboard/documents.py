@@ -15,7 +15,7 @@ import sinew
 PAGES = {
     "dashboard": "This dashboard",
     "troubleshooting": "Troubleshooting",
-    "commands": "Every verb",
+    "commands": "Commands",
     "protocols": "Protocols",
     "control": "Drive a robot",
     "late-answers": "Late answers",
