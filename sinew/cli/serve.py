@@ -27,7 +27,7 @@ from sinew.cli.options import (
     Texts,
 )
 from sinew.cli.serve_listen import LISTENING, REMOTE, Listening, Remote, set_up_logs, warn_of_exposure
-from sinew.core import SinewError, hints
+from sinew.core import SinewError, hints, providers
 from sinew.memory import counts_activations, memory_need
 from sinew.serve.access_log import access_logging
 from sinew.serve.launch import ServerLaunch, loader, recorders, swapper
@@ -194,7 +194,9 @@ def serve(
         )
         if bounds.memory_gib is not None and not counts_activations():
             logger.warning(
-                "--memory-gib: only weights are counted; install sinew-perf and torch to count activations too"
+                "--memory-gib: only weights are counted. To count activations too, install torch and the package"
+                " sinew-perf: %s",
+                providers.how_to_install("sinew-perf"),
             )
         if replay is None and bundle is not None:
             change = partial(

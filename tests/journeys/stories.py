@@ -1328,7 +1328,7 @@ def tutorial_lerobot(walk: Walk) -> None:
 
 def tutorial_openpi(walk: Walk) -> None:
     walk.leaves(
-        "pip install -c constraints.txt './packages/sinew-client' '.[torch,jax,sentencepiece]'",
+        "pip install -c constraints.txt './packages/sinew-client' '.[torch,jax,sentencepiece]' ./perf",
         "`make installs` checks this line; the line in README.md made this environment",
     )
     write_checkpoint(FIXTURES, walk.folder / "made", "pi05_droid")
