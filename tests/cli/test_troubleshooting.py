@@ -191,7 +191,7 @@ CAUSES: dict[str, Callable[[SimpleNamespace], str]] = {
     "error: --rename": verb("serve", "blocks", "--rename", "front=camera9"),
     "error: state": verb("infer", "blocks", *SEES, "--state", "0,0,0"),
     "error: prompt": verb("infer", "blocks", *SEES[:4], "--state", "0,0,0,0"),
-    "error: the policy refused": other_cameras,
+    "error: the policy rejected": other_cameras,
     "error: cannot listen": port_in_use,
     "error: no answer": nobody,
     "error: address": verb("run", "http://127.0.0.1:8000", "--robot", "dry", "--prompt", "go"),
