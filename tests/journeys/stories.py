@@ -1503,8 +1503,9 @@ def recordings(walk: Walk) -> None:
         "sinew recording advise run.jsonl --frames frames/ --policy pen --episodes 15 --plot ages.png"
     )
     (replan,) = (each for each in advice.result["advice"] if each["topic"] == "replan interval")
-    # On a busy machine, answers are so late that no interval is short enough.
-    assert replan["flags"] == "--replan 8" or "because an answer takes" in replan["reason"], advice.result
+    # On a busy machine, answers are late, so a shorter interval is advised, or none is short enough.
+    short = replan["flags"] in ("--replan 8", "--replan 4", "--replan 2")
+    assert short or "because an answer takes" in replan["reason"], advice.result
 
 
 def protocol_native(walk: Walk) -> None:
