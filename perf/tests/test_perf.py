@@ -507,7 +507,7 @@ def test_perf_gains_order_what_there_is(capsys):
     for flag, value, said in (
         ("--hardware", "zebra", "expected one of thor"),
         ("--hardware", "imx95", "expected a CPU or a GPU with a rate for bf16"),
-        ("--network", "5g", "--network 5g: expected --server"),
+        ("--network", "5g", "--network 5g: also pass --server"),
     ):
         assert main(["perf", "gains", egg, flag, value]) == 1
         assert said in " ".join(capsys.readouterr().err.split())
@@ -561,7 +561,9 @@ def test_perf_need(capsys):
     assert {row["steps"] for row in one} == {1}
     assert main(["perf", "need", "--rate", "1e4", "--model", "smolvla", "--hardware", "agx-orin,thor"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert said.startswith("nothing of agx-orin, thor reaches 1e+04 Hz with 70%, which others reached")
+    assert said.startswith(
+        "no machine of agx-orin, thor reaches 1e+04 Hz with 70%, which other projects reached"
+    )
     assert "also: none the rate counts chunks and not actions; for a robot at" in said
     code, result = run(capsys, "need", "--rate", 1e6, "--model", "smolvla")
     assert (code, result["found"]) == (1, [])
