@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sinew.bundle.quant import FORMATS, quantize
 from sinew.engine.cpu.kernels.library import extension
+from sinew.engine.cuda.lowbit.weights import WeightOnly, split
 from sinew.layers.linear import Embedding, Linear, hold, not_linear
 from sinew.layers.stores import half, lowbit, rows
 from sinew.layers.stores.codes import Bf16Panels, Codes, Ternary, apart, codes, together
@@ -74,6 +75,12 @@ def coded(name: str) -> Case:
     return Case(codes(name, WIDTH, scales), held, torch.float32, name, name)
 
 
+def weight_only(name: str, dtype: torch.dtype) -> Case:
+    """Codes and scales apart, as engine cuda holds them. A product does not round its input to integers."""
+    codes_, scales = split(*packed(name), codes(name, WIDTH))
+    return Case(WeightOnly(name, WIDTH, dtype), Tensors(codes_, scales), dtype, name, name)
+
+
 def adapted(case: Case) -> Case:
     """The weight of ``case`` with factors of an adapter beside it."""
     random, rank = torch.Generator().manual_seed(5), 3
@@ -107,6 +114,8 @@ CASES = {
         "bf16",
         "bf16",
     ),
+    **{f"{name}, weight-only": weight_only(name, torch.float32) for name in ("int8", "q8_0", "q4_0")},
+    "q4_0, weight-only, bfloat16": weight_only("q4_0", torch.bfloat16),
     "rows of bfloat16": given(BFLOAT16, torch.float32),
     "rows of float32": given(FLOAT32, torch.bfloat16),
     **{f"rows of {name}": given(coded(name), torch.float32) for name in FORMATS},
@@ -196,7 +205,7 @@ def test_a_store_says_what_it_is(case: Case) -> None:
         case.held.weight.dtype, "uint8"
     )
     assert case.store.precision("weight", word) == case.precision
-    assert case.store.coded == (case.held.weight.dtype == torch.uint8)
+    assert case.store.coded != case.held.weight.dtype.is_floating_point
     assert copy.deepcopy(case.store) == case.store
 
 

@@ -17,6 +17,8 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.quant import FORMATS, SCALE, WEIGHT
 from sinew.bundle.schema import COMPONENTS, Quantization
 from sinew.core import SinewError
+from sinew.core.fields import from_builtins
+from sinew.core.registry import model_class
 from sinew.engine.backend import choose
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
@@ -29,18 +31,21 @@ from sinew.engine.cuda.lowbit.weights import WeightOnly, keep_codes, split
 from sinew.engine.cuda.open import cuda_engine
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.eager.engine import EagerEngine
+from sinew.engine.example import Shapes
 from sinew.engine.loading import load_model
 from sinew.engine.plan.plan import Plan
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.stores.codes import Codes
 from sinew.layers.stores.lowbit import dequantize
 from sinew.lowbit.sources import lowbit_sources, plan_formats
+from sinew.models import on_meta
 from sinew.policy import load
 from tests.covering import some
 from tests.engine.cpu.test_cpu_engine import RECIPES, stored
 from tests.engine.cuda.cuda_cases import BOUND, CPU, ONE_PER_MODEL
 from tests.engines import run_one
 from tests.golden import Golden, relative_l2
+from tests.models.stages import CASES
 
 GPU = torch.device("cuda", 0)
 KINDS = ("int8", "q8_0", "q4_0")
@@ -250,6 +255,19 @@ def test_the_balance_of_a_gpu_decides(small, capability, number, kept):
         in made.notes["language"]
     )
     assert made.notes["head"].startswith("head stays int8 (a weight is read once for 50 rows, at most the")
+
+
+@pytest.mark.parametrize("case", some(CASES, "openvla-ar", "groot-n17", "act-2cam"))
+def test_the_rows_of_every_family_are_counted(case, case_bundle):
+    """Without memory for weights. A head that runs for one token or for a chunk reads its weights for few rows."""
+    manifest = Bundle(case_bundle(case)).manifest
+    cls = model_class(manifest.architecture)
+    model = on_meta(cls, from_builtins(manifest.config, cls.config_type, "config"))
+    layers = choice.linear_layers(model)
+    rows = choice.rows_of(model, Shapes.of(manifest), layers)
+    for part in COMPONENTS:
+        assert (rows[part] > 0) == any(model.component_of(name) == part for name in layers), part
+    assert rows["head"] <= 200
 
 
 def test_generated_tokens_are_single_rows(case_bundle, tmp_path):

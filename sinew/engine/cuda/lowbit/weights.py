@@ -64,6 +64,15 @@ class WeightOnly(Store):
     def widened(self, held: Held) -> Tensor:
         return weight_only_linear.widened(held.weight, _scale(held))
 
+    def form(self, rows: int, device: torch.device) -> dict[str, Tensor]:
+        halved = self.name == "q4_0"
+        kind = torch.uint8 if halved else torch.int8
+        groups = torch.empty(rows, self.width // weight_only_linear.GROUP, dtype=torch.float16, device=device)
+        return {
+            "weight": torch.empty(rows, self.width // 2 if halved else self.width, dtype=kind, device=device),
+            "scale": torch.empty(rows, device=device) if self.name == "int8" else groups,
+        }
+
     def precision(self, part: str, dtype: str) -> str:
         return self.name if part in ("weight", "scale") else dtype
 
