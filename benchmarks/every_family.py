@@ -1,12 +1,16 @@
 """Time every policy family at its published size on one CPU: all engines, with memory, and what `sinew perf` predicts.
 
     python -m benchmarks.every_family OUT [--only smolvla] [--rows eager --rows int8] [--threads 1]
+    python -m benchmarks.every_family OUT --peer PYTHON --rows lerobot
     python -m benchmarks.every_family OUT --page docs/speed-by-family.md
 
 The weights are random, so the actions mean nothing, but every product is computed. A bundle is made from the family's
 ``published.json``: weights of its published type, identity normalisation and a tokenizer of one word. Each row runs in
 its own process: it loads the bundle, computes a first chunk, then ``--runs`` more, and reports the processor seconds of
 one chunk, the peak memory and the seconds from the start of its process to the first chunk.
+
+``--peer`` also times LeRobot's own policy of the same size, for the families that benchmarks/lerobot_alone.py knows.
+``python -m benchmarks.peers --how`` states how to make its environment.
 
 Results are written to OUT/every_family.json after each row. A second call measures only the missing rows. ``--page``
 measures nothing and writes the page from that file. The repository has it in benchmarks/results/every_family.json.
@@ -18,6 +22,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -35,6 +40,8 @@ from gguf import GGMLQuantizationType
 from sinew_client.types import CameraSpec, VectorSpec
 from sinew_perf.program import PublishedProgram
 
+from benchmarks.lerobot_alone import POLICIES
+from benchmarks.peers import ROOT, environment
 from sinew.bundle import Bundle, TensorSource, write_bundle
 from sinew.bundle.quant import pack_ternary
 from sinew.bundle.schema import Manifest, Normalization, Processing, PromptRecipe, Provenance
@@ -56,12 +63,20 @@ ROWS = {  # row -> (precision of all components, engine, compute type)
     "int8": ("int8", "cpu", "fp32"),
     "4bit": ("q4_0", "cpu", "fp32"),
 }
+PEER = "lerobot"  # the row of LeRobot's own policy
 # Observation steps of the presets whose views are those of several steps.
 HISTORY = {"vqbet": 5, "diffusion": 2, "multi_task_dit": 2, "omnivla-edge": 6}
 SAME = ("cogact-small", "cogact-large")  # differ from cogact in the head only
 # Presets whose checkpoints are published in float32. All others are bfloat16.
 FLOAT32 = ("act", "diffusion", "vqbet", "multi_task_dit", "omnivla-edge", "turbovla", "xvla")
-LABELS = {"eager": "eager", "plan": "plan", "onnx": "onnx", "int8": "cpu, int8", "4bit": "cpu, 4 bits"}
+LABELS = {
+    PEER: "LeRobot",
+    "eager": "eager",
+    "plan": "plan",
+    "onnx": "onnx",
+    "int8": "cpu, int8",
+    "4bit": "cpu, 4 bits",
+}
 PAGE = """# Speed by policy family
 
 On this page you choose an engine and a precision for your policy family before you download a checkpoint. The tables
@@ -81,6 +96,8 @@ chunk do.
 * **eager**, **plan**: these engines compute in the type of the checkpoint.
 * **onnx**: this engine computes in float32 with its own products, which can be faster than those of PyTorch.
 * **cpu**: this engine multiplies weights of 8 or 4 bits.
+* **LeRobot**: LeRobot 0.6.1's own policy of the same size, without the processing of the observation. SmolVLA, pi0 and
+  pi0.5 compute in bfloat16 there, and the others in float32.
 """
 MEMORY = """## Memory and the first chunk
 
@@ -241,6 +258,17 @@ def alone(call: Any, *arguments: Any) -> dict[str, Any]:
         return {"reason": "the system ended the process, perhaps because memory ran out"}
 
 
+def alone_in_lerobot(name: str, threads: int, runs: int, peer: Path, lerobot: Path) -> dict[str, Any]:
+    """Time LeRobot's own policy in a process of another environment. Return its result, or why it failed."""
+    command = [peer, "-m", "benchmarks.lerobot_alone", name, str(threads), str(runs)]
+    ended = subprocess.run(
+        command, check=False, cwd=ROOT, env=environment(lerobot), capture_output=True, text=True
+    )
+    if ended.returncode:
+        return {"reason": f"LeRobot ended with status {ended.returncode}: {ended.stderr.strip()[-200:]}"}
+    return {**json.loads(ended.stdout.splitlines()[-1]), "load": round(os.getloadavg()[0], 1)}
+
+
 def quantise(bundle: Path, precision: str, out: Path) -> None:
     """Write a copy of a bundle whose components all have one precision."""
     opened = Bundle(bundle)
@@ -319,7 +347,7 @@ def written(results: dict[str, Any]) -> str:
     if reasons:
         lines += [
             "",
-            "A dash means that the engine was not measured. These engines did not run:",
+            "These engines did not run:",
             "",
         ]
         lines += [f"* {', '.join(who)}: {reason}" for reason, who in reasons.items()]
@@ -335,6 +363,8 @@ def main(
     threads: int = 1,
     runs: int = 1,
     page: Path | None = None,
+    peer: Path | None = None,
+    lerobot: Path = ROOT / ".venv-clients" / "lerobot-0.6.1",
 ) -> None:
     """Measure the families, or write the page.
 
@@ -345,6 +375,8 @@ def main(
         threads: Compute threads of each process.
         runs: Number of timed chunks.
         page: Write this page from the results and measure nothing.
+        peer: Python of an environment with LeRobot and transformers. None measures no row ``lerobot``.
+        lerobot: Folder of LeRobot's package.
     """
     store = out / "every_family.json"
     results: dict[str, Any] = json.loads(store.read_text()) if store.exists() else {}
@@ -354,7 +386,13 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     for name in only or [name for name in presets() if name not in SAME]:
         result = results.setdefault(name, {"title": published(name).title, "rows": {}})
-        missing = [row for row in rows or ROWS if row not in result["rows"]]
+        missing = [row for row in rows or (*ROWS, PEER) if row not in result["rows"]]
+        if PEER in missing:
+            missing.remove(PEER)
+            if peer is not None and name in POLICIES:
+                result["rows"][PEER] = alone_in_lerobot(name, threads, runs, peer, lerobot)
+                print(name, PEER, result["rows"][PEER], flush=True)
+                store.write_text(json.dumps(results, indent=1))
         if not missing:
             continue
         bundle = out / f"{name}.gguf"
