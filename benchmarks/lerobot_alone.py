@@ -120,6 +120,10 @@ def build_policy(about: dict[str, Any]) -> Any:
     torch.set_default_dtype(torch.bfloat16 if half else torch.float32)
     policy = get_policy_class(about["type"])(config).eval()
     torch.set_default_dtype(torch.float32)
+    if half:  # LeRobot keeps the projections of actions, state and time in float32
+        for name, module in policy.model.named_children():
+            if name != "paligemma_with_expert":
+                module.float()
     return policy
 
 
