@@ -305,7 +305,13 @@ def product_rate(dtype: torch.dtype) -> float:
 
 def cell(row: dict[str, Any], key: str, digits: int = 3) -> str:
     """Return a number of a row for the table; a dash if the engine did not run."""
-    return "-" if key not in row else f"{row[key]:.{digits}g}" if row[key] < 1000 else f"{row[key]:.0f}"
+    return (
+        "-"
+        if key not in row
+        else f"{row[key]:.{digits}g}"
+        if row[key] < 10 ** (digits - 1)
+        else f"{row[key]:.0f}"
+    )
 
 
 def written(results: dict[str, Any]) -> str:
