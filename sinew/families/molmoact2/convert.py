@@ -347,7 +347,8 @@ def skipped(checkpoint: LeRobotCheckpoint, network: JsonRecord) -> tuple[int, ..
     """Return the ids of tokens that the action expert does not read.
 
     A network that was trained on discrete actions too hides the end token from the expert. LeRobot 0.6.1 follows the
-    network's action_mode. Later versions, whose configuration has train_mode_vlm, follow the policy's action_mode.
+    network's action_mode. The commands of later versions, whose configuration has train_mode_vlm, follow the policy's
+    action_mode, as their training does.
     """
     later = "train_mode_vlm" in checkpoint.config
     mode = network["action_mode"] if not later or checkpoint["action_mode"] == "both" else "continuous"
