@@ -988,6 +988,10 @@ def low_bit(walk: Walk) -> None:
         instead=("--episodes 40", "--episodes 3"),
     )
     walk.run("sinew perf fit small.gguf --engine cpu --device cpu --cameras 2", says=("fits with",))
+    walk.type(
+        "sinew quantize policy.gguf --recipe head=int8 --out small.gguf", instead=("small.gguf", "head.gguf")
+    )
+    walk.leaves("sinew serve small.gguf --engine cuda", "this line needs a GPU")
 
 
 def eval_package(walk: Walk) -> None:
