@@ -33,8 +33,8 @@ class _Request:
 
 
 class _Line:
-    """A network link, or the machine. It serves one request at a time, in the order of arrival. Of the requests that
-    wait for the same direction, only the newest one stays.
+    """A network link, or the machine. It serves one request at a time, in the order of arrival. If several requests
+    wait for the same direction of a link, or for the machine, only the newest request stays.
     """
 
     def __init__(self) -> None:

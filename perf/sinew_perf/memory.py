@@ -145,7 +145,7 @@ class MemoryReport:
     @property
     def of_the_file(self) -> int:
         """Return the smallest number of bytes of weights that must be in memory as mapped pages of the bundle's file.
-        Engine cpu copies int8 weights into panels for its kernels.
+        Int8 weights of engine cpu do not count, because the engine copies them into the layout of its kernels.
         """
         rows = () if not self.mapped else self.weights
         return sum(row.resident for row in rows if not (self.laid_out and row.dtype == "int8"))

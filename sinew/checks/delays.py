@@ -21,7 +21,7 @@ from sinew.checks.wiring.thumbnails import SAMPLES, imprint, is_frame, sample
 
 EARLIEST_S, LATEST_S = -0.1, 1.0  # the search tries shifts in this interval, in seconds
 GRID_S = 0.002  # seconds between two shifts of the search; a parabola interpolates between them
-NEAR_S = 0.1  # the shift of a part of the trace is searched this close to the shift of the whole trace
+NEAR_S = 0.1  # largest difference between the shift of one part and the shift of the whole trace
 PARTS = 6  # the trace is split into this many parts; the 95 % interval is that of the mean of their shifts
 T_QUANTILE = 2.571  # 97.5 % quantile of Student's t distribution with PARTS - 1 degrees of freedom
 EXPLAINED = 0.5  # a command must explain at least this share of the variance of its state

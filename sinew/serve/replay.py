@@ -170,7 +170,7 @@ class Replay(OpenPolicy, ServedPolicy):
         """Do nothing, because a recording computes nothing."""
 
     def reset(self, session: str = "") -> None:
-        """Begin the session's recording again, for a new episode."""
+        """Replay the session's recording from its beginning again, for a new episode."""
         self._refuse_closed()
         with self._lock:
             for name in self.adapters:

@@ -111,8 +111,8 @@ class StreamPrefix:
     Attributes:
         context: Context of the frame for the head.
         state: State with which the prefix was computed, float [D] in robot units.
-        noise: Noise from which a whole solution starts.
-        steps: Number of evaluations of a whole solution.
+        noise: Noise from which the solver starts when it computes a chunk from the beginning.
+        steps: Number of evaluations of the head when the solver computes a chunk from the beginning.
         frame_time: Exposure time of the frame, seconds of the robot's clock.
         text: Text of the stream at this prefix.
     """

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 # Kinds of requests. When several kinds wait, they are answered in this order.
 NEXT, RESET, INFER, STEP = ORDER = ("next", "reset", "infer", "step")
 
-# Function that answers all requests of one kind. Its argument maps each seat to its request, in ascending order of the
-# seats. Its result maps each seat to an answer or an error.
+# Function that answers all requests of one kind. Its argument maps each seat (the number of an episode that
+# plays now) to its request, in ascending order. Its result maps each seat to an answer or an error.
 Answer = Callable[[Mapping[int, Any]], Mapping[int, Any]]
 
 

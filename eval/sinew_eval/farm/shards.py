@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 MAX_LOG = 1 << 28  # largest log of a shard that is read, in bytes
 BEATS = 5  # number of heartbeats that a shard sends during one lease
 LOOK_S = 0.05  # seconds between two checks of the queue
-# The run ends when this many shards died in the same group, or before their first group.
+# The run ends when this many shards died in the same group of episodes, or before their first group.
 DEATHS = 5
 # Exit status of a shard that ends with a SinewError, and with any other exception.
 REFUSED, FAULT = 65, 70

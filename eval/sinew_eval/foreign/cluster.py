@@ -436,7 +436,8 @@ def work(folder: Path, worker: str, typed: TypedNames, hosts: str, count: int) -
     Args:
         folder: Folder of the queue.
         worker: Name of this process in the queue.
-        typed: Names that were typed on the run's command line. The plan may use no others.
+        typed: Names of policies, environments and adapters that were typed on the command line of the run. The plan may
+            use no others.
         hosts: Address of the cluster.
         count: Number of actors.
 

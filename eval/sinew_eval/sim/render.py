@@ -167,7 +167,8 @@ def _visible_faces(camera: RenderCamera, boxes: Boxes) -> tuple[F64, NDArray[np.
         boxes: The boxes.
 
     Returns:
-        Planes [faces, 5, 3] (four tests of the inner side, one inverse depth), and colours [faces, 3].
+        Planes [faces, 5, 3]: for each face, the planes through its four edges, which tell whether a pixel is inside the
+        face, and the plane of its inverse depth. Also colours [faces, 3].
     """
     corners = boxes.center[:, None] + (_SIGNS * boxes.half[:, None]) @ boxes.rotation.transpose(0, 2, 1)
     seen_from = (corners - camera.position) @ camera.rotation.T  # [n, 8, 3] right, down, forward

@@ -158,7 +158,7 @@ def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None =
     if start:
         weights = torch.load(start, weights_only=True)  # own file: named by the person at this machine
         objective.load_state_dict(weights, strict=False)
-    # Copy the model before its products change to bfloat16, so that the averaged weights run in float32.
+    # Copy the model before its matrix products change to bfloat16, so that the copy computes in float32.
     average = copy.deepcopy(model).eval()
     log.info("%s", use_half_products(model))
     optimizer = torch.optim.AdamW(_groups(objective, recipe), betas=(0.9, 0.95), fused=True)

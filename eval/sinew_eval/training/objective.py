@@ -4,8 +4,8 @@
   Beta(1.5, 1) scaled to (0.001, 1). Each prefix is used with several draws of noise and time. This costs little,
   because the expert is a small part of the work.
 * An auxiliary head, which is dropped after training, reads the values (V) of the state token in the attention of the
-  expert's last two layers, and must return the positions of all objects. If it read later features, the model could
-  solve the auxiliary task in features that the actions do not use.
+  expert's last two layers, and must return the positions of all objects. The actions depend
+  on these values. Later features would not help, because the actions do not use them.
 * A second auxiliary head reads single image tokens. It must return which coloured objects have their centre inside
   the token's square, and where. It trains the vision tower in a few hundred steps, while the first head alone needs
   thousands.

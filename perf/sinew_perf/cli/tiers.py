@@ -1,5 +1,6 @@
-"""``sinew perf tiers``: compare measurements of seven policies on three boards by vla.cpp's authors with
-predictions.
+"""``sinew perf tiers``: compare predictions with the measurements that vla.cpp's authors published.
+
+The authors measured seven policies on three boards.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class JointFit:
         """Return the statistics of the state from the training frames. If the bundle has no record of them, the
         statistics of the normalisation are used.
 
-        A number counts as outside only if it is beyond both ranges, because a few episodes do not cover all training
-        data.
+        A number counts as outside only if it is beyond the range of the training frames and beyond the range of the
+        normalisation, because a few episodes do not cover all training data.
         """
         spec, recipe, seen = manifest.spec, manifest.processing, manifest.seen
         names = spec.state.names or tuple(map(str, range(spec.state.dim)))

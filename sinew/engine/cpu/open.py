@@ -48,7 +48,7 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     recipe = stored_recipe(bundle, model)
     engine = PlannedEngine(compile_floats(plan) if kernels.compiled else plan, where, recipe)
     bundle.release(engine.model.parameters())
-    log.info("products are computed by %s kernels (%s)", kernels.kernels, kernels.reason)
+    log.info("matrix products are computed by %s kernels (%s)", kernels.kernels, kernels.reason)
     return engine
 
 

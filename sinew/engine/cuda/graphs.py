@@ -69,7 +69,7 @@ class RecordedGraph:
 
 
 class GraphRecorder(ABC):
-    """Records programs.
+    """Records programs. A program is a sequence of kernels that can be launched again, such as a CUDA graph.
 
     Attributes:
         calls: True if a replay calls the model's modules again, so that their hooks also run.

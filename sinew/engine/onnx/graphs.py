@@ -32,7 +32,7 @@ CONTROL = ("Loop", "Scan", "If")  # operators that no export contains and that m
 # Prefixes of the names in ``reads`` for an autoregressive head. Tensors that no generated token changes have names
 # that begin with PROMPT.
 CONTEXT, PROMPT = "context.", "context.prompt."
-NEWEST = "context.spoken.token"  # The name in ``said`` of the newest token, int64 [B].
+NEWEST = "context.spoken.token"  # The newest token has this name in ``said``, int64 [B].
 Count = Annotated[int, within(0, 1000)]  # a number of views, solver steps or bits
 # The fields that Sinew reads from an ONNX file: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto.
 _PROTO = """

@@ -514,12 +514,14 @@ def masked_parts(checkpoint: LeRobotCheckpoint, feature: str, whole: Normalizati
 
 
 def frame_steps(checkpoint: LeRobotCheckpoint) -> tuple[tuple[VectorStep, ...], tuple[VectorStep, ...]]:
-    """Return the steps between the robot's joint frame and the frame of the training data, for state and action.
+    """Return the conversions between the robot's joint frame and the frame of the training data.
+
+    The first tuple converts the state for the model, and the second tuple converts the actions for the robot.
 
     The state of the model is sign * state + offset. The action of the robot is sign * (action - offset).
 
     Raises:
-        ConvertError: The signs or the offsets are not valid, or differ between the two pipelines.
+        ConvertError: The signs or the offsets are not valid, or have different lengths.
     """
     found = []
     for pipeline, step in ((PRE, TO_MODEL), (POST, TO_ROBOT)):

@@ -4,7 +4,7 @@ Every message is a msgpack map with ``type``, ``payload``, ``seq`` and ``timesta
 the inputs that the policy needs. ``episode_start`` and ``episode_end`` have no answer. The answer to
 ``observation`` is an ``action`` with a single action.
 
-A connection executes as many actions of a chunk as the project that trained the policy. If the bundle does not
+Of each chunk, a client gets as many actions as the project that trained the policy executes. If the bundle does not
 state this number, the default of Sinew's own robots applies. After a failure, the answer is an ``error`` with
 the same ``seq``, and the connection continues. Source: vla-eval 0.8.0, ``protocol/*.py``, ``connection.py``,
 ``model_servers/{serve,predict,lerobot}.py``.

@@ -83,7 +83,7 @@ class Target:
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of the servers in the order in which they are tried; [] for any other kind."""
+        """Addresses of the servers in the order in which they are tried; [] if the target is no server."""
         return split_list(self.place) if self.kind == ADDRESS else []
 
     def open(self, **options: Any) -> Policy:

@@ -64,7 +64,7 @@ class Extension:
 
     @property
     def halves(self) -> str | None:
-        """Return the fastest summation order of bfloat16 products (:data:`lowbit.HALVES`).
+        """Return the fastest order in which a kernel here sums matrix products of bfloat16 (:data:`lowbit.HALVES`).
 
         None if no kernel multiplies bfloat16.
         """

@@ -208,7 +208,7 @@ def join_kernel(
     D: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,  # rows of a tile that one program joins
+    ROWS: tl.constexpr,  # rows of a tile whose partial results one program adds
 ):
     tile = tl.program_id(0) // (BLOCK_M // ROWS)
     rows = tl.program_id(0) % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)

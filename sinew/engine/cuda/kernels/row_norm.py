@@ -37,7 +37,7 @@ def row_norm_kernel(
     gate,  # [C] or None
     weight,  # [C] or None
     shift,  # [C] or None
-    squares,  # float32 [M, PARTS]: their sum replaces the sum of the row's own squares; or None
+    squares,  # float32 [M, PARTS]: sums of squares that another kernel computed; None: this kernel computes them
     x_scale,  # float32 [1]; None: each row gets its own scale
     total,  # [M, C], the stream after the branch is added; or None
     normed,  # [M, C]

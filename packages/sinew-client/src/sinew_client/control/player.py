@@ -137,8 +137,8 @@ class Player:
                 fields.update(
                     previous=self.motion.rows(coming, state),
                     delay=delay,
-                    # The policy guides the actions before H - horizon. The guidance must not end before the last
-                    # action that the robot will have executed when the answer arrives.
+                    # The policy guides the first size - horizon actions. The robot executes ``delay`` actions until
+                    # the answer arrives, so at least these actions must be guided.
                     horizon=max(0, min(max(self.rule.horizon(self.size), delay), self.size - delay)),
                     **self.handover.continuation,
                 )

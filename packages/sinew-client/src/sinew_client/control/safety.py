@@ -378,7 +378,7 @@ class Guard:
 
     def skipped(self) -> None:
         """Record that no command was sent for a while, so the robot stands at its last command, with velocity 0."""
-        self._step = np.zeros(len(self._last))  # change of each number by the last command
+        self._step = np.zeros(len(self._last))  # how much the last command changed each of its numbers
         if self.limits is not None:
             self._smooth.rest(self._last[self._jerky])
 

@@ -133,7 +133,7 @@ class Smoothing:
         self._stages = np.full((design.stages, len(posed)), np.nan)
 
     def rest(self, target: np.ndarray | None = None) -> None:
-        """Restart the filter at the target where the robot stands, float [D].
+        """Restart the filter at ``target``, float [D], the position at which the robot stands now.
 
         NaN or None restarts at the next action.
         """
