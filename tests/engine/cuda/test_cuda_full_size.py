@@ -12,6 +12,7 @@ import torch
 from sinew_perf.program import preset
 
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
+from sinew.engine.clone import on_meta
 from sinew.engine.cuda.fused.fuse import ON_CUDA, fuse
 from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.graphs import Calls
@@ -78,7 +79,7 @@ def program(
     lowbit: str = "",
 ) -> Program:
     """lowbit: the format of all linear layers that `sinew quantize` rounds, which then stay low-bit."""
-    model = preset(name).model
+    model = on_meta(preset(name).model)  # the preset is shared by all tests
     for part, parameter in model.named_parameters():
         if part.split(".")[0] not in model.float32_modules:
             parameter.data = parameter.data.to(dtype)
