@@ -107,7 +107,9 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
             "narrow": Tile(16, 64, split=4, stages=1),
         },
     },
-    "weight_only_linear": dict.fromkeys(ARCHITECTURES, _CODES),
+    # On sm_80, a depth of 128 does not fit the registers if a residual is added.
+    "weight_only_linear": dict.fromkeys(ARCHITECTURES, _CODES)
+    | {80: _CODES | {"few": Tile(64, 32, stages=4)}},
     "row_norm": dict.fromkeys(ARCHITECTURES, _ROWS),
     "activate": dict.fromkeys(ARCHITECTURES, _COLUMNS),
     "rope": dict.fromkeys(ARCHITECTURES, _HEADS),
