@@ -236,7 +236,8 @@ def test_actions_are_turned_back_before_they_are_continued() -> None:
     assert found is not None
     assert found.target[:3].tolist() == [[-10, -19], [-8, -17], [-6, -15]]
     with pytest.raises(
-        ObservationError, match="^previous: expected actions that can be turned back .* a step"
+        ObservationError,
+        match="^previous: expected actions that Sinew can convert back to model units, got a step",
     ):
         continuation(asking().continuation, PLAIN, IDENTITY, (add, Threshold((1,))), state, 2)
 
