@@ -145,7 +145,7 @@ def changed(report: Path, out: Path, **changes: Any) -> Path:
 def test_reports_of_other_machines_are_rows(
     report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a user measured on a board is a row beside what was measured here."""
+    """The table shows what a user measured on a board and what was measured here."""
     hardware = {"hardware__board": "NVIDIA Jetson AGX Orin", "hardware__gpu": "[red]Orin[/]"}
     board = changed(report, tmp_path / "orin.json", **hardware, samples_ms__total=[20.0, 10.0, 40.0])
     capsys.readouterr()

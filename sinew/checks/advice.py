@@ -138,7 +138,7 @@ def _played_hz(log: RunLog) -> float:
 
 
 def _other_rate(log: RunLog, policy_hz: float | None) -> bool:
-    """Return whether the actions were played at another rate than the policy's.
+    """Return True if the actions were played at another rate than the rate of the policy.
 
     A run at the policy's rate with a speed below 1 is not another rate, because the user has chosen a slower motion.
     """
