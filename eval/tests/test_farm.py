@@ -31,13 +31,13 @@ from sinew.cli import main
 from sinew.core import SinewError
 from sinew.policy import Policy
 from sinew.serve.batching import Batcher
+from tests.shape_rounding import VARIABLE
 
 from sinew_eval.episodes import campaign, episode_log
 from sinew_eval.episodes.player import groups, key
 from sinew_eval.episodes.settings import Latency, Task, Variant
 from sinew_eval.farm import files, hosts, shards
 from tests import processes
-from tests.shape_rounding import VARIABLE
 
 pytestmark = pytest.mark.usefixtures("rounded_by_shape", "forked")
 
