@@ -30,18 +30,28 @@ from sinew.engine.cuda.fused.ends import (
 from sinew.engine.cuda.fused.layers import FusedAdaptiveLayer, FusedAttention, FusedKeyValueLayer, FusedLayer
 from sinew.engine.cuda.fused.ops import Ops
 from sinew.engine.cuda.fused.rows import CONSTANT
+from sinew.engine.cuda.fused.step import WholeStep
 from sinew.engine.cuda.fused.vision import RowwiseTower, RowwiseViTLayer
 from sinew.engine.cuda.lowbit.weights import WeightOnly
 from sinew.engine.plan.norms import UnitLayerNorm
 from sinew.engine.plan.packing import PackedAttention, PackedKeyValue, PackedMLP, PackedViTAttention
 from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.engine.plan.prefix_end import KeyValueLayer
-from sinew.engine.plan.rewrite import RewriteOutcome, become, exactly, foreign, left_out, spans
+from sinew.engine.plan.rewrite import (
+    RewriteOutcome,
+    become,
+    exactly,
+    foreign,
+    left_out,
+    loaded_class,
+    spans,
+)
 from sinew.engine.plan.time_tables import SplitActionTime
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer, GatedMLP
 from sinew.layers.linear import Linear, not_linear
 from sinew.layers.norm import AdaRMSNorm
 from sinew.layers.vit import LayerScale, VisionTransformer, ViTAttention, ViTLayer, ViTMLP
+from sinew.models.base import AutoregressiveModel
 from sinew.models.expert import ExpertModel
 
 # Engine cuda uses all rewrites that save launches or bytes, except the rewrites below. pi0's state token would need
@@ -169,6 +179,7 @@ def fuse(
     outcomes += [_apply(fusion, model, ops, in_fp8) for fusion in FUSIONS]
     outcomes.append(_towers(model, ops))
     outcomes.append(_ends(model, ops, scaled and "head" not in fp8))
+    outcomes.append(_step(model, ops))
     return Plan(model.eval().requires_grad_(False), tuple(outcomes))
 
 
@@ -253,6 +264,24 @@ def _ends(model: Any, ops: Ops, scaled: bool) -> RewriteOutcome:
     elif isinstance(model, SplitActionTime):
         become(model, FusedActionTime)
     return RewriteOutcome(name, "applied", f"both ends of a step over {type(ops).__name__}", ("expert.norm",))
+
+
+def _step(model: Any, ops: Ops) -> RewriteOutcome:
+    """Let the first suitable operation of ``ops.steps`` compute each step of the head."""
+    name, family = "fuse head step", loaded_class(model).__name__
+    if isinstance(model, AutoregressiveModel):
+        return RewriteOutcome(name, "not applicable", f"{family} generates tokens and has no solver steps")
+    whys = []
+    for kind in ops.steps:
+        why = kind.why_not(model)
+        if why is None:
+            model.head_step = kind(model)
+            become(model, WholeStep)
+            return RewriteOutcome(name, "applied", f"{kind.name} computes a whole step of {family}", ("act",))
+        whys.append(f"not {kind.name} ({why})")
+    known = whys or [f"{type(ops).__name__} has no operation for a whole step"]
+    reason = f"the layers of {family} compute each step; {', '.join(known)}"
+    return RewriteOutcome(name, "not applicable", reason)
 
 
 def _to_fp8(model: Any, fp8: tuple[str, ...], scales: Mapping[str, float]) -> RewriteOutcome:

@@ -5,6 +5,8 @@ All operations have rows without a batch axis.
 * ``References`` defines the kernels: float32 inside, one rounding at the end.
 * ``PlainOps`` runs a model without kernels: products in the weight's precision, and ``scaled_dot_product_attention``.
 * :mod:`.launches` has the third way, Triton's kernels.
+
+Each operation is at most one product. An operation that computes a whole step of the head belongs to :mod:`.step`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinew.engine.cuda.fused.rows import RowOps, RowReferences
+from sinew.engine.cuda.fused.step import HeadStep
 from sinew.engine.cuda.kernels import (
     gated_mlp,
     norm_linear,
@@ -55,9 +58,12 @@ class Ops(ABC):
 
     Attributes:
         rows: The operations between library products. None uses PyTorch's operations.
+        steps: Operations that compute a whole step of the head, the preferred one first. Without a suitable one, the
+            fused layers compute the step.
     """
 
     rows: RowOps | None = None
+    steps: tuple[type[HeadStep], ...] = ()
 
     @abstractmethod
     def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
@@ -189,6 +195,7 @@ class PlainOps(References):
     """The operations as PyTorch computes them, without kernels. Only the resize of frames uses the reference."""
 
     rows = None  # type: ignore[assignment]
+    steps = ()
 
     stream_linear = Ops.stream_linear  # this method does not compute the next norm's inputs
 
