@@ -11,6 +11,9 @@ from itertools import pairwise
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
 
+# Parts of a model that can multiply in FP8: a component, or only the MLPs of the language model.
+FP8_PARTS = (*COMPONENTS, "language.mlp")
+
 
 @dataclass(frozen=True)
 class CudaOptions:
@@ -21,7 +24,8 @@ class CudaOptions:
             program without a recording.
         kernels: True uses Triton kernels. False uses only PyTorch's own operations, with
             ``scaled_dot_product_attention``.
-        fp8: Components ("vision", "language", "head") whose linear layers multiply in FP8 (e4m3).
+        fp8: Parts of the model (:data:`FP8_PARTS`) whose linear layers multiply in FP8 (e4m3). With "language.mlp", the
+            attention of the language model keeps its precision.
         lowbit: Components whose low-bit weights stay low-bit in GPU memory. None lets ``lowbit/choice.py`` choose them.
             Components without low-bit weights have no effect.
         scaled_norms: A norm that the solver's time modulates (pi0.5) becomes part of the products that read it. False
@@ -43,10 +47,13 @@ class CudaOptions:
     max_graphs: int = 8
 
     def __post_init__(self) -> None:
-        for option, named in (("fp8", self.fp8), ("lowbit", self.lowbit or ())):
-            if unknown := [name for name in named if name not in COMPONENTS]:
+        for option, named, known in (
+            ("fp8", self.fp8, FP8_PARTS),
+            ("lowbit", self.lowbit or (), COMPONENTS),
+        ):
+            if unknown := [name for name in named if name not in known]:
                 raise SinewError(
-                    f"{option}: expected components from {', '.join(COMPONENTS)}, got {', '.join(unknown)}"
+                    f"{option}: expected components from {', '.join(known)}, got {', '.join(unknown)}"
                 )
         buckets = self.prompt_buckets
         if not buckets or buckets[0] < 1 or any(a >= b for a, b in pairwise(buckets)):

@@ -251,6 +251,21 @@ def test_fp8_of_vision_and_language(launches, architecture, name, layers, tokens
 
 @pytest.mark.parametrize(("name", "layers", "tokens"), [("pi0.5", 18, 200), ("smolvla", 16, 48)])
 @torch.no_grad()
+def test_fp8_of_the_mlps_of_the_language_model(launches, architecture, name, layers, tokens):
+    """The passes before both products write e4m3, so no input needs a conversion of its own."""
+    architecture(90)
+    made = program(name, 2, tokens, 512 if name == "smolvla" else 224, Kernels(META), fp8=("language.mlp",))
+    made.chunk()
+    language, vision, head = layers - 1, len(made.model.vision.layers), 10 * layers
+    assert launches["fp8_quantize"] == 0
+    assert launches["activate"] == vision + language
+    assert launches["gated_mlp"] == head
+    # The last language layer has no MLP. SmolVLA's few rows stay in the kernel with the rotation there.
+    assert launches["rope"] == language + (name == "pi0.5")
+
+
+@pytest.mark.parametrize(("name", "layers", "tokens"), [("pi0.5", 18, 200), ("smolvla", 16, 48)])
+@torch.no_grad()
 def test_low_bit_weights_of_all_components(launches, architecture, name, layers, tokens):
     """Each product of a block is one launch, and the operations around it are those of FP8 without its conversions.
     SmolVLA's expert has rows of 720 numbers and pi0.5's vision tower of 4,304, which are int8: they do not divide into

@@ -16,6 +16,7 @@ from sinew.engine.backend import BACKENDS
 from sinew.engine.cuda.calibrate import calibrate
 from sinew.engine.cuda.device import require
 from sinew.engine.cuda.engine import CudaEngine
+from sinew.engine.cuda.fp8.linear import Fp8Linear
 from sinew.engine.cuda.fused.fuse import LEFT_OUT, ON_CUDA
 from sinew.engine.cuda.fused.layers import FusedAdaptiveLayer, FusedKeyValueLayer, FusedLayer
 from sinew.engine.cuda.fused.ops import References
@@ -143,6 +144,24 @@ def test_fp8_components(open_case, name, fp8):
     assert any(where.startswith("expert" if "head" in fp8 else "vision") for where in outcome.where)
 
 
+@pytest.mark.parametrize("name", ONE_PER_MODEL)
+def test_only_the_mlps_of_the_language_model_in_fp8(open_case, name):
+    """Its attention keeps its bits, and the chunk is nearer to the exact one than with the whole language model in
+    FP8."""
+    case = open_case(name, "bfloat16")
+    exact = torch.from_numpy(open_case(name).eager())
+    engine = case.engine(fp8=("language.mlp",))
+    narrow = {part for part, module in engine.model.named_modules() if isinstance(module, Fp8Linear)}
+    layers = range(len(case.model.language.layers) - 1)  # the last one only computes keys and values
+    assert narrow == {f"language.layers.{n}.mlp.{end}_proj" for n in layers for end in ("gate_up", "down")}
+    assert engine.facts.recipe == {"language.mlp": "fp8"}
+    errors = []
+    for fp8 in ((), ("language.mlp",), ("language",)):
+        got, _ = run_one(case.engine(fp8=fp8), case.inputs(), case.noise, 10)
+        errors.append(relative_l2(torch.from_numpy(got), exact))
+    assert errors[0] < errors[1] < 1.1 * errors[2] < 0.2
+
+
 def test_a_calibrated_bundle_needs_no_scale_per_row(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     case, options = asset_case("pen"), CudaOptions(fp8=("vision", "language"))
@@ -217,7 +236,7 @@ def test_devices_that_cannot_run_it_are_refused(monkeypatch):
 
 
 def test_options_that_cannot_be_are_refused(open_case):
-    with pytest.raises(SinewError, match="fp8: expected components from vision, language, head, got expert"):
+    with pytest.raises(SinewError, match="fp8: expected components from .*head, language.mlp, got expert"):
         CudaOptions(fp8=("expert",))
     with pytest.raises(SinewError, match="prompt_buckets: expected rising lengths"):
         CudaOptions(prompt_buckets=(32, 16))

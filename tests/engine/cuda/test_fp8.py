@@ -254,7 +254,7 @@ def test_calibration_says_what_is_wrong(cache) -> None:
         calibration.calibrate(layers, [lambda: None], PRINT, "nothing")
     with pytest.raises(SinewError, match=r"expected finite inputs of vision\.0, got nan"):
         calibration.calibrate(layers, [lambda: model.vision(torch.full((1, 32), float("nan")))], PRINT, "nan")
-    with pytest.raises(SinewError, match="expected components from vision, language, head, got visoin"):
+    with pytest.raises(SinewError, match="expected components from .*head, language.mlp, got visoin"):
         calibration.linears(model, ("visoin",))
     foreign = calibration.Fp8Calibration(PRINT, {"vision.7": 1.0}, 1, "another model")
     with pytest.raises(SinewError, match=r"this model has no layer vision\.7"):

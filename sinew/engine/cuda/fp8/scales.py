@@ -22,10 +22,10 @@ import torch
 from sinew_client.untrusted import UntrustedError, read_json
 from torch import Tensor, nn
 
-from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError, machine, scratch
 from sinew.engine.cuda.fp8.linear import Fp8Linear, unfit
 from sinew.engine.cuda.kernels.fp8_quantize import LARGEST, SMALLEST
+from sinew.engine.cuda.options import FP8_PARTS
 from sinew.layers.linear import not_linear
 from sinew.layers.norm import AdaRMSNorm
 from sinew.models.base import Model
@@ -61,8 +61,8 @@ class Fp8Calibration:
         return {layer: max(amax, SMALLEST) * HEADROOM / LARGEST for layer, amax in self.amax.items()}
 
 
-def linears(model: Model, components: Iterable[str]) -> dict[str, nn.Linear]:
-    """Return the linear layers of ``components`` that can be FP8, by name, in the order of the model.
+def linears(model: Model, parts: Iterable[str]) -> dict[str, nn.Linear]:
+    """Return the linear layers of ``parts`` that can be FP8, by name, in the order of the model.
 
     These layers are left out:
 
@@ -73,12 +73,12 @@ def linears(model: Model, components: Iterable[str]) -> dict[str, nn.Linear]:
     * layers whose sizes do not fit FP8 products
 
     Raises:
-        SinewError: A component is unknown.
+        SinewError: A part is unknown.
     """
-    chosen = set(components)
-    if unknown := chosen.difference(COMPONENTS):
+    chosen = set(parts)
+    if unknown := chosen.difference(FP8_PARTS):
         raise SinewError(
-            f"fp8: expected components from {', '.join(COMPONENTS)}, got {', '.join(sorted(unknown))}"
+            f"fp8: expected components from {', '.join(FP8_PARTS)}, got {', '.join(sorted(unknown))}"
         )
     modulations = {id(norm.dense) for norm in model.modules() if isinstance(norm, AdaRMSNorm)}
     return {
@@ -86,12 +86,18 @@ def linears(model: Model, components: Iterable[str]) -> dict[str, nn.Linear]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and not not_linear(module)
-        and model.component_of(name) in chosen
+        and not chosen.isdisjoint(_parts_of(model, name))
         and name.split(".")[0] not in model.float32_modules
         and (model.component_of(name) != "head" or "." in name)
         and id(module) not in modulations
         and unfit(module.weight) is None
     }
+
+
+def _parts_of(model: Model, layer: str) -> set[str]:
+    """Return the names of the parts that contain a layer."""
+    component = model.component_of(layer)
+    return {component, f"{component}.mlp"} if "mlp" in layer.split(".") else {component}
 
 
 def use_fp8(

@@ -18,6 +18,7 @@ from torch import nn
 
 from sinew.core import SinewError
 from sinew.engine.clone import clone_model
+from sinew.engine.cuda.fp8.linear import Fp8Linear
 from sinew.engine.cuda.fp8.scales import linears, use_fp8
 from sinew.engine.cuda.fused.ends import (
     FusedActionTime,
@@ -115,6 +116,10 @@ def low_bit(module: nn.Module) -> bool:
     return any(isinstance(getattr(each, "store", None), WeightOnly) for each in module.modules())
 
 
+def _in_fp8(module: nn.Module) -> bool:
+    return any(isinstance(each, Fp8Linear) for each in module.modules())
+
+
 def _norm_fits(layer: nn.Module, norm: nn.Module) -> bool:
     """Return True if the kernels of ``layer`` can compute a norm: without a weight, or before low-bit weights."""
     return folds_away(norm) or (low_bit(layer) and type(norm) in CONSTANT)
@@ -168,22 +173,21 @@ def fuse(
         plan: The plan.
         ops: The operations.
         scaled: See ``CudaOptions.scaled_norms``.
-        fp8: Components whose linear layers become e4m3.
+        fp8: Parts of the model whose linear layers become e4m3 (see ``CudaOptions.fp8``).
         scales: For each FP8 layer's name, the scale of its input. Other inputs get a scale per row.
     """
     model: Any = clone_model(plan.model)
     outcomes = [*plan.outcomes]
     if fp8:
         outcomes.append(_to_fp8(model, fp8, scales or {}))
-    in_fp8 = {name for name, _ in model.named_modules() if model.component_of(name) in fp8}
-    outcomes += [_apply(fusion, model, ops, in_fp8) for fusion in FUSIONS]
+    outcomes += [_apply(fusion, model, ops) for fusion in FUSIONS]
     outcomes.append(_towers(model, ops))
     outcomes.append(_ends(model, ops, scaled and "head" not in fp8))
     outcomes.append(_step(model, ops))
     return Plan(model.eval().requires_grad_(False), tuple(outcomes))
 
 
-def _apply(fusion: KernelFusion, model: Any, ops: Ops, in_fp8: set[str]) -> RewriteOutcome:
+def _apply(fusion: KernelFusion, model: Any, ops: Ops) -> RewriteOutcome:
     fused_names, skipped = [], {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, fusion.kind):
@@ -191,7 +195,7 @@ def _apply(fusion: KernelFusion, model: Any, ops: Ops, in_fp8: set[str]) -> Rewr
         if unknown := foreign(module, fusion.kind):
             skipped[name] = unknown
             continue
-        by_library = (name in in_fp8 or low_bit(module)) and hasattr(fusion.into, "fused_rows")
+        by_library = (_in_fp8(module) or low_bit(module)) and hasattr(fusion.into, "fused_rows")
         if why := "no row-wise kernels" if by_library and ops.rows is None else fusion.fits(module):
             skipped[name] = why
             continue
@@ -286,7 +290,7 @@ def _step(model: Any, ops: Ops) -> RewriteOutcome:
 
 def _to_fp8(model: Any, fp8: tuple[str, ...], scales: Mapping[str, float]) -> RewriteOutcome:
     layers = linears(model, fp8)
-    if empty := sorted(set(fp8).difference(map(model.component_of, layers))):
+    if empty := [part for part in fp8 if not linears(model, (part,))]:
         raise SinewError(
             f"fp8: {empty[0]}: this model has no linear layers there that can be e4m3; remove {empty[0]} from the"
             " recipe"

@@ -2,8 +2,9 @@
 
 In the first form, five kernels compute the whole layer. The number of rows of a call decides the form, because programs
 with any number of rows share a model's weights. Up to ``fused_rows`` rows, the kernels are faster because they start to
-read the weights earlier. With more rows, the library is faster because its products have a higher rate. In FP8, the
-library computes all products. Over low-bit weights, the kernel ``weight_only_linear`` replaces the library.
+read the weights earlier. With more rows, the library is faster because its products have a higher rate. If a layer has
+a weight in FP8, the library computes all of its products. Over low-bit weights, the kernel ``weight_only_linear``
+replaces the library.
 
 The classes are given to modules of a planned model (``rewrite.become``). They add the attributes ``ops`` and
 ``fused_rows``, read the packed and folded weights of the plan, and compute one observation (a batch of one).
@@ -58,7 +59,7 @@ class FusedLayer(DecoderLayer):
     """
 
     ops: Ops
-    fused_rows = SOME_ROWS  # the largest number of rows for the kernels; 0 in FP8 and over low-bit weights
+    fused_rows = SOME_ROWS  # the largest number of rows for the kernels; 0 beside FP8 and low-bit weights
 
     def project(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         attn: Any = self.attn
