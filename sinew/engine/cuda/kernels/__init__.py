@@ -35,7 +35,7 @@ __all__ = ["KERNELS", "Kernel", "Launch", "Tile", "Workspace"]
 class Kernel:
     """A Triton kernel and the functions that belong to it.
 
-    ``benchmarks.gpu.shapes`` lists the matrix sizes of the models.
+    ``python -m benchmarks.gpu --only 'tiles pi0.5'`` lists the matrix sizes of a model.
 
     Attributes:
         kernel: The Triton kernel.

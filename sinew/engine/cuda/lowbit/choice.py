@@ -19,23 +19,23 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
-from sinew.core.fields import from_builtins
 from sinew.core.registry import model_class
 from sinew.engine.backend import GIB, ROOM
 from sinew.engine.cuda.kernels import tiles
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.example import Inputs, Shapes
-from sinew.engine.loading import stored_codes
 from sinew.layers.linear import Linear
 from sinew.models import on_meta
 from sinew.models.base import Model
+
+if TYPE_CHECKING:
+    from sinew.bundle import Bundle
 
 # Key: compute capability times 10. Value: peak rate of bfloat16 products divided by the memory bandwidth, in operations
 # per byte. The numbers are the smallest of the machines of `sinew perf machines` with this capability.
@@ -67,6 +67,10 @@ def choose_lowbit(bundle: Bundle, device: torch.device, options: CudaOptions) ->
         device: The device. Without a GPU, the rule uses compute capability 8.0.
         options: The engine's options. ``lowbit`` replaces the rule.
     """
+    # To read a bundle, Sinew needs packages that an engine with given weights does not need (msgspec and gguf).
+    from sinew.core.fields import from_builtins
+    from sinew.engine.loading import stored_codes
+
     cls = model_class(bundle.manifest.architecture)
     config: Any = from_builtins(bundle.manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
     model = on_meta(cls, config)
