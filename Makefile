@@ -15,6 +15,7 @@ WORKERS ?= 5
 PYTEST_ARGS ?=
 PYTHON_GPU ?= python3
 GPU_ARGS ?=
+CARRY_ARGS ?=
 ISA ?=
 PLACES ?=
 SOAK_ARGS ?= --minutes 10
@@ -102,7 +103,7 @@ gpu: ## on a machine with an NVIDIA GPU: correctness, kernels, the ladder of eng
 	PYTHONPATH=. $(PYTHON_GPU) -m benchmarks.gpu $(GPU_ARGS)
 
 gpu-carry: ## pack what a borrowed machine needs for `make gpu`, 60 MiB at most
-	PYTHONPATH=. $(PYTHON_GPU) -m benchmarks.gpu.carry
+	PYTHONPATH=. $(PYTHON_GPU) -m benchmarks.gpu.carry $(CARRY_ARGS)
 
 env: $(READY) ## create the whole environment only; TORCH_INDEX=... takes torch from an index of CPU builds
 

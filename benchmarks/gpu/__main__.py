@@ -2,9 +2,11 @@
 
 Run ``python -m benchmarks.gpu [--budget S] [--only NAME,...] [--out DIR]`` in a checkout. It needs torch, triton and
 numpy. It needs no network and no bundle (``docs/gpu.md``). After each section, it writes
-``benchmarks/results/<gpu>-<date>.json`` and a table in Markdown next to this file. Each section runs in its own
-process and with its own time limit. If a section crashes or takes too long, the other sections still run, and the rows
-that it has already written are kept.
+``benchmarks/results/<gpu>-<time>.json`` and a table in Markdown next to this file. ``--pack`` writes one archive of all
+files instead. Each section runs in its own process and with its own time limit. If a section crashes or takes too long,
+the other sections still run, and the rows that it has already written are kept.
+
+``--base ARCHIVE`` compares this tree with another one instead (``compare.py``).
 
 ``python -m benchmarks.gpu ahead`` compiles the kernels on a machine without a GPU and packs them (``ahead.py``).
 
@@ -22,23 +24,27 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 # the modules in the checkout are enough, without an installation
-sys.path[:0] = [str(ROOT), str(ROOT / "packages" / "sinew-client" / "src")]
+sys.path[:0] = [str(ROOT / each) for each in ("", "packages/sinew-client/src", "perf")]
 
 Record = dict[str, Any]
 # seconds for all sections, so that a run takes ten minutes with GRACE, STUCK and 15 s for the start and the tables
 BUDGET = 550
 LEAST = 8  # a section is skipped if fewer seconds are left
 GRACE = 20  # seconds that a section may take beyond its limit, to finish its current call
+COMMIT = "commit"  # file in build/gpu that says from which commit the files were carried
 STUCK = 15  # seconds to wait for a killed process, because a process inside the GPU driver may not end
 
 
@@ -197,6 +203,7 @@ def facts(device: str) -> Record:
         where = torch.device(device)
         found |= {
             "gpu": torch.cuda.get_device_name(where),
+            "uuid": uuid_of(where),
             "capability": list(torch.cuda.get_device_capability(where)),
             "cuda": torch.version.cuda,
             "memory_gib": round(torch.cuda.get_device_properties(where).total_memory / 2**30, 1),
@@ -204,7 +211,18 @@ def facts(device: str) -> Record:
     return found
 
 
+def uuid_of(device: Any) -> str:
+    """Return the identity of a GPU as ``nvidia-smi`` prints it, or its index if this PyTorch does not have it."""
+    import torch
+
+    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return str(device.index or 0) if found is None else f"GPU-{found}"
+
+
 def commit() -> str:
+    """Return the commit of this checkout, or of the checkout from which the files were carried."""
+    if (carried := ROOT / "build" / "gpu" / COMMIT).is_file() and not (ROOT / ".git").exists():
+        return carried.read_text()
     try:
         command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -227,9 +245,9 @@ def lacking(device: str) -> list[str]:
 
 
 def stem(document: Record) -> str:
-    """Return the start of the file names of a run: the GPU and the date."""
+    """Return the start of the file names of a run: the GPU, and the date and time in UTC."""
     name = re.sub(r"[^a-z0-9]+", "-", document["gpu"].lower()).strip("-")
-    return f"{name}-{document['date'][:10]}"
+    return f"{name}-{document['date'][:16].replace(':', '').replace('T', '-')}"
 
 
 def save_to(folder: Path) -> Callable[[Record], None]:
@@ -248,6 +266,16 @@ def save_to(folder: Path) -> Callable[[Record], None]:
     return save
 
 
+def pack(folder: Path, archive: Path) -> None:
+    """Write all files of a folder to an archive, in one atomic step."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    part = archive.with_name(f"{archive.name}.part")
+    with tarfile.open(part, "w:gz") as tar:
+        for path in sorted(folder.iterdir()):
+            tar.add(path, path.name)
+    part.replace(archive)
+
+
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["ahead"]:
@@ -258,6 +286,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for all sections together")
     parser.add_argument("--only", help="sections, comma-separated; all that need a GPU by default")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--pack", action="store_true", help="write one archive for all files of the run")
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="ARCHIVE",
+        help="compare this tree with the one in ARCHIVE, in turns; --only then takes models",
+    )
     parser.add_argument(
         "--device", default="cuda", help="cuda:N; cpu with --tiny is for the suite's own tests"
     )
@@ -284,26 +319,51 @@ def main(arguments: list[str] | None = None) -> int:
         where = options.device, options.tiny, options.traces
         return child(options.section, options.deadline, options.rows, *where)
 
+    from benchmarks.gpu.clocks import Clocks
+    from benchmarks.gpu.compare import compared
+    from benchmarks.gpu.models import TARGETS
     from benchmarks.gpu.sections import SECTIONS
 
-    names = [name for name in SECTIONS if name != "bounds" or options.device.startswith("cpu")]
-    if options.only is not None:
-        names = options.only.split(",")
-    if unknown := set(names).difference(SECTIONS):
-        parser.error(f"--only: expected some of {', '.join(SECTIONS)}, got {', '.join(sorted(unknown))}")
+    known = [*TARGETS] if options.base is not None else [*SECTIONS]
+    if unknown := set((options.only or known[0]).split(",")).difference(known):
+        parser.error(f"--only: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
     about = facts(options.device) | {"tiny": options.tiny}
-    traces = options.out / stem(about)
-    document = run_all(
-        names,
-        options.budget,
-        {name: SECTIONS[name][1] for name in names},
-        lambda name, seconds: run_section(name, seconds, options.device, options.tiny, traces),
-        save_to(options.out),
-        about,
-    )
-    print((options.out / document["file"]).with_suffix(".md").read_text(encoding="utf-8"))
+    with ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory())) if options.pack else options.out
+        write = save_to(folder)
+        on_cpu = options.device.startswith("cpu")
+        clocks = None if on_cpu else held.enter_context(Clocks(about["uuid"]))
+
+        def save(document: Record) -> None:
+            if clocks is not None:
+                document["clocks"] = clocks.record()
+            write(document)
+            if options.pack:
+                pack(folder, options.out / f"{stem(document)}.tgz")
+
+        def timed(run: Callable[[str, float], Record]) -> Callable[[str, float], Record]:
+            def timed_run(name: str, seconds: float) -> Record:
+                start = time.monotonic()
+                record = run(name, seconds)
+                return record if clocks is None else record | {"clocks": clocks.since(start)}
+
+            return timed_run
+
+        if options.base is not None:
+            names = options.only.split(",") if options.only else [*TARGETS]
+            run = partial(compared, options.base, options.device, options.tiny)
+            limits = dict.fromkeys(names, options.budget / len(names))
+        else:
+            names = [name for name in SECTIONS if name != "bounds" or options.device.startswith("cpu")]
+            names = names if options.only is None else options.only.split(",")
+            traces = folder / stem(about)
+            run = partial(run_section, device=options.device, tiny=options.tiny, traces=traces)
+            limits = {name: SECTIONS[name][1] for name in names if name in SECTIONS}
+        document = run_all(names, options.budget, limits, timed(run), save, about)
+        print((folder / document["file"]).with_suffix(".md").read_text(encoding="utf-8"))
     statuses = {name: section["status"] for name, section in document["sections"].items()}
-    print(json.dumps({"schema": "sinew.gpu/1", "file": document["file"], "sections": statuses}))
+    archive = {"archive": f"{stem(about)}.tgz"} if options.pack else {}
+    print(json.dumps({"schema": "sinew.gpu/1", "file": document["file"], **archive, "sections": statuses}))
     return int("failed" in statuses.values())
 
 

@@ -32,7 +32,6 @@ Kinds = dict[str, Any]  # cache key -> sinew.engine.cuda.kernels.launch.Speciali
 CACHE = "/tmp/tc"
 MANIFEST = "ahead.json"
 KEPT = (".cubin", ".json")  # a launch reads only these files of a compilation
-NARROW = ("language",)
 MOST_THREADS = 16
 
 
@@ -62,22 +61,30 @@ def of_model(name: str, tiny: bool = False) -> Kinds:
     """Return the kernel launches of all rungs in the ladder of a model."""
     import torch
 
+    from benchmarks.gpu.ladder import FP8
+    from benchmarks.gpu.lowbit import FORMATS, few_rows, low_bit
     from benchmarks.gpu.models import TARGETS, processing, weightless
     from benchmarks.gpu.rungs import plan_of
     from benchmarks.gpu.session import shrunk
     from sinew.engine.cuda.fp8.scales import linears
     from sinew.engine.cuda.fused.launches import Kernels
-    from sinew.engine.cuda.kernels import fp8_quantize
+    from sinew.engine.cuda.kernels import fp8_quantize, weight_only_linear
 
     case, meta = shrunk(TARGETS[name], tiny), torch.device("meta")
     with torch.no_grad(), collecting() as found:
         model = weightless(name, case.chunk, tiny)
         recipe, plan = processing(name, model.config), plan_of(model)
-        calibrated = dict.fromkeys(linears(plan.model, NARROW), 1.0)
-        for fp8, scales in (((), {}), (NARROW, calibrated)):
-            made = program(case, plan, recipe, Kernels(meta), fp8, scales)
-            # For an FP8 layer that is not fused, the meta device would run the reference. A GPU runs the kernel.
-            with mock.patch.object(fp8_quantize, "reference", fp8_quantize.fp8_quantize):
+        calibrated = dict.fromkeys(linears(plan.model, ("language",)), 1.0)
+        rungs = [(plan, ()), *((plan, parts) for parts in FP8.values())]
+        few = few_rows(case, meta, tiny)
+        rungs += [(plan_of(low_bit(model, form, few)), ()) for form in FORMATS.values()]
+        for planned, fp8 in rungs:
+            made = program(case, planned, recipe, Kernels(meta), fp8, calibrated if fp8 else {})
+            # For a layer that is not fused, the meta device would run the references. A GPU runs the kernels.
+            with (
+                mock.patch.object(fp8_quantize, "reference", fp8_quantize.fp8_quantize),
+                mock.patch.object(weight_only_linear, "reference", weight_only_linear.weight_only_linear),
+            ):
                 made.chunk()
     return found
 

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.gpu.host import host_row
+from benchmarks.gpu.lowbit import FORMATS, few_rows, low_bit
 from benchmarks.gpu.models import (
     CAMERA,
     TARGETS,
     Case,
     Sample,
-    cases,
     in_float32,
     processing,
     random_model,
@@ -43,10 +44,9 @@ from sinew.models.base import Model
 
 INPUTS = 4  # number of observations, which are used in rotation
 SHORT = 100  # number of calls
-CALLS = {
-    "engine": (500, 8.0),
-    "fp8": (500, 8.0),
-}  # rung -> number of calls, and the seconds that they may take
+FP8 = {"fp8": ("language",), "fp8-mlp": ("language.mlp",)}  # rung -> parts in e4m3
+# Rungs of the engine with all of its kernels -> number of calls, and the seconds that they may take.
+CALLS = dict.fromkeys(("engine", *FP8), (500, 8.0)) | dict.fromkeys(FORMATS, (SHORT, 3.0))
 # The first steps of figure 2 of "Running VLAs at Real-time Speed" (arXiv 2510.26742): the model as it is in a CUDA
 # graph, then with folded norms and times and one product for queries, keys and values. "graph" has all rewrites.
 STEPS: dict[str, tuple[str, ...]] = {
@@ -54,7 +54,6 @@ STEPS: dict[str, tuple[str, ...]] = {
     "simplified": ("tabulate-time", "hoist-positions", "fold-norms", "pack-qkv"),
 }
 NARROW_NEEDS = (8, 9)  # compute capability that FP8 (e4m3) products need
-NARROW = ("language",)  # components in FP8; in the vision tower, FP8 is slower (research/log/2026-11-27.md)
 ROOM = 1.3  # a float32 reference needs this much memory, as a multiple of its weights
 
 
@@ -67,30 +66,6 @@ def ladder(model: str, session: Session) -> None:
     del reference  # the reference would count in the memory of each rung
     _tidy(session)
     _rungs(case, base, recipe, inputs, wanted, session)
-
-
-def grid(model: str, session: Session) -> None:
-    """Measure engine cuda with and without its kernels on the other cases of the model."""
-    base, recipe, reference = _models(model, session)
-    others = [shrunk(case, session.tiny) for case in cases(model)[1 : 3 if session.tiny else None]]
-    plans: dict[int, Any] = {}
-    for rung in ("engine", "graph"):
-        for chunk in dict.fromkeys(case.chunk for case in others):
-            if chunk not in plans:
-                plans[chunk] = plan_of(with_chunk(base, chunk))
-            made = Engine(cuda_engine(plans[chunk], recipe, session.device, kernels=rung == "engine"))
-            for case in others:
-                if case.chunk != chunk:
-                    continue
-                if session.left <= 0:
-                    raise TimeoutError(
-                        f"time limit reached: {case.name}, {rung} and all later rows did not run"
-                    )
-                inputs = samples(case, base.config, 2, _camera(session))
-                wanted = _answers(reference, case, recipe, session, inputs)
-                session.emit(_measure(case, rung, made, inputs, wanted, recipe, (SHORT, 1.5), session)[0])
-            del made
-            _tidy(session)
 
 
 def _models(name: str, session: Session) -> tuple[Model, Any, Model | None]:
@@ -114,7 +89,14 @@ def _rungs(case: Case, base: Model, recipe: Any, inputs: list[Sample], wanted: A
     def engine(**options: Any) -> Engine:
         return Engine(cuda_engine(planned(), recipe, device, **options))
 
-    made, scales = None, None
+    made = None
+
+    def narrow(parts: tuple[str, ...]) -> Engine:
+        return engine(fp8=parts, scales=calibrated(planned(), recipe, inputs, session))
+
+    def coded(form: str) -> Engine:
+        components = few_rows(case, device, session.tiny)
+        return Engine(cuda_engine(plan_of(low_bit(shaped, form, components)), recipe, device))
 
     def step(rewrites: tuple[str, ...]) -> Engine:
         return Engine(cuda_engine(plan_of(shaped, rewrites), recipe, device, kernels=False))
@@ -126,7 +108,8 @@ def _rungs(case: Case, base: Model, recipe: Any, inputs: list[Sample], wanted: A
         ("engine", engine),
     ]
     if torch.device(device).type == "cpu" or torch.cuda.get_device_capability(device) >= NARROW_NEEDS:
-        rungs.append(("fp8", lambda: engine(fp8=NARROW, scales=scales)))
+        rungs += [(name, partial(narrow, parts)) for name, parts in FP8.items()]
+    rungs += [(name, partial(coded, form)) for name, form in FORMATS.items()]
     failures = []
     for rung, make in rungs:
         if session.left <= 0:
@@ -134,8 +117,6 @@ def _rungs(case: Case, base: Model, recipe: Any, inputs: list[Sample], wanted: A
         try:
             if rung not in ("eager", *STEPS):
                 planned()
-            if rung == "fp8":
-                scales = calibrated(planned(), recipe, inputs, session)
             memory = PeakMemory(device)
             made = make()
             most = CALLS.get(rung, (SHORT, 3.0))
@@ -143,7 +124,10 @@ def _rungs(case: Case, base: Model, recipe: Any, inputs: list[Sample], wanted: A
             session.emit(row)  # emit the row now, because the later steps may fail
             if row["drift"]:
                 raise ArithmeticError(f"two answers to the same input differ by {row['drift']:.3g}")
-            about = memory.row(made) | ({"left": left_to_torch(made.engine)} if rung in CALLS else {})
+            about = memory.row(made)
+            if rung in CALLS:
+                calls = 3 if session.tiny else SHORT
+                about |= {"left": left_to_torch(made.engine), "host": host_row(made, inputs, calls)}
             session.emit(about | _stages(case, rung, made, inputs, session))
         except Exception as error:  # noqa: BLE001 - the other rungs still run
             failures.append(f"{rung}: {type(error).__name__}: {error}"[:600])
@@ -167,7 +151,7 @@ def calibrated(plan: Any, recipe: Any, inputs: Sequence[Sample], session: Sessio
     """Return the FP8 scales for the inputs of the layers, calibrated with the random frames that are also timed."""
     from sinew.engine.cuda.fp8 import scales as fp8_calibration
 
-    layers = fp8_calibration.linears(plan.model, NARROW)
+    layers = fp8_calibration.linears(plan.model, ("language",))
     rung = Eager(plan.model, recipe, session.device)
     runs = [partial(rung.run, replace(sample, steps=1)) for sample in inputs]
     return fp8_calibration.calibrate(layers, runs, "0" * 64, "random frames").scales

@@ -162,21 +162,6 @@ TARGETS = {
 }
 
 
-def cases(model: str) -> list[Case]:
-    """Return the cases of a model. The first case is the target. The others have 1, 2 and 3 views, chunks of 10
-    actions and of the target's length, and prompts of 48 and 200 tokens.
-    """
-    target = TARGETS[model]
-    grid = [
-        Case(model, views, chunk, prompt)
-        for prompt in (48, 200)
-        for chunk in (target.chunk, 10)
-        for views in (1, 2, 3)
-    ]
-    asked = (target.views, target.chunk, target.prompt)
-    return [target, *(case for case in grid if (case.views, case.chunk, case.prompt) != asked)]
-
-
 def side(config: Any) -> int:
     """Return the height and width of the square image that a model reads, in pixels."""
     if (blocks := getattr(config.vision, "blocks", None)) is None:

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.gaps import gaps
-from benchmarks.gpu.ladder import fused_by_inductor, grid, ladder
-from benchmarks.gpu.models import MODELS, TARGETS, cases
+from benchmarks.gpu.ladder import fused_by_inductor, ladder
+from benchmarks.gpu.library import library
+from benchmarks.gpu.models import MODELS, TARGETS
 from benchmarks.gpu.repeats import repeats
 from benchmarks.gpu.roofline import work
 from benchmarks.gpu.session import NotHere, Row, Session, shrunk, still_there
@@ -109,6 +110,10 @@ def checks(session: Session) -> None:
 
 def tests(session: Session) -> None:
     """Run the tests with the mark ``gpu``, which run engine cuda on the policies of the package."""
+    if not (ROOT / "tests" / "fixtures").is_dir():
+        raise NotHere(
+            "the golden cases were left at home: pack them with `make gpu-carry CARRY_ARGS=--fixtures`"
+        )
     absent = [name for name in TESTS_NEED if importlib.util.find_spec(name) is None]
     if absent:
         raise NotHere(f"these modules are not installed: {', '.join(absent)}")
@@ -178,27 +183,30 @@ def measured(session: Session, rows: Iterator[Row]) -> None:
 
 def bounds(session: Session) -> None:
     """Emit the products of every case, from which the table computes its rooflines. Needs no GPU."""
-    others = [case for model in MODELS for case in cases(model)[1:]]
-    for case in [*TARGETS.values(), *([] if session.tiny else others)]:
+    for case in TARGETS.values():
         if session.left <= 0:
             raise TimeoutError(f"{case.name} and what follows was not counted")
         case = shrunk(case, session.tiny)
         session.emit({"case": case.name, "work": work(case, session.tiny)})
 
 
-SECTIONS: dict[
-    str, tuple[Callable[[Session], None], float]
-] = {  # name -> function, seconds; the most important sections come first
+ORDER = ("pi0.5", "smolvla", "pi0")  # the models of the targets, in the order of need
+# name -> function, seconds. The order is the order of need, so that the end of the budget cuts off the least needed.
+SECTIONS: dict[str, tuple[Callable[[Session], None], float]] = {
     "machine": (machine, 20),
     "checks": (checks, 60),
-    **{f"repeats {name}": (partial(repeats, name), 40) for name in MODELS},
     "gaps": (between, 20),
-    **{f"ladder {name}": (partial(ladder, name), 120 if name == "pi0.5" else 90) for name in MODELS},
-    **{f"timeline {name}": (partial(timeline, name), 60 if name == "pi0.5" else 40) for name in MODELS},
+    **{
+        f"{what} {name}": (partial(run, name), seconds)
+        for name in ORDER
+        for what, run, seconds in (("ladder", ladder, 120), ("timeline", timeline, 60))
+    },
+    **{f"library {name}": (partial(library, name), 60) for name in ORDER},
+    **{f"repeats {name}": (partial(repeats, name), 40) for name in MODELS},
+    "ladder groot": (partial(ladder, "groot"), 120),
+    "timeline groot": (partial(timeline, "groot"), 60),
     "tests": (tests, 110),
-    **{f"grid {name}": (partial(grid, name), 60 if name == "pi0.5" else 40) for name in MODELS},
-    "inductor smolvla": (partial(fused_by_inductor, "smolvla"), 150),
     **{f"tiles {name}": (partial(sweep, name), 150) for name in MODELS},
     "bounds": (bounds, 300),  # this section runs on a machine without a GPU, so its time does not matter
-    **{f"inductor {name}": (partial(fused_by_inductor, name), 300) for name in MODELS if name != "smolvla"},
+    **{f"inductor {name}": (partial(fused_by_inductor, name), 300) for name in MODELS},
 }

@@ -18,11 +18,10 @@ from benchmarks.gpu.roofline import Ceilings, bound, least
 
 Record = dict[str, Any]
 NARROW = {"fp8": ("language",)}
-HOST = ("host", "copying", "launching", "waiting", "rest", "before", "after")
-FULL = (
-    "engine",
-    "fp8",
-)  # the rungs that count for a target
+# Rungs without a roofline, because it counts the products of whole components in bfloat16 or e4m3.
+UNBOUNDED = ("fp8-mlp", "w8", "w4")
+PROFILED = ("host", "copying", "launching", "waiting", "rest", "before", "after")
+FULL = ("engine", "fp8", *UNBOUNDED)  # the rungs that count for a target
 
 
 def markdown(document: Record) -> str:
@@ -34,7 +33,11 @@ def markdown(document: Record) -> str:
     parts += [_ceilings(ceilings), _targets(ladder), _ladder(ladder), _stages(ladder, ceilings, products)]
     parts += [
         _memory(ladder),
-        _hosts(sections),
+        _hosts(ladder),
+        _profiled(sections),
+        _libraries(sections),
+        _compared(sections),
+        _clocks(sections),
         _launches(sections, ceilings),
         _checks(_rows(sections, "checks")),
     ]
@@ -162,7 +165,7 @@ def _stages(ladder: list[Record], ceilings: Ceilings | None, products: Record) -
         if "vision_ms" not in row and "p50_ms" not in row:
             continue
         floor = None
-        if ceilings is not None and row["case"] in products:
+        if ceilings is not None and row["case"] in products and row["rung"] not in UNBOUNDED:
             floor = bound(products[row["case"]], ceilings, NARROW.get(row["rung"], ()))
         cells = [_of(row.get(f"{stage}_ms"), floor and floor[f"{stage}_ms"]) for stage in STAGES]
         if floor is None and cells == ["-"] * len(STAGES):
@@ -197,7 +200,77 @@ def _memory(ladder: list[Record]) -> str:
     return _titled("Memory of the device", f"{note}\n\n{table(heads, rows)}" if rows else "")
 
 
-def _hosts(sections: Record) -> str:
+def _hosts(ladder: list[Record]) -> str:
+    rows = [
+        (row["case"], row["rung"], *(f"{us:.0f}" for us in row["host"].values()))
+        for row in ladder
+        if "host" in row
+    ]
+    if not rows:
+        return ""
+    heads = (
+        "case",
+        "rung",
+        *(name.removesuffix("_us") for name in next(r["host"] for r in ladder if "host" in r)),
+    )
+    note = "Microseconds between time stamps in the loop of calls, without a profiler: median of each part."
+    return _titled("A chunk on the host", f"{note}\n\n{table(heads, rows)}")
+
+
+def _libraries(sections: Record) -> str:
+    """Return the products of every section ``library``, with one column for each way."""
+    found = [row for name in sections for row in _rows(sections, name) if "product" in row]
+    ways = dict.fromkeys(way for row in found for way in row if way.endswith("_us"))
+    facts = ("case", "product", "M", "N", "K", "runs", "kernel")
+    rows = [
+        (
+            *(row[name] for name in facts),
+            *("-" if row.get(way) is None else f"{row[way]:.1f}" for way in ways),
+        )
+        for row in found
+    ]
+    note = (
+        "Microseconds of one product with weights that are not in the cache. ours: the kernel of the engine, with all "
+        "that it computes besides the product."
+    )
+    text = table((*facts, *(way.removesuffix("_us") for way in ways)), rows)
+    return _titled("Products beside the library's", f"{note}\n\n{text}" if text else "")
+
+
+def _compared(sections: Record) -> str:
+    rows = [
+        (
+            row["case"],
+            row["rung"],
+            row["pairs"],
+            *(_ms(row[name]) for name in ("base_ms", "new_ms")),
+            f"{row['difference_ms']:+.3f} ({row['low_ms']:+.3f} to {row['high_ms']:+.3f})",
+            _l2(row),
+        )
+        for name in sections
+        for row in _rows(sections, name)
+        if "difference_ms" in row
+    ]
+    heads = ("case", "rung", "pairs", "base, ms", "new, ms", "new minus base, ms (95 %)", "L2 between them")
+    return _titled("Two trees in turns", table(heads, rows))
+
+
+def _clocks(sections: Record) -> str:
+    rows = [
+        (name, clocks["count"], *(_range(clocks.get(field)) for field in ("sm_mhz", "power_w", "celsius")))
+        for name, section in sections.items()
+        if (clocks := section.get("clocks"))
+    ]
+    heads = ("section", "samples", "SM clock, MHz", "power, W", "temperature, C")
+    text = table(heads, rows)
+    return _titled("Clocks", f"Least, median and largest value.\n\n{text}" if text else "")
+
+
+def _range(values: list[float] | None) -> str:
+    return "-" if values is None else ", ".join(f"{value:.0f}" for value in values)
+
+
+def _profiled(sections: Record) -> str:
     rows = [
         (
             row["case"],
@@ -205,19 +278,19 @@ def _hosts(sections: Record) -> str:
             row["graph_launches"],
             row["kernel_launches"],
             " and ".join(f"{count} {way}, {size} bytes" for way, (count, size) in row["copies"].items()),
-            *("-" if row[f"{name}_us"] is None else f"{row[f'{name}_us']:.0f}" for name in HOST),
+            *("-" if row[f"{name}_us"] is None else f"{row[f'{name}_us']:.0f}" for name in PROFILED),
         )
         for section in sections.values()
         for row in section["rows"]
         if row.get("what") == "host"
     ]
-    heads = ("case", "variant", "graph launches", "kernel launches", "copies", *HOST)
+    heads = ("case", "variant", "graph launches", "kernel launches", "copies", *PROFILED)
     note = (
         "One chunk, as the host makes it, from the profiler's trace; microseconds. Launches are calls of the CUDA "
         "runtime. Before and after: without the device."
     )
     text = table(heads, rows)
-    return _titled("A chunk on the host", f"{note}\n\n{text}" if text else "")
+    return _titled("A chunk on the host, with the profiler", f"{note}\n\n{text}" if text else "")
 
 
 def _launches(sections: Record, ceilings: Ceilings | None) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.ladder import INPUTS, NARROW, calibrated
+from benchmarks.gpu.ladder import FP8, INPUTS, calibrated
 from benchmarks.gpu.models import CAMERA, TARGETS, processing, random_model, samples, with_chunk
 from benchmarks.gpu.roofline import Counted, launch_work
 from benchmarks.gpu.rungs import Engine, cuda_engine, plan_of
@@ -35,7 +35,7 @@ LONGEST = 40  # number of kinds of launches in the rows; the last row sums all o
 MOST_TRACE = 2 << 20  # largest size of a stored trace in bytes
 VARIANTS: dict[str, dict[str, Any]] = {
     "engine": {},
-    "fp8": {"fp8": NARROW},
+    **{name: {"fp8": parts} for name, parts in FP8.items()},
     "graph": {"kernels": False},
 }
 

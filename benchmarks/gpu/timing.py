@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,18 @@ WARM_UPS = 3
 def repeated(calls: Sequence[Call], least: int = LEAST) -> list[Call]:
     """Return ``calls`` repeated in whole rounds, with at least ``least`` calls."""
     return list(calls) * -(-least // len(calls))
+
+
+def call_ms(calls: Sequence[Call], replays: int, device: torch.device) -> dict[str, float]:
+    """Return the milliseconds of one call as :func:`graph_ms` does. Without a GPU, run the calls one after the other,
+    which only shows that they run."""
+    if device.type == "cuda":
+        return graph_ms(calls, replays)
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    each = 1e3 * (time.perf_counter() - start) / len(calls)
+    return {"p50": each, "min": each, "max": each}
 
 
 def graph_ms(calls: Sequence[Call], replays: int) -> dict[str, float]:

@@ -928,16 +928,19 @@ def gpu(walk: Walk) -> None:
     walk.type("make gpu-carry", instead=("make", here), says=(r"files, [\d.]+ MiB packed",))
     (walk.folder / "there").mkdir()
     walk.type(
-        "tar xzf carry.tgz && cd sinew && export TRITON_CACHE_DIR=/tmp/tc PYTHONPATH=.:packages/sinew-client/src",
+        "tar xzf carry.tgz && cd sinew && export TRITON_CACHE_DIR=/tmp/tc",
         instead=("tar xzf carry.tgz && cd", f"cd there && tar xzf {ROOT}/build/gpu/carry.tgz && cd"),
         adds="&& python3 -m benchmarks.gpu",
         status=1,
         says=("nothing was measured",),
     )
-    walk.leaves("python3 -m benchmarks.gpu", "runs as a part of the line above")
+    walk.leaves("python3 -m benchmarks.gpu --budget 480 --pack --out out", "runs as a part of the line above")
+    needs_a_run = ("make gpu-carry CARRY_ARGS", "python3 -m benchmarks.gpu --base", "tar xzf nvidia-")
     for line in walk.lines:
         if "GPU_ARGS" in line:
             walk.leaves(line, "needs a GPU")
+        elif line.startswith(needs_a_run):
+            walk.leaves(line, "tests/engine/cuda/test_gpu_parts.py compares two trees and packs a run")
         elif line not in walk.walked:
             walk.leaves(
                 line,

@@ -105,11 +105,12 @@ def test_what_was_carried_is_found(tmp_path: Path) -> None:
         return json.loads(done.stdout.splitlines()[-1])
 
     asked, compiled, kernels, alone = run(str(out))
-    assert alone == ["fp8_quantize_kernel", "packed_attention_kernel"]
+    assert alone == ["fp8_quantize_kernel", "packed_attention_kernel", "weight_only_linear_kernel"]
     assert asked == compiled >= 3
     assert {"gated_mlp_kernel", "packed_attention_kernel", "fp8_quantize_kernel", "preprocess_kernel"} <= set(
         kernels
     )
+    assert "weight_only_linear_kernel" in kernels
     made = len(list(cache.rglob("*.cubin")))
     cache.rename(tmp_path / "before")
     with tarfile.open(out) as archive:

@@ -6,8 +6,11 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import time
 from pathlib import Path
 
@@ -15,8 +18,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import timeline
-from benchmarks.gpu.models import TARGETS
+from benchmarks.gpu import carry, timeline
+from benchmarks.gpu.models import MODELS, TARGETS
 from benchmarks.gpu.roofline import work
 from benchmarks.gpu.sections import SECTIONS, run_tests
 from benchmarks.gpu.table import joined, markdown, table
@@ -24,6 +27,8 @@ from benchmarks.gpu.table import joined, markdown, table
 pytestmark = pytest.mark.kernels
 
 ROOT = Path(__file__).resolve().parents[3]
+# An interpreter without the packages of the test environment.
+BASE_PYTHON = str(Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}")
 
 
 # ----------------------------------------------------------------------------- budgets and processes
@@ -201,7 +206,9 @@ def document() -> dict:
             {"case": case, "rung": "eager", "error": "its stages failed"},
             {"case": case, "rung": "graph", "error": "illegal access"},
         ],
-        "grid smolvla": [{**rung, "rung": "engine", "p50_ms": 9.0, "p99_ms": 9.1, "target_ms": None}],
+        "ladder pi0": [
+            {**rung, "case": "x", "rung": "engine", "p50_ms": 9.0, "p99_ms": 9.1, "target_ms": None}
+        ],
         "timeline smolvla": [
             {
                 "case": case,
@@ -278,7 +285,7 @@ def test_the_table_of_what_there_is(document: dict) -> None:
     document["sections"] = {"machine": {"status": "failed", "reason": "no | device", "rows": []}}
     assert "| machine | failed | 0 | 0 | no / device |" in markdown(document).splitlines()
     assert table(("a",), []) == ""
-    assert "none of these numbers measures anything" in markdown(document | {"tiny": True})
+    assert "These numbers measure nothing" in markdown(document | {"tiny": True})
 
 
 def test_one_table_of_several_calls(document: dict) -> None:
@@ -294,8 +301,8 @@ def test_one_table_of_several_calls(document: dict) -> None:
 def test_results_are_written_whole(tmp_path: Path, document: dict) -> None:
     gpu.save_to(tmp_path)(document)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "nvidia-h200-2026-11-21.json",
-        "nvidia-h200-2026-11-21.md",
+        "nvidia-h200-2026-11-21-0000.json",
+        "nvidia-h200-2026-11-21-0000.md",
     ]
     assert json.loads((tmp_path / document["file"]).read_text())["gpu"] == "NVIDIA H200"
 
@@ -326,46 +333,128 @@ def test_wrong_arguments(arguments: list[str], words: str, capsys) -> None:
     assert words in capsys.readouterr().err
 
 
-def test_the_whole_command_in_a_bare_environment(tmp_path: Path) -> None:
-    """With torch, triton and numpy alone: what a machine without the project's environment has."""
-    others = {
-        "PIL",
-        "cyclopts",
-        "gguf",
-        "google",  # protobuf
-        "hypothesis",
-        "msgspec",
-        "onnxruntime",
-        "pytest",
-        "rich",
-        "safetensors",
-        "tokenizers",
-        "zmq",
-    }
-    hook = tmp_path / "sitecustomize.py"
-    hook.write_text(f"import sys\nsys.modules.update(dict.fromkeys({sorted(others)!r}))\n")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+# Packages that a machine with torch, triton and numpy alone does not have.
+OTHERS = (
+    "PIL",
+    "cyclopts",
+    "gguf",
+    "google",  # protobuf
+    "hypothesis",
+    "msgspec",
+    "onnxruntime",
+    "pytest",
+    "rich",
+    "safetensors",
+    "tokenizers",
+    "zmq",
+)
+# Run every section without time. A section that finds its files stops at its first look at the clock.
+NO_TIME = """
+import json, sys
+import benchmarks.gpu.__main__
+import torch
+from benchmarks.gpu.sections import SECTIONS
+from benchmarks.gpu.session import NotHere, Session
+found = {}
+for name, (run, _) in SECTIONS.items():
+    if name.startswith(("machine", "inductor")):
+        continue
+    found[name] = "done"
+    try:
+        run(Session(torch.device("cpu"), 0.0, lambda row: None, tiny=True))
+    except (NotHere, TimeoutError) as error:
+        found[name] = type(error).__name__
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def carried(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """The unpacked archive of a borrowed machine, and an environment with torch, triton and numpy alone."""
+    folder = tmp_path_factory.mktemp("carried")
+    for name in carry.files():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "build" / "gpu").mkdir(parents=True, exist_ok=True)
+    (folder / "build" / "gpu" / gpu.COMMIT).write_text("v1-2-gabc")
+    bare = folder / "site"
+    bare.mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if path.suffix != ".pth" and not path.name.startswith(("__editable__", "_pytest", *OTHERS)):
+            (bare / path.name).symlink_to(path)
+    return folder, os.environ | {"PYTHONPATH": str(bare), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+
+
+def test_the_whole_command_in_a_bare_environment(
+    carried: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    """On the carried files, without an installation of Sinew."""
+    folder, environment = carried
     command = [
-        sys.executable,
+        BASE_PYTHON,
         "-m",
         "benchmarks.gpu",
         "--device",
         "cpu",
         "--tiny",
+        "--pack",
         "--out",
-        str(tmp_path / "out"),
+        str(tmp_path),
     ]
-    command += ["--only", "machine,tests,ladder pi0,bounds"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    command += ["--only", "machine,tests,ladder pi0,timeline pi0,bounds"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     last = json.loads(done.stdout.splitlines()[-1])
-    assert last["sections"] == {"machine": "done", "tests": "skipped", "ladder pi0": "done", "bounds": "done"}
-    made = json.loads((tmp_path / "out" / last["file"]).read_text())
-    assert made["sections"]["tests"]["reason"].startswith(
-        "these modules are not installed: pytest, msgspec, gguf, tokenizers"
-    )
+    assert last["sections"] == dict.fromkeys(("machine", "ladder pi0", "timeline pi0", "bounds"), "done") | {
+        "tests": "skipped"
+    }
+    assert [path.name for path in tmp_path.iterdir()] == [last["archive"]]
+    with tarfile.open(tmp_path / last["archive"]) as tar:
+        names = tar.getnames()
+        made = json.load(tar.extractfile(last["file"]))
+        text = tar.extractfile(last["file"].replace(".json", ".md")).read().decode()
+    traces = [name for name in names if name.endswith("json.gz")]
+    assert len(traces) == len(timeline.VARIANTS)
+    assert len(names) == 2 + len(traces)
+    assert made["sections"]["tests"]["reason"].startswith("the golden cases were left at home")
     assert made["tiny"] is True
-    assert "Stages against the roofline" in (tmp_path / "out" / last["file"]).with_suffix(".md").read_text()
+    assert made["commit"] == "v1-2-gabc"
+    assert "Stages against the roofline" in text
+    assert "A chunk on the host\n" in text
+
+
+def test_every_section_finds_its_files_on_a_borrowed_machine(carried: tuple[Path, dict[str, str]]) -> None:
+    folder, environment = carried
+    done = subprocess.run(
+        [BASE_PYTHON, "-c", NO_TIME], cwd=folder, env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    ends = {"gaps": "NotHere", "tests": "NotHere", "tiles": "NotHere"}
+    ends["repeats"] = "done"  # a CPU has no launches to repeat
+    first = {name: name.partition(" ")[0] for name in SECTIONS}
+    assert found == {
+        name: ends.get(kind, "TimeoutError")
+        for name, kind in first.items()
+        if kind not in ("machine", "inductor")
+    }
+
+
+def test_what_is_carried_is_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    """No golden cases unless somebody asks, and less than a borrowed machine accepts before the files are packed."""
+    names = carry.files()
+    assert not [name for name in names if name.startswith(carry.FIXTURES)]
+    assert sum((ROOT / name).stat().st_size for name in names) < carry.MOST
+    assert [name for name in carry.files(fixtures=True) if name.startswith(carry.FIXTURES)]
+    monkeypatch.setattr(carry, "OUT", tmp_path / "carry.tgz")
+    monkeypatch.setattr(carry, "ROOT", tmp_path)
+    monkeypatch.setattr(carry, "files", lambda fixtures: ["a"])
+    (tmp_path / "a").write_bytes(os.urandom(5000))
+    assert carry.main([]) == 0
+    assert (tmp_path / gpu.COMMIT).read_text() == gpu.commit() != "unknown"
+    monkeypatch.setattr(carry, "MOST", 4000)
+    assert carry.main([]) == 1
+    assert "too large" in capsys.readouterr().err
 
 
 def test_the_make_target_needs_no_environment() -> None:
@@ -380,8 +469,10 @@ def test_the_make_target_needs_no_environment() -> None:
 def test_what_ten_minutes_are_for_comes_first() -> None:
     """Compiling the large models is what is left out."""
     assert gpu.BUDGET + gpu.GRACE < 600
-    assert list(SECTIONS)[:2] == ["machine", "checks"]
-    assert list(SECTIONS)[-3:] == ["inductor pi0.5", "inductor pi0", "inductor groot"]
+    names = list(SECTIONS)
+    assert names[:5] == ["machine", "checks", "gaps", "ladder pi0.5", "timeline pi0.5"]
+    assert names.index("timeline pi0") < names.index("library pi0.5") < names.index("ladder groot")
+    assert all(name.startswith("inductor") for name in names[-len(MODELS) :])
 
 
 def test_a_timeline_sums_kinds_and_gaps() -> None:
