@@ -134,7 +134,7 @@ def _given(given: dict[str, Any]) -> tuple[int, int]:
     """Return the FLOP and the bytes of weights of a launch, from the arguments with which its kernel was prepared."""
     if "kv" in given:
         own = given.get("own")
-        keys = len(given["kv"][0]) + (0 if own is None else len(own[0]))
+        keys = given["kv"][0].shape[1] + (0 if own is None else own[0].shape[1])
         return 4 * given["q"].numel() * keys, 0
     weight = given["weight"]
     return 2 * len(given["x"]) * weight.numel(), weight.nbytes

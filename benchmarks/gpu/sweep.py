@@ -77,8 +77,8 @@ class Problem:
         """Return the sizes by which ``tiles.default`` chooses a tile."""
         found = self.given.arguments
         if self.kernel == "packed_attention":
-            (M, H, D), (P, KV, _) = found["q"].shape, found["kv"][0].shape
-            return M * H // KV, P, 0 if found.get("own") is None else len(found["own"][0]), KV, D
+            (_, M, H, D), (_, P, KV, _) = found["q"].shape, found["kv"][0].shape
+            return M * H // KV, P, 0 if found.get("own") is None else found["own"][0].shape[1], KV, D
         M, K = found["x"].shape
         N = len(found["weight"])
         if self.kernel == "qkv_rope":

@@ -237,6 +237,7 @@ def packed_attention(
     module: ModuleType,
     dtype,
     device,
+    B=1,
     M=5,
     H=6,
     KV=2,
@@ -250,21 +251,28 @@ def packed_attention(
 ) -> None:
     """Check attention over packed keys. ``hidden`` is the number of first keys that no query may use."""
     s = Source(dtype, device)
-    q = (s.rows(M, H, D).float() * loud).to(dtype)
-    kv = s.rows(P, KV, D), s.rows(P, KV, D)
-    own = (s.rows(S, KV, D), s.rows(S, KV, D)) if S else None
-    mask = s.random(M, P + S, dtype=torch.float32) > -0.5
-    mask[M // 2] = False  # this query may use no key
+
+    def rows(
+        count: int, heads: int
+    ) -> torch.Tensor:  # of the observations in turns, so that both axes are strided
+        return s.rows(count * B, heads, D).unflatten(0, (count, B)).transpose(0, 1)
+
+    q = (rows(M, H).float() * loud).to(dtype)
+    kv = rows(P, KV), rows(P, KV)
+    own = (rows(S, KV), rows(S, KV)) if S else None
+    mask = s.random(B, M, P + S, dtype=torch.float32) > -0.5
+    mask[:, M // 2] = False  # this query may use no key
     if key_mask:  # the mask is one row in memory, and the byte after it would allow another key
-        mask = (s.random(1, P + S, dtype=torch.float32) > 0.0).expand(M, -1)
+        mask = (s.random(B, 1, P + S, dtype=torch.float32) > 0.0).expand(-1, M, -1)
     mask = mask & (torch.arange(P + S, device=mask.device) >= hidden) if hidden else mask
     workspace = Workspace(1 << 16, 64, device)
     workspace.parts.fill_(float("nan"))
     want, outs = KERNELS["packed_attention"].reference(q, kv, mask, own=own), []
     for _ in range(2):
-        outs.append(target(M, H, D, dtype=dtype, device=device))
-        module.packed_attention(q, kv, mask, own=own, workspace=workspace, out=outs[-1], tile=tile)
-        close(module, "packed_attention", outs[-1], want)
+        outs.append(target(B * M, H, D, dtype=dtype, device=device))
+        out = outs[-1].unflatten(0, (B, M))
+        module.packed_attention(q, kv, mask, own=own, workspace=workspace, out=out, tile=tile)
+        close(module, "packed_attention", out, want)
         untouched(outs[-1])
     assert torch.equal(outs[0], outs[1]), "two launches differ"
     assert not workspace.arrivals.any(), "counters are not zero after the launch"
@@ -359,6 +367,9 @@ EDGES = {
         {"key_mask": True, "S": 0, "D": 32, "tile": Tile(16, 32)},
         {"S": 0, "P": 33},  # one key in the last part
         {"M": 9, "hidden": 20, "loud": 40.0},  # a part in which every key is hidden, and two blocks of rows
+        {"B": 3, "M": 9},  # observations with keys and masks of their own
+        {"B": 2, "M": 9, "tile": Tile(16, 16, split=5)},
+        {"B": 3, "key_mask": True, "S": 0, "tile": Tile(16, 16)},
     ],
     "preprocess": [
         {"exact": False, "pad": "top_left", "views": 2},

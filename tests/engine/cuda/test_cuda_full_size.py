@@ -187,9 +187,9 @@ def test_what_has_work_is_what_the_kernels_see() -> None:
         tile = Tile(64, 32, depth, split)
         made = splitk_linear.prepare(x, weight, out, workspace, tile=tile)
         assert has_work("splitk_linear", (50, 1024, 720), tile) == (idle(made) == 0), tile
-    q, mask = torch.empty(50, 8, 256, device=META), torch.ones(50, 1018, dtype=torch.bool, device=META)
-    cache = torch.empty(2, 1018, 1, 256, device=META)
-    kv, own = (cache[0, :968], cache[1, :968]), (cache[0, 968:], cache[1, 968:])
+    q, mask = torch.empty(1, 50, 8, 256, device=META), torch.ones(1, 50, 1018, dtype=torch.bool, device=META)
+    cache = torch.empty(2, 1, 1018, 1, 256, device=META)
+    kv, own = (cache[0, :, :968], cache[1, :, :968]), (cache[0, :, 968:], cache[1, :, 968:])
     for keys, split in itertools.product((32, 64, 128), range(1, 18)):
         tile = Tile(64, keys, split=split)
         made, *_ = packed_attention.prepare(q, kv, mask, q, workspace, own=own, tile=tile)

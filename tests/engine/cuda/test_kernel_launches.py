@@ -41,9 +41,15 @@ def test_errors_name_the_tensor() -> None:
         )
     with pytest.raises(ValueError, match=r"activation: expected one of gelu_tanh, silu, got 'relu'"):
         KERNELS["gated_mlp"].launch(x, w, activation="relu")
-    q, kv, mask = torch.zeros(2, 3, 24), (torch.zeros(4, 1, 24),) * 2, torch.ones(2, 4, dtype=torch.bool)
+    q, kv = torch.zeros(1, 2, 3, 24), (torch.zeros(1, 4, 1, 24),) * 2
+    mask = torch.ones(1, 2, 4, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"q: expected a head size that is a power of two"):
         KERNELS["packed_attention"].launch(q, kv, mask, workspace=Workspace(1, 1, "cpu"))
+    with pytest.raises(ValueError, match=r"k: expected 2 observations, got 1"):
+        KERNELS["packed_attention"].launch(
+            torch.zeros(2, 2, 3, 16), (torch.zeros(1, 4, 1, 16),) * 2, mask.expand(2, -1, -1),
+            workspace=Workspace(1, 1, "cpu"),
+        )  # fmt: skip
 
 
 @pytest.mark.skipif(triton is not None, reason="triton is installed")

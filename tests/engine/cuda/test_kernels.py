@@ -149,6 +149,17 @@ MUTANTS = [
         "numerator.to(tl.float32)",
         {"loud": 4.0},
     ),
+    ("packed_attention", "q += observation * q_step", "q += 0 * q_step", {"B": 2}),
+    ("packed_attention", "v += observation * kv_step", "v += 0 * kv_step", {"B": 2}),
+    ("packed_attention", "mask += observation * mask_step", "mask += 0 * mask_step", {"B": 2}),
+    ("packed_attention", "own_v += observation * own_step", "own_v += 0 * own_step", {"B": 2}),
+    ("packed_attention", "observation * blocks + tile", "tile", {"B": 2}),
+    (
+        "packed_attention",
+        "out += block // own_tiles * out_step",
+        "out += block * out_step",
+        {"B": 2, "M": 9, "tile": Tile(16, 16, split=5)},
+    ),
     (
         "packed_attention",
         "% (BLOCK_M // ROWS) * ROWS",
@@ -334,7 +345,8 @@ def test_five_references_in_a_row_are_a_layer_of_the_head() -> None:
     cos, sin = rotate.cos[0, :, 0], rotate.sin[0, :, 0]
     scaled, norm = table(x, qkv, before)
     q, k, v = references["qkv_rope"](scaled, qkv, cos, sin, (4, 1), **norm)
-    attended = references["packed_attention"](q, prefix, mask, own=(k, v)).flatten(1)
+    one = [(a[None], b[None]) for a, b in (prefix, (k, v))]
+    attended = references["packed_attention"](q[None], one[0], mask[None], own=one[1])[0].flatten(1)
     linear = references["splitk_linear"]
     h = linear(attended, layer.attn.o_proj.weight, gate=before.gate.flatten(), residual=x)
     scaled, norm = table(h, gate_up, after)
@@ -345,11 +357,11 @@ def test_five_references_in_a_row_are_a_layer_of_the_head() -> None:
 
 def test_reference_of_the_attention_is_the_layer() -> None:
     torch.manual_seed(0)
-    q, k, v = torch.randn(5, 6, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
-    mask = torch.rand(5, 12) > 0.4
-    mask[2] = False
-    got = KERNELS["packed_attention"].reference(q, (k[:7], v[:7]), mask, own=(k[7:], v[7:]))
-    torch.testing.assert_close(got.flatten(1), attend(q[None], k[None], v[None], mask[None])[0])
+    q, k, v = torch.randn(2, 5, 6, 16), torch.randn(2, 12, 2, 16), torch.randn(2, 12, 2, 16)
+    mask = torch.rand(2, 5, 12) > 0.4
+    mask[:, 2] = False
+    got = KERNELS["packed_attention"].reference(q, (k[:, :7], v[:, :7]), mask, own=(k[:, 7:], v[:, 7:]))
+    torch.testing.assert_close(got.flatten(2), attend(q, k, v, mask))
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinew.engine.cuda.fused.layers import Modulated, carried, modulated, normed, one, stream_of
+from sinew.engine.cuda.fused.layers import Modulated, carried, flat, like, modulated, normed, one, stream_of
 from sinew.engine.cuda.fused.ops import Ops
 from sinew.engine.plan.norms import UnitRMSNorm
 from sinew.engine.plan.time_tables import SplitActionTime
@@ -67,7 +67,7 @@ class FusedDecode(ExpertModel):
             rows, options = modulated(self.ops, stream_of(h), norm.eps, m, linear)
         else:
             rows, options = normed(self.ops, stream_of(h), norm.eps, linear)
-        return self.ops.norm_linear(rows, linear.weight, **options).float()[None]
+        return like(h, self.ops.norm_linear(rows, linear.weight, **options).float())
 
 
 class FusedActionTime(SplitActionTime):
@@ -77,9 +77,9 @@ class FusedActionTime(SplitActionTime):
 
     def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:
         last, first = self.action_time_mlp_out, self.action_part
-        mixed = self.ops.norm_linear(one(x), first.weight, bias=one(time_embedding), silu=True)
+        mixed = self.ops.norm_linear(flat(x), first.weight, bias=one(time_embedding), silu=True)
         dtype = self.expert.dtype
-        return carried(self.ops.stream_linear(mixed, last.weight, bias=last.bias, dtype=dtype))
+        return carried(self.ops.stream_linear(mixed, last.weight, bias=last.bias, dtype=dtype), x)
 
 
 class TabulatedModulation(FusedDecode):
@@ -95,7 +95,7 @@ class TabulatedModulation(FusedDecode):
         linear, (first, *_), _ = self.action_in_proj, *self.modulations(time_embedding)
         scale = first[0].scale if self.scaled else None
         options = {"bias": linear.bias, "scale": scale, "dtype": self.expert.dtype}
-        return carried(self.ops.stream_linear(one(x), linear.weight, **options))
+        return carried(self.ops.stream_linear(flat(x), linear.weight, **options), x)
 
     def embed_time(self, t: Tensor) -> Tensor:  # [1] -> float32 [1, values]
         packed = one(super().embed_time(t)).float()  # type: ignore[safe-super]  # [norms, 3 * C]

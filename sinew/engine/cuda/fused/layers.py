@@ -7,7 +7,8 @@ a weight in FP8, the library computes all of its products. Over low-bit weights,
 replaces the library.
 
 The classes are given to modules of a planned model (``rewrite.become``). They add the attributes ``ops`` and
-``fused_rows``, read the packed and folded weights of the plan, and compute one observation (a batch of one).
+``fused_rows``, and read the packed and folded weights of the plan. A batch of observations is one matrix with the rows
+of all observations, except in the attention.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class FusedAttention(DecoderAttention):
 
     def attend(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
         mine = None if own is None else pair(own, q.dtype)
-        return self.ops.packed_attention(one(q), pair(kv, q.dtype), one(mask), mine).flatten(1)[None]
+        return self.ops.packed_attention(q, pair(kv, q.dtype), mask.expand(len(q), -1, -1), mine).flatten(2)
 
 
 class FusedLayer(DecoderLayer):
@@ -73,12 +74,11 @@ class FusedLayer(DecoderLayer):
         eps = self.post_norm.eps
         if rows := between(self, x):
             norm = norm_options(self.post_norm)
-            total, hidden = rowwise(rows, self, one(x), one(attended), **norm)
-            return rows.product(hidden, self.mlp.down_proj, onto=total)[None]
-        stream = output(self.ops, self.attn.o_proj, one(attended), one(x))
-        return carried(
-            mlp(self.ops, self.mlp, *normed(self.ops, stream, eps, self.mlp.gate_up_proj), stream.rows)
-        )
+            total, hidden = rowwise(rows, self, flat(x), flat(attended), **norm)
+            return like(x, rows.product(hidden, self.mlp.down_proj, onto=total))
+        stream = output(self.ops, self.attn.o_proj, flat(attended), flat(x))
+        read, norm = normed(self.ops, stream, eps, self.mlp.gate_up_proj)
+        return carried(mlp(self.ops, self.mlp, read, norm, stream.rows), x)
 
 
 class FusedKeyValueLayer(KeyValueLayer):
@@ -104,36 +104,38 @@ class FusedAdaptiveLayer(AdaptiveDecoderLayer):
         attn: Any = self.attn
         linear, eps, heads = attn.qkv_proj, self.input_norm.eps, (attn.num_heads, attn.num_kv_heads)
         if rows := between(self, x):
-            return rotated(rows, linear, one(x), rotate, heads, **modulation(before, eps))
-        return qkv(self.ops, linear, *modulated(self.ops, stream_of(x), eps, before, linear), rotate, heads)
+            return rotated(rows, linear, x, rotate, heads, **modulation(before, eps))
+        return qkv(
+            self.ops, linear, x, *modulated(self.ops, stream_of(x), eps, before, linear), rotate, heads
+        )
 
     def finish(self, x: Tensor, attended: Tensor, before: Any, after: Any) -> Tensor:
         eps = self.post_norm.eps
         if rows := between(self, x):
             norm = {"gate": before.gate, **modulation(after, eps)}
-            total, hidden = rowwise(rows, self, one(x), one(attended), **norm)
+            total, hidden = rowwise(rows, self, flat(x), flat(attended), **norm)
             branch = rows.product(hidden, self.mlp.down_proj)
-            return torch.addcmul(total, branch, after.gate).to(x.dtype)[None]
+            return like(x, torch.addcmul(total, branch, after.gate).to(x.dtype))
         # If the norm is a separate kernel, the product before it need not compute the norm's inputs.
         scale, following = (None, None) if after.bias is None else (after.scale, after.following)
-        stream = output(self.ops, self.attn.o_proj, one(attended), one(x), before.gate, scale)
+        stream = output(self.ops, self.attn.o_proj, flat(attended), flat(x), before.gate, scale)
         read, norm = modulated(self.ops, stream, eps, after, self.mlp.gate_up_proj)
-        return carried(mlp(self.ops, self.mlp, read, norm, stream.rows, after.gate, following))
+        return carried(mlp(self.ops, self.mlp, read, norm, stream.rows, after.gate, following), x)
 
 
-def carried(stream: ResidualStream) -> Tensor:
-    """Return the rows of the stream as a tensor [1, M, C] for the next layer.
+def carried(stream: ResidualStream, x: Tensor) -> Tensor:
+    """Return the rows of the stream as a tensor [B, L, C] for the next layer, with as many observations as ``x``.
 
     The tensor has the whole stream as an attribute, so that the next layer can use the sums of squares. A copy of the
     tensor has no such attribute. The next layer is then slower, but correct.
     """
-    x = stream.rows[None]
-    x.stream = stream  # type: ignore[attr-defined]
-    return x
+    out = like(x, stream.rows)
+    out.stream = stream  # type: ignore[attr-defined]
+    return out
 
 
 def stream_of(x: Tensor) -> ResidualStream:
-    return getattr(x, "stream", None) or ResidualStream(one(x))
+    return getattr(x, "stream", None) or ResidualStream(flat(x))
 
 
 Norm = dict[str, Any]
@@ -172,33 +174,34 @@ def modulated(ops: Ops, stream: ResidualStream, eps: float, m: Modulated, reader
 
 def between(layer: Any, x: Tensor) -> RowOps | None:
     """Return the operations between library products. None if fused kernels compute the products."""
-    return layer.ops.rows if len(one(x)) > layer.fused_rows else None
+    return layer.ops.rows if x.shape[:2].numel() > layer.fused_rows else None
 
 
 def turned(
     layer: Any, linear: Any, x: Tensor, rotate: Rotation, heads: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the layer's first norm, the projections and the rotation. Return q, k and v, [1, M, heads, D].
+    """Compute the layer's first norm, the projections and the rotation. Return q, k and v, [B, L, heads, D].
 
     Args:
         layer: The decoder layer.
         linear: The projections of queries, keys and values as one layer.
-        x: The layer's input, [1, M, C].
+        x: The layer's input, [B, L, C].
         rotate: The rotary positions.
         heads: Number of query heads, and number of key/value heads.
     """
     ops, eps = layer.ops, layer.input_norm.eps
     if rows := between(layer, x):
-        return rotated(rows, linear, one(x), rotate, heads, **norm_options(layer.input_norm))
-    return qkv(ops, linear, *normed(ops, stream_of(x), eps, linear), rotate, heads)
+        return rotated(rows, linear, x, rotate, heads, **norm_options(layer.input_norm))
+    return qkv(ops, linear, x, *normed(ops, stream_of(x), eps, linear), rotate, heads)
 
 
 def qkv(
-    ops: Ops, linear: Any, x: Tensor, norm: Norm, rotate: Rotation, heads: tuple[int, int]
+    ops: Ops, linear: Any, x: Tensor, read: Tensor, norm: Norm, rotate: Rotation, heads: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    cos, sin = tables(rotate)
-    q, k, v = ops.qkv_rope(x.to(linear.weight.dtype), linear.weight, cos, sin, heads, **norm)
-    return q[None], k[None], v[None]
+    """Compute the projections and the rotation from ``read``, the product's input, [B * L, C]."""
+    cos, sin = tables(rotate, x)
+    q, k, v = ops.qkv_rope(read.to(linear.weight.dtype), linear.weight, cos, sin, heads, **norm)
+    return like(x, q), like(x, k), like(x, v)
 
 
 def output(
@@ -234,10 +237,10 @@ def modulation(m: Modulated, eps: float) -> Norm:
 def rotated(
     rows: RowOps, linear: Any, x: Tensor, rotate: Rotation, heads: tuple[int, int], **norm: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _, operand = rows.norm(x, RowTarget.of(linear), **norm)
-    cos, sin = tables(rotate)
+    _, operand = rows.norm(flat(x), RowTarget.of(linear), **norm)
+    cos, sin = tables(rotate, x)
     q, k, v = rows.rope(rows.product(operand, linear, bias=False), cos, sin, heads, linear.bias)
-    return q[None], k[None], v[None]
+    return like(x, q), like(x, k), like(x, v)
 
 
 def rowwise(rows: RowOps, layer: Any, x: Tensor, attended: Tensor, **norm: Any) -> tuple[Tensor, Operand]:
@@ -261,25 +264,38 @@ def activation(module: PackedMLP) -> Any:
 def pair(kv: KeyValue, dtype: torch.dtype) -> KeyValue:
     """Return keys and values in the form that the kernel reads.
 
-    Keys and values get the dtype of the queries, because a bundle may mix precisions. They also get the same stride
-    between rows.
+    Keys and values get the dtype of the queries, because a bundle may mix precisions. They also get the same strides
+    between observations and between rows.
     """
-    k, v = (one(tensor).to(dtype) for tensor in kv)
-    return (k, v) if k.stride(0) == v.stride(0) else (k.contiguous(), v.contiguous())
+    k, v = (tensor.to(dtype) for tensor in kv)
+    return (k, v) if k.stride()[:2] == v.stride()[:2] else (k.contiguous(), v.contiguous())
 
 
-def tables(rotate: Rotation) -> tuple[Tensor, Tensor]:
-    """Return cos and sin as matrices: [1, L, 1, D / 2] -> [L, D / 2]."""
-    return one(rotate.cos)[:, 0], one(rotate.sin)[:, 0]
+def tables(rotate: Rotation, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin as matrices with one row per row of ``x``: [B, L, 1, D / 2] -> [B * L, D / 2].
+
+    A table with one set of positions for all observations is repeated.
+    """
+    cos, sin = (flat(table.expand(len(x), -1, -1, -1))[:, 0] for table in rotate)
+    return cos, sin
+
+
+def flat(x: Tensor) -> Tensor:
+    """Return the rows of all observations: [B, L, ...] -> [B * L, ...]."""
+    return x.flatten(0, 1)
+
+
+def like(x: Tensor, rows: Tensor) -> Tensor:
+    """Return rows [B * L, ...] with the axes of observations and tokens of ``x`` [B, L, ...]."""
+    return rows.unflatten(0, x.shape[:2])
 
 
 def one(x: Tensor) -> Tensor:
-    """Return the rows of a batch of one. Kernels have no batch axis, because an engine computes one observation at a
-    time.
+    """Return a vector that all observations share: the embedding of the solver's time, [1, C] -> [C].
 
     Raises:
-        ValueError: The batch has more observations.
+        ValueError: The observations have different times.
     """
     if len(x) != 1:
-        raise ValueError(f"batch: engine cuda computes one observation at a time, got {len(x)}")
+        raise ValueError(f"time: expected one time for all observations of a batch, got {len(x)}")
     return x[0]

@@ -1,6 +1,7 @@
 """The operations that fused layers call, and two implementations of them in PyTorch.
 
-All operations have rows without a batch axis.
+Products read rows, and the rows of a batch are those of all its observations. Only the attention has an axis of
+observations.
 
 * ``References`` defines the kernels: float32 inside, one rounding at the end.
 * ``PlainOps`` runs a model without kernels: products in the weight's precision, and ``scaled_dot_product_attention``.
@@ -125,13 +126,13 @@ class Ops(ABC):
 
     @abstractmethod
     def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
-        """Return the attention of q over kv and own, [M, H, D].
+        """Return the attention of q over kv and own of the same observation, [B, M, H, D].
 
         Args:
-            q: Queries, [M, H, D].
-            kv: Keys and values of the prefix, [P, Hkv, D] each.
-            mask: bool [M, P + S], True for visible keys.
-            own: Keys and values of the queries' own tokens, [S, Hkv, D] each, or None.
+            q: Queries, [B, M, H, D].
+            kv: Keys and values of the prefix, [B, P, Hkv, D] each.
+            mask: bool [B, M, P + S], True for visible keys.
+            own: Keys and values of the queries' own tokens, [B, S, Hkv, D] each, or None.
         """
 
     @abstractmethod
@@ -224,19 +225,17 @@ class PlainOps(References):
         return y if residual is None else residual + y
 
     def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
-        k, v = kv if own is None else (torch.cat([a, b]) for a, b in zip(kv, own, strict=True))
-        M, H, D = q.shape
-        G = H // k.shape[1]
+        k, v = kv if own is None else (torch.cat([a, b], dim=1) for a, b in zip(kv, own, strict=True))
+        B, M, H, D = q.shape
+        G = H // k.shape[2]
         # Put the heads of a group into the axis of rows, as the kernel does. Keys need no copies then, and every
         # attention backend supports this form. The mask becomes a finite bias, so that rows without visible keys
         # (padding) give finite results.
-        rows = q.view(M, -1, G, D).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, G * M, D]
+        rows = q.view(B, M, -1, G, D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * M, D]
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, _masked(q.dtype))
-        bias = bias.expand(G, *bias.shape).flatten(0, 1)  # [G * M, P + S]
-        out = F.scaled_dot_product_attention(
-            rows[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=bias
-        )[0]
-        return out.unflatten(1, (G, M)).permute(2, 0, 1, 3).reshape(M, H, D)
+        bias = bias[:, None].expand(-1, G, -1, -1).flatten(1, 2)[:, None]  # [B, 1, G * M, P + S]
+        out = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias)
+        return out.unflatten(2, (G, M)).permute(0, 3, 1, 2, 4).reshape(B, M, H, D)
 
     def rms(self, x: Tensor, eps: float, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         y = rms_normalize(x, eps)

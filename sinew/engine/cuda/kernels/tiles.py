@@ -130,12 +130,14 @@ FLOAT32: dict[str, dict[str, Tile]] = {
 }
 
 
-def tile_for(kernel: str, dims: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tile:
+def tile_for(
+    kernel: str, dims: Sequence[int], dtype: torch.dtype, device: torch.device, observations: int = 1
+) -> Tile:
     """Return the tile for a launch with these sizes on a device.
 
-    The arguments ``dims`` and ``dtype`` are those of :func:`default`.
+    The arguments ``dims``, ``dtype`` and ``observations`` are those of :func:`default`.
     """
-    return default(kernel, dims, dtype, capability(device))
+    return default(kernel, dims, dtype, capability(device), observations)
 
 
 def capability(device: torch.device) -> int:
@@ -160,7 +162,9 @@ def architecture(capability: int) -> int:
     return candidates[-1]
 
 
-def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: int) -> Tile:
+def default(
+    kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: int, observations: int = 1
+) -> Tile:
     """Return the tile for a problem.
 
     Args:
@@ -168,6 +172,7 @@ def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: in
         dims: Sizes of the problem, rows first (packed rows for attention).
         dtype: Dtype of the weight.
         capability: Compute capability, major * 10 + minor.
+        observations: Number of observations of an attention. ``dims`` are the sizes of one of them.
     """
     wide = dtype == torch.float32 and kernel in FLOAT32
     regimes = FLOAT32[kernel] if wide else TILES[kernel][architecture(capability)]
@@ -176,8 +181,11 @@ def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: in
         tile = spread(dims, tile)
     if kernel == "weight_only_linear":
         tile = replace(tile, m=min(tile.m, max(16, 1 << (dims[0] - 1).bit_length())))
-    if kernel == "packed_attention" and -(-dims[0] // tile.m) * dims[3] > 2 * PROGRAMS:
-        tile = replace(tile, split=1)  # there are enough blocks of rows for all multiprocessors
+    if kernel == "packed_attention":
+        # Several observations have so many more blocks of rows that fewer programs need to share a block.
+        split = -(-tile.split // observations)
+        blocks = -(-dims[0] // tile.m) * dims[3] * observations
+        tile = replace(tile, split=1 if blocks > 2 * PROGRAMS else split)  # enough for all multiprocessors
     while tile.split > 1 and not has_work(kernel, dims, tile):
         tile = replace(tile, split=tile.split - 1)
     return tile
