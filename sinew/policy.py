@@ -31,6 +31,7 @@ from sinew.processing import (
     Processor,
     batch_key,
     given,
+    stack,
     stack_prompts,
 )
 
@@ -459,6 +460,15 @@ class Policy(DescribedPolicy, OpenPolicy):
     def problem(self) -> str | None:
         """Return an error message if a file of weights was changed after the load, otherwise None."""
         return self.files.problem()
+
+    def warm_batches(self, largest: int) -> None:
+        """Prepare batches of up to ``largest`` observations with frames of the declared sizes.
+
+        The CUDA engine records its graphs, so that no batch waits for a recording. Other engines need no preparation.
+        """
+        members = [self.prepare(self.dummy_observation()).inputs] * largest
+        inputs = stack(members, self.manifest.processing.prompt)
+        self.engine.warm(inputs, self.spec.solver_steps, self.spec.max_prompt_tokens)
 
     def warm_up(self) -> ActionChunk:
         """Run one inference on grey frames. Call this on the thread that will call ``infer`` later.

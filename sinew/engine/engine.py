@@ -196,7 +196,8 @@ class Engine(ABC):
         """Prepare the engine before the first request, so that no request waits for a preparation.
 
         Args:
-            inputs: An observation with frames of the size that requests will have.
+            inputs: An observation with frames of the size that requests will have. A batch prepares the engine for
+                batches of up to this many observations.
             steps: The number of solver steps.
             longest: The largest number of prompt tokens.
         """

@@ -55,6 +55,9 @@ class Inpainting:
         self.solver, self.target, self.weights, self.beta = solver, target, weights, beta
         self.jacobian = jacobian
 
+    def part(self, rows: slice) -> Inpainting:
+        return Inpainting(self.solver, self.target[rows], self.weights[rows], self.beta, self.jacobian)
+
     def __call__(self, act: Callable[[Any], Any], x: Any, step: Step) -> Any:
         span = self.solver.end - self.solver.start
         g = guidance_weight((step.time - self.solver.start) / span, self.beta)
@@ -88,6 +91,9 @@ class Ramp:
 
     def __init__(self, strength: Any, committed: Any = None):
         self.strength, self.committed = strength, committed
+
+    def part(self, rows: slice) -> Ramp:
+        return Ramp(self.strength[rows], None if self.committed is None else self.committed[rows])
 
     def __call__(self, act: Callable[[Any], Any], x: Any, step: Step) -> Any:
         return act(x) * self.strength

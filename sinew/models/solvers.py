@@ -38,6 +38,8 @@ class Guidance(Protocol):
             The engine then passes one time per action to the head.
         rows: int [n], the batch rows of ``x`` for which the guidance calls ``act``, as ``act(x[rows])``. The
             context and ``committed`` then have n rows.
+        part: A method that takes a slice, and returns the guidance of these observations. An engine that computes
+            a batch in parts calls it.
     """
 
     def __call__(self, act: Callable[[Any], Any], x: Any, step: Step) -> Any: ...

@@ -25,8 +25,8 @@ class BatchKey(NamedTuple):
 
     Attributes:
         steps: Steps of the solver.
-        views: Shape of the camera views, [V, channels, H, W]. An observation with a missing frame has fewer views, so
-            it goes into another batch.
+        views: Shape of the camera views, [V, channels, H, W], or the shape of each frame if the engine resizes frames.
+            An observation with a missing frame has fewer views, so it goes into another batch.
         prompt: Length of the prompt in units of :data:`BUCKET` tokens, rounded up.
         guidance: (kind, beta) of real-time chunking; None without it. Other requests go into other batches, because
             they need no gradients.
@@ -36,7 +36,7 @@ class BatchKey(NamedTuple):
     """
 
     steps: int
-    views: tuple[int, ...]
+    views: tuple[int, ...] | tuple[tuple[int, ...], ...]
     prompt: int
     guidance: tuple[str, float] | None
     adapter: str
@@ -48,7 +48,7 @@ def batch_key(prepared: Prepared) -> BatchKey:
     continuation = prepared.continuation
     return BatchKey(
         prepared.steps,
-        prepared.inputs.pixels.shape,
+        tuple(frame.shape for frame in prepared.inputs.frames) or prepared.inputs.pixels.shape,
         -(-len(prepared.inputs.tokens) // BUCKET),
         None if continuation is None else (continuation.kind, continuation.beta),
         prepared.adapter,
@@ -60,18 +60,18 @@ def stack(members: Sequence[ModelInputs], prompt: PromptRecipe) -> ModelInputs:
     """Join observations into a batch with a leading axis. Shorter prompts are padded with masked tokens.
 
     Args:
-        members: The observations. If there is only one, it may contain unresized frames instead of prepared views.
+        members: The observations.
         prompt: The prompt recipe, for the padding.
 
     Raises:
-        SinewError: The views differ, or several members have frames. An engine resizes frames one by one.
+        SinewError: The shapes of the views or frames differ.
     """
     if len(members) == 1:
         return members[0].batched()
-    shapes = {member.pixels.shape for member in members}
-    if len(shapes) != 1 or any(member.frames for member in members):
+    shapes = {(member.pixels.shape, *(frame.shape for frame in member.frames)) for member in members}
+    if len(shapes) != 1:
         raise SinewError(
-            f"a batch: expected prepared views of one shape, got {sorted(shapes)}; compute these one by one"
+            f"a batch: expected views and frames of one shape, got {sorted(shapes)}; compute these one by one"
         )
     length = max(len(member.tokens) for member in members)
 
@@ -86,6 +86,7 @@ def stack(members: Sequence[ModelInputs], prompt: PromptRecipe) -> ModelInputs:
         np.stack([padded(member.tokens, prompt.pad_token_id) for member in members]),
         np.stack([padded(member.token_mask, False) for member in members]),
         np.stack([member.state for member in members]),
+        tuple(frame for member in members for frame in member.frames),
     )
 
 

@@ -40,7 +40,7 @@ class ModelInputs:
         token_mask: bool [L], False for padding.
         state: Normalised and padded states, float32 [padded_state_dim], the oldest observation step first.
         frames: Camera frames before the resize, uint8 [h, w, 3] each, for engines that resize on the GPU. ``pixels``
-            then contains no views.
+            then contains no views. In a batch, the frames of all observations follow each other.
     """
 
     pixels: np.ndarray
@@ -54,6 +54,13 @@ class ModelInputs:
         """Return a batch with only this observation. Every array gets a leading axis, and frames stay as they are."""
         pixels, mask, tokens = self.pixels[None], self.camera_mask[None], self.tokens[None]
         return ModelInputs(pixels, mask, tokens, self.token_mask[None], self.state[None], self.frames)
+
+    def part(self, rows: slice) -> ModelInputs:
+        """Return some observations of a batch, with a batch axis."""
+        views = len(self.frames) // len(self.tokens)
+        frames = self.frames[views * rows.start : views * rows.stop]
+        pixels, mask, tokens = self.pixels[rows], self.camera_mask[rows], self.tokens[rows]
+        return ModelInputs(pixels, mask, tokens, self.token_mask[rows], self.state[rows], frames)
 
     def alone(self) -> ModelInputs:
         """Return the inputs without the batch axis. The batch must contain only one observation.

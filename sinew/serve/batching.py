@@ -166,8 +166,9 @@ class Batcher:
         self.costs = costs or Costs()
 
     def calibrate(self, policy: ServedPolicy) -> None:
-        """Measure the time of batches with 1, 2, 4 ... members, to find the best largest size. All members are the
-        policy's artificial observation. Call this on the thread that will run the policy.
+        """Measure the time of batches with 1, 2, 4 ... members, to find the best largest size, and prepare the policy
+        for batches of up to this size. All members are the policy's artificial observation. Call this on the thread
+        that will run the policy.
 
         Raises:
             SinewError: A batch size was requested, but the policy computes one observation at a time.
@@ -191,6 +192,8 @@ class Batcher:
         if self._auto:
             self.limit = pays
         self.reason = self._sentence(times, pays)
+        if self.limit > 1:
+            policy.warm_batches(self.limit)
 
     def _sentence(self, seconds_by_size: dict[int, float], pays: int) -> str:
         """Return a sentence with the measured times of the batch sizes and the resulting gain of throughput."""

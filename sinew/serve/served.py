@@ -40,6 +40,10 @@ class ServedPolicy(Protocol):
         request is not slow.
         """
 
+    def warm_batches(self, largest: int) -> None:
+        """Prepare batches of up to ``largest`` observations, on the thread that will run the policy."""
+        return
+
     def prepare(self, observation: Observation) -> Any:
         """Return the input of :meth:`run`. The method may be called during another inference.
 

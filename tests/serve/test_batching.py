@@ -178,9 +178,13 @@ class Timed:
     def __init__(self, table: dict[int, float]):
         self.table, self.clock = table, 0.0
         self.ran: list[int] = []
+        self.warmed: list[int] = []
 
     def dummy_observation(self) -> str:
         return "warm"
+
+    def warm_batches(self, largest: int) -> None:
+        self.warmed.append(largest)
 
     def prepare(self, observation: str) -> str:
         return observation
@@ -198,6 +202,7 @@ def calibrated(table: dict[int, float], limit: int | None, monkeypatch) -> tuple
     policy, made = Timed(table), Batcher(limit)
     monkeypatch.setattr(batching.time, "perf_counter", lambda: policy.clock)
     made.calibrate(policy)  # type: ignore[arg-type]
+    assert policy.warmed == ([made.limit] if made.limit > 1 else [])
     return made, policy
 
 

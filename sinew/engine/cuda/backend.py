@@ -17,7 +17,7 @@ class Cuda(Backend):
     name, opens = "cuda", "sinew.engine.cuda.open:open_cuda"
     follows = LOWBIT | {"fp8"}
     stores_half = False
-    capabilities = frozenset({Capability.GUIDE, Capability.AUDIT})
+    capabilities = frozenset({Capability.BATCH, Capability.GUIDE, Capability.AUDIT})
     guides = ("no-jacobian", "ramp")  # the graphs have no Jacobian and no denoising time per action
 
     def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:

@@ -41,7 +41,7 @@ from sinew.processing.normalize import Normalizer
 
 
 class CudaEngine(Engine):
-    """Runs a planned model, one observation at a time.
+    """Runs a planned model for one observation, or for a batch of observations.
 
     One CUDA graph contains all stages. Therefore :meth:`solve` computes the whole chunk, and :meth:`read` only passes
     the inputs on.
@@ -93,7 +93,8 @@ class CudaEngine(Engine):
         shape, dtype = self.model.noise_shape, torch.float32
         if self.units is not None:
             shape, dtype = (shape[0], self.units.dim), self.units.dtype
-        self._chunk = torch.empty(shape, dtype=dtype, pin_memory=on_gpu)
+        # For any number of observations that one program computes.
+        self._chunks = torch.empty(options.largest_batch, *shape, dtype=dtype, pin_memory=on_gpu)
         if on_gpu:
             torch.cuda.current_stream(device).synchronize()  # wait for the copies of the weights
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -128,41 +129,63 @@ class CudaEngine(Engine):
         guidance: Guidance | None = None,
         watch: Watch | None = None,
     ) -> np.ndarray:
-        """Compute the actions of one observation by the replay of a recorded graph.
+        """Compute actions by the replay of a recorded graph.
+
+        A graph has 1, 2, 4 ... observations, up to ``options.largest_batch``. Other batches run in parts, one graph
+        after the other.
 
         A whole graph cannot be stopped, and its stages have no separate times. The watch is checked before and after
         the graph, and gets the time of all stages as one "step". If the watch requires separate stages, the stages run
         one by one. The first call with a new key records a graph, which takes much longer.
 
         Returns:
-            float32 [1, H, A] in model units. With ``actions``, [1, H, action_dim] un-normalised, in the precision of
+            float32 [B, H, A] in model units. With ``actions``, [B, H, action_dim] un-normalised, in the precision of
                 the recipe's convention.
         """
         if guidance is not None and getattr(guidance, "jacobian", True):
             expected = f"engine {either(engines_that(guides=('guided',)))}, which has a Jacobian"
             raise SinewError(f"guidance: expected {expected}, got engine cuda")
-        watch, inputs = watch or Watch(), context.alone()
+        watch, parts = watch or Watch(), self.options.parts(len(context.tokens))
         with self._on_stream(), self._rows(watch, self.recorder.calls):
-            key = Key.of(inputs, self.options.bucket(len(inputs.tokens)), steps)
-            program = self.programs[key]
-            watch.check()
-            if program.speaks:
-                return self._speak(program, inputs, noise[0], watch)
-            if guidance is not None:
-                self._guided(program, inputs, noise[0], guidance, watch)
-            elif watch.apart or self.options.stages:
-                self._by_stages(program, inputs, noise[0], watch)
-            else:
-                self._whole(program, inputs, noise[0], watch)
-            return self._chunk.numpy().copy()[None]
+            if len(parts) == 1:
+                return self._solve(context, noise, steps, guidance, watch)
+            whole: Any = guidance
+            guides = [None if whole is None else whole.part(rows) for rows in parts]
+            chunks = [
+                self._solve(context.part(rows), noise[rows], steps, guide, watch)
+                for rows, guide in zip(parts, guides, strict=True)
+            ]
+            return np.concatenate(chunks)
+
+    def _solve(
+        self, inputs: ModelInputs, noise: np.ndarray, steps: int, guidance: Guidance | None, watch: Watch
+    ) -> np.ndarray:
+        """Compute the actions of as many observations as one program may have."""
+        program = self.programs[self._key(inputs, steps)]
+        watch.check()
+        if program.speaks:
+            return self._speak(program, inputs, noise, watch)
+        if guidance is not None:
+            self._guided(program, inputs, noise, guidance, watch)
+        elif watch.apart or self.options.stages:
+            self._by_stages(program, inputs, noise, watch)
+        else:
+            self._whole(program, inputs, noise, watch)
+        return self._chunks[: program.key.batch].numpy().copy()
+
+    def _key(self, inputs: ModelInputs, steps: int) -> Key:
+        return Key.of(inputs, self.options.bucket(inputs.tokens.shape[1]), steps)
 
     def warm(self, inputs: ModelInputs, steps: int, longest: int) -> None:
         """Record the graphs for frames of these sizes and prompts of up to ``longest`` tokens, the shortest first.
 
-        At most ``max_graphs`` graphs are recorded.
+        For each number of observations that a program may have, up to the number in ``inputs``, at most ``max_graphs``
+        graphs are recorded. They all stay.
         """
-        whole = inputs.alone()
-        views = len(whole.camera_mask)
+        batches = self.options.batches(len(inputs.tokens))
+        self.programs.limit = max(self.programs.limit, self.options.max_graphs * len(batches))
+        whole = inputs.part(slice(0, 1))
+        views = whole.camera_mask.shape[1]
         each = max(1, views) if self.model.moments is None else self.model.moments[1]
         keys = [
             replace(key, views=count, sizes=key.sizes[:count])
@@ -171,16 +194,15 @@ class CudaEngine(Engine):
             # At the start of an episode, the history has fewer observations, so there are fewer views.
             for count in range(views, min(views, each) - 1, -each)
         ]
-        for key in keys[: self.options.max_graphs]:
-            self.prepare(key)
+        for batch in batches:
+            for key in keys[: self.options.max_graphs]:
+                self.prepare(replace(key, batch=batch))
 
     def audit(self, inputs: ModelInputs, steps: int) -> list[Audited]:
         from sinew.engine.cuda.audit import audited
 
-        whole = inputs.alone()
         with torch.inference_mode(False):
-            program = self.programs[Key.of(whole, self.options.bucket(len(whole.tokens)), steps)]
-            return audited(program)
+            return audited(self.programs[self._key(inputs, steps)])
 
     def prepare(self, key: Key) -> None:
         """Record the graphs for a key before an observation needs them."""
@@ -193,12 +215,12 @@ class CudaEngine(Engine):
         watch.begin()
         program.write(inputs, noise)
         recorded.replay()
-        program.fetch(self._chunk)
+        program.fetch(self._chunks)
         self._wait()  # one wait is enough: copies and graph run on one stream
         watch.lap("step")
 
     def _speak(self, program: Program, inputs: ModelInputs, noise: np.ndarray, watch: Watch) -> np.ndarray:
-        """Generate a chunk, [1, H, A], token by token.
+        """Generate chunks, [B, H, A], token by token.
 
         The CPU reads each token, because it must detect the end token.
         """
@@ -260,7 +282,7 @@ class CudaEngine(Engine):
         if trace is not None:
             trace.head.append(as_array(program.x[0]))
         program.finish()
-        program.fetch(self._chunk)
+        program.fetch(self._chunks)
         self._wait()
 
     def _guided(
@@ -284,12 +306,12 @@ class CudaEngine(Engine):
             step.replay()
             return step.result.clone()  # type: ignore[no-any-return]
 
-        start = program.staging.device["noise"][None]
+        start = program.staging.device["noise"]
         program.x.copy_(
             solve(act, start, program.steps, program.time_embeddings, lambda: watch.lap("step"), guidance)
         )
         program.finish()
-        program.fetch(self._chunk)
+        program.fetch(self._chunks)
         self._wait()
 
     def place(self, array: np.ndarray) -> Tensor:

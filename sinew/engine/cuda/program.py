@@ -1,4 +1,4 @@
-"""The program that the CUDA engine records for one observation.
+"""The program that the CUDA engine records for one observation, or for a batch of observations.
 
 Its inputs and its chunk have fixed memory addresses.
 
@@ -42,17 +42,20 @@ class Key:
         sizes: Height and width of each view's raw frame. Empty if the input is pixels.
         tokens: Length of the prompt with padding, in tokens.
         steps: Number of solver steps.
+        batch: Number of observations. The other sizes are those of one observation.
     """
 
     views: int
     sizes: tuple[Size, ...]
     tokens: int
     steps: int
+    batch: int = 1
 
     @classmethod
     def of(cls, inputs: ModelInputs, tokens: int, steps: int) -> Key:
-        sizes = tuple(frame.shape[:2] for frame in inputs.frames)
-        return cls(len(sizes) or len(inputs.pixels), sizes, tokens, steps)
+        batch = len(inputs.tokens)
+        sizes = tuple(frame.shape[:2] for frame in inputs.frames[: len(inputs.frames) // batch])
+        return cls(len(sizes) or inputs.pixels.shape[1], sizes, tokens, steps, batch)
 
 
 class Program:
@@ -91,55 +94,61 @@ class Program:
         self.steps = self.model.solver.steps(key.steps)
         draws = self.model.solver.draws(key.steps)
         self.noises = (*((draws,) if draws > 1 else ()), *self.model.noise_shape)
-        image = processing.image
+        image, batch = processing.image, key.batch
         fields: dict[str, Field] = {
-            "camera_mask": ((key.views,), torch.bool),
-            "tokens": ((key.tokens,), torch.int64),
-            "token_mask": ((key.tokens,), torch.bool),
-            "state": ((self.model.state_size,), torch.float32),
-            "noise": (self.noises, torch.float32),
+            "camera_mask": ((batch, key.views), torch.bool),
+            "tokens": ((batch, key.tokens), torch.int64),
+            "token_mask": ((batch, key.tokens), torch.bool),
+            "state": ((batch, self.model.state_size), torch.float32),
+            "noise": ((batch, *self.noises), torch.float32),
         }
         self.patches: Patches | None = None
         if key.sizes:
             weight: Tensor = model.vision.patch_weight
             patch = model.vision.config.patch_size
-            self.patches = Patches(key.sizes, image, patch, weight.shape[1], weight.dtype, device)
+            # The views of all observations are one list. Views of one size are then one launch.
+            sizes = key.sizes * batch
+            self.patches = Patches(sizes, image, patch, weight.shape[1], weight.dtype, device)
             fields |= {f"frames.{i}": (run.shape, torch.uint8) for i, run in enumerate(self.patches.runs)}
         else:
-            fields["pixels"] = ((key.views, self.model.channels, image.height, image.width), torch.float32)
+            shape = batch, key.views, self.model.channels, image.height, image.width
+            fields["pixels"] = (shape, torch.float32)
         self.staging = Staging(fields, device)
-        # For each view: the name of its field in the staging memory, and its row in that field.
+        # For each view of each observation: the name of its field in the staging memory, and its row in that field.
         self.places = [] if self.patches is None else self.patches.places
         first = self.staging.part("frames.0" if self.patches else "pixels").start
         self.small = slice(0, first)  # all bytes except frames and pixels
-        shape = (1, *self.model.noise_shape)
         # The buffer contains the noise before the solver steps, and the actions after the solver steps.
-        self.x = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.x = torch.zeros(batch, *self.model.noise_shape, dtype=torch.float32, device=device)
         self.earlier: list[
             Tensor
         ] = []  # the values of x before earlier steps, the newest first, for steps that run separately
         self.time_embedding = torch.zeros_like(self.time_embeddings[0])
-        self.units, self.actions = units, self.x[0]  # the tensor that the host reads back
+        self.units, self.actions = units, self.x  # the tensor that the host reads back
         if units is not None:
-            self.actions = torch.zeros(shape[1], units.dim, dtype=units.dtype, device=device)
+            self.actions = torch.zeros(*self.x.shape[:2], units.dim, dtype=units.dtype, device=device)
         self.speaks = isinstance(model, AutoregressiveModel)
         self._recorded: dict[str, RecordedGraph] = {}
 
     def write(self, inputs: ModelInputs, noise: np.ndarray) -> None:
-        """Write an observation to host memory and copy it to the device, on the current stream.
+        """Write the observations to host memory and copy them to the device, on the current stream.
 
         The small fields are copied first, and each frame as soon as it is written.
+
+        Args:
+            inputs: The observations, with a batch axis.
+            noise: float32, as the field "noise", with a batch axis.
         """
         with StageRange("copies"):
             self._write(inputs, noise)
 
-    def fetch(self, chunk: Tensor) -> None:
-        """Start the copy of the actions to the CPU's memory.
+    def fetch(self, chunks: Tensor) -> None:
+        """Start the copy of the actions to the first rows of ``chunks``, in the CPU's memory.
 
         The copy is complete when the current CUDA stream has finished.
         """
         with StageRange("copies"):
-            chunk.copy_(self.actions, non_blocking=True)
+            chunks[: self.key.batch].copy_(self.actions, non_blocking=True)
 
     def _write(self, inputs: ModelInputs, noise: np.ndarray) -> None:
         put, upload = self.staging.write, self.staging.upload
@@ -158,8 +167,8 @@ class Program:
 
     def _write_small(self, inputs: ModelInputs, noise: np.ndarray) -> None:
         put = self.staging.write
-        spare = self.key.tokens - len(inputs.tokens)
-        sides = (spare, 0) if self.prompt.padding_side == "left" else (0, spare)
+        spare = self.key.tokens - inputs.tokens.shape[1]
+        sides = (0, 0), ((spare, 0) if self.prompt.padding_side == "left" else (0, spare))
         put("tokens", np.pad(inputs.tokens, sides, constant_values=self.prompt.pad_token_id))
         put("token_mask", np.pad(inputs.token_mask, sides))
         put("camera_mask", inputs.camera_mask)
@@ -191,13 +200,14 @@ class Program:
     # fixed addresses.
 
     def vision(self) -> Tensor:
-        """Compute the image tokens, [1, V, tokens, C], of the frames or pixels in the input memory."""
+        """Compute the image tokens, [B, V, tokens, C], of the frames or pixels in the input memory."""
         tensors = self.staging.device
         if self.patches is None:
-            return self.model.embed_images(tensors["pixels"][None])
+            return self.model.embed_images(tensors["pixels"])
         frames = [tensors[f"frames.{i}"] for i in range(len(self.patches.runs))]
         rows, grid = self.patches.write(frames, self.ops), self.patches.grid
-        return self.model.connect(self.model.vision.encode_patches(rows, *grid), *grid)[None]
+        tokens = self.model.connect(self.model.vision.encode_patches(rows, *grid), *grid)
+        return tokens.unflatten(0, (self.key.batch, self.key.views))
 
     def read(self) -> Context:
         """Return the context. For an autoregressive head, also return the state after the first token, which
@@ -222,7 +232,7 @@ class Program:
 
     def advance(self, step: int) -> None:
         """Update ``x`` with the output of the step that was just replayed."""
-        noise = self.staging.device["noise"][None]
+        noise = self.staging.device["noise"]
         before = self.x.clone() if any(each.earlier for each in self.steps) else None
         self.x.copy_(self.steps[step].advance(self.x, self.recorded("step").result, noise, self.earlier))
         if before is not None:
@@ -230,7 +240,7 @@ class Program:
 
     def chunk(self) -> None:
         context = self._read(self.vision())
-        noise = self.staging.device["noise"][None]
+        noise = self.staging.device["noise"]
         act = lambda x, time_embedding: self.model.act(x, time_embedding, context)  # noqa: E731
         self.x.copy_(solve(act, noise, self.steps, self.time_embeddings))
         self.finish()
@@ -250,14 +260,14 @@ class Program:
     def begin(self) -> None:
         """Set ``x`` to the solver's start, before solver steps that run separately. Replay "read" before this call."""
         self.recorded("step")  # record before x is set, because recording runs the step and changes x
-        self.x.copy_(drawn(self.staging.device["noise"][None], 0))
+        self.x.copy_(drawn(self.staging.device["noise"], 0))
         self.earlier = []
 
     def finish(self) -> None:
         """Convert ``x`` to ``actions``, after the last step."""
         if self.units is not None:
-            self.units.write(self.x[0], self.actions)
+            self.units.write(self.x, self.actions)
 
     def _read(self, image_tokens: Tensor) -> Context:
-        tensors = {name: tensor[None] for name, tensor in self.staging.device.items()}
+        tensors = self.staging.device
         return self.model.read(image_tokens, *(tensors[name] for name in Inputs._fields[1:]))

@@ -23,6 +23,6 @@ class RobotUnits:
         )
 
     def write(self, x: Tensor, out: Tensor) -> None:
-        """Convert x, float32 [H, padded_action_dim], and write the result to ``out``, [H, dim]. This takes two
+        """Convert x, float32 [B, H, padded_action_dim], and write the result to ``out``, [B, H, dim]. This takes two
         launches."""
-        torch.addcmul(self.offset, x[:, : self.dim].to(self.dtype), self.scale, out=out)
+        torch.addcmul(self.offset, x[..., : self.dim].to(self.dtype), self.scale, out=out)

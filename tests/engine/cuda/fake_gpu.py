@@ -37,24 +37,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "FP8": {"fp8": ("vision", "language", "head")},
     "int8": {"lowbit": "int8"},
     "q4_0": {"lowbit": "q4_0"},
+    "batch of 2": {"batch": 2},  # a head of 100 rows
+    "batch of 8": {"batch": 8},  # a head of 400 rows, whose products are the library's
 }  # name of the variant -> options of the program
+BATCHES = {"batch of 2": ("smolvla",), "batch of 8": ("pi0.5",)}
 LOWBIT = {"int8": ("pi0.5",), "q4_0": ("smolvla",)}
 # these cases cover the differences between architectures and models, but not all combinations, because each takes
 # seconds
 CASES = {
-    80: {"bfloat16": ("pi0.5", "smolvla"), **LOWBIT},
-    87: {"bfloat16": ("pi0.5", "smolvla"), **LOWBIT},
-    89: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("pi0.5",), **LOWBIT},
-    90: {"bfloat16": tuple(MODELS), "FP8": ("pi0.5", "smolvla"), **LOWBIT},
-    100: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",), **LOWBIT},
-    110: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",), **LOWBIT},
-    120: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",), **LOWBIT},
+    80: {"bfloat16": ("pi0.5", "smolvla"), **LOWBIT, **BATCHES},
+    87: {"bfloat16": ("pi0.5", "smolvla"), **LOWBIT, **BATCHES},
+    89: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("pi0.5",), **LOWBIT, **BATCHES},
+    90: {"bfloat16": tuple(MODELS), "FP8": ("pi0.5", "smolvla"), **LOWBIT, **BATCHES},
+    100: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",), **LOWBIT, **BATCHES},
+    110: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",), **LOWBIT, **BATCHES},
+    120: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",), **LOWBIT, **BATCHES},
 }
 
 QUICK = {  # these cases cover every variant for one GPU, and the tests of the other cases are slow
     "bfloat16": ("pi0.5", "smolvla"),
     "FP8": ("smolvla",),
     "q4_0": ("smolvla",),
+    "batch of 2": ("smolvla",),
+    "batch of 8": ("pi0.5",),
 }
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections import Counter
 
 import pytest
 import torch
 from sinew_perf.program import preset
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.engine.clone import on_meta
@@ -20,12 +23,14 @@ from sinew.engine.cuda.kernels import Workspace, packed_attention, splitk_linear
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.tiles import ARCHITECTURES, SHARED_MEMORY, default, has_work
 from sinew.engine.cuda.lowbit.weights import keep_codes
+from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.program import Key, Program
 from sinew.engine.plan.plan import Plan
 from sinew.layers.linear import Linear, hold, width_of
 from sinew.layers.stores.codes import codes
 from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.letterbox import Letterbox
+from tests.covering import some
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.kernels  # of GPUs alone; the rungs' actions are compared in test_cuda_engine.py
@@ -38,13 +43,13 @@ def idle(launch: Launch) -> int:
     has = launch.arguments
     if "SPLIT" not in has or len(launch.grid) < 2:  # the parts of attention are joined by whole rows
         return 0
-    tiles, split = launch.grid
+    tiles, split, *observations = launch.grid
     extent, size = (has["K"], has["BLOCK_K"]) if "K" in has else (has["P"], has["BLOCK_N"])
     blocks = math.ceil(math.ceil(extent / size) / split)  # of each program, as in the kernels
     without = [part for part in range(split) if part * blocks * size >= extent]
     if has.get("own_k") is not None:
         without = [part for part in without if part < split - 1]
-    return tiles * len(without)
+    return tiles * len(without) * math.prod(observations)
 
 
 seen: list[tuple[str, Launch]] = []  # every launch and its kernel, in their order
@@ -77,6 +82,7 @@ def program(
     dtype: torch.dtype = torch.bfloat16,
     fp8: tuple[str, ...] = (),
     lowbit: str = "",
+    batch: int = 1,
 ) -> Program:
     """lowbit: the format of all linear layers that `sinew quantize` rounds, which then stay low-bit."""
     model = on_meta(preset(name).model)  # the preset is shared by all tests
@@ -94,7 +100,7 @@ def program(
             hold(layer, codes(form, layer.in_features, layer.out_features if form == "int8" else 0))
     keep_codes(model, dtype)
     plan = fuse(Plan.of(model, rewrites=ON_CUDA), ops, fp8=fp8)
-    key = Key(views, ((480, 640),) * views, tokens, 10)
+    key = Key(views, ((480, 640),) * views, tokens, 10, batch)
     return Program(key, plan, ops, processing_of(side), Calls(), META)
 
 
@@ -292,3 +298,77 @@ def test_float32_and_four_views_fit_the_workspace(launches):
         launches.clear()
         program("pi0.5", views, 200, 224, Kernels(META), dtype).chunk()
         assert sum(launches.values()) == 997 + 10 + 3 * 27 + 2 + 180 * (dtype == torch.bfloat16)
+
+
+class Memory(TorchDispatchMode):
+    """Measures the largest number of bytes of new tensors that exist at the same time. A graph's own memory has about
+    this size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor) and not func.is_view:
+                self.add(each.untyped_storage())
+        return out
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        at = storage._cdata
+        if at not in self.storages:
+            self.storages.add(at)
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self.remove, at, storage.nbytes())
+
+    def remove(self, at: int, nbytes: int) -> None:
+        self.storages.discard(at)
+        self.now -= nbytes
+
+
+BATCHES = [
+    pytest.param(*model, capability, marks=() if capability == 90 and model[0] != "pi0" else pytest.mark.slow)
+    for model in MODELS
+    for capability in ARCHITECTURES
+]
+
+
+@pytest.mark.parametrize(("name", "views", "tokens", "side", "layers", "capability"), BATCHES)
+@torch.no_grad()
+def test_every_launch_of_a_batch_is_accepted(
+    launches, architecture, name, views, tokens, side, layers, capability
+):
+    """Also by the workspace, whose size does not depend on the batch. The head has 100 rows, then 400."""
+    architecture(capability)
+    for batch in (2, 8):
+        launches.clear()
+        made = program(name, views, tokens, side, Kernels(META), batch=batch)
+        made.chunk()
+        assert made.x.shape == (batch, *made.model.noise_shape)
+        assert launches["packed_attention"] == layers - 1 + 10 * layers
+        products = 10 * layers if batch == 2 else 0  # kernels with the head's products; else the library's
+        assert launches["gated_mlp"] == products
+        grids = {launch.grid[2] for kernel, launch in seen if kernel == "packed_attention"}
+        assert grids == {batch}
+        seen.clear()
+
+
+@pytest.mark.parametrize("case", some([each[0] for each in MODELS], "smolvla"))
+@torch.no_grad()
+def test_memory_of_a_batch(monkeypatch, architecture, case):
+    """A graph's memory grows no faster than its batch: docs/gpu.md has the numbers."""
+    architecture(90)
+    monkeypatch.setattr(Launch, "__call__", lambda launch: None)
+    found, (sizes,) = {}, [each[:4] for each in MODELS if each[0] == case]
+    for batch in CudaOptions().batches(8):
+        made = program(*sizes, Kernels(META), batch=batch)
+        made.first_step()  # fills the tables that later runs read
+        with Memory() as memory:
+            made.first_step()
+        found[batch] = memory.most
+        inputs = f"inputs {made.staging.nbytes / 2**20:.1f} MiB"
+        print(f"{case}, {batch} observations: intermediate results {memory.most / 2**20:.0f} MiB, {inputs}")
+    assert all(0.9 * batch * found[1] <= most <= 1.1 * batch * found[1] for batch, most in found.items())

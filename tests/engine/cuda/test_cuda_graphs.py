@@ -149,7 +149,7 @@ def test_keys_that_alternate_keep_their_own_memory(open_case):
         for inputs in (two, one):
             run_one(engine, inputs, noise, 2)
             program = engine.programs[engine.programs.keys()[-1]]
-            program.write(inputs, noise)
+            program.write(inputs.batched(), noise[None])
             programs.append(program)
         for stage in ("vision", "read"):
             for program in programs:

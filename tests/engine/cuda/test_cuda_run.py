@@ -252,14 +252,13 @@ def test_bfloat16_is_the_engines_own_choice_on_a_gpu():
     assert BACKENDS["cuda"].dtype("cpu")[0] == "fp32"
 
 
-def test_a_batch_is_refused(open_case):
-    case = open_case("pi0-2cam")
-    model = case.engine().model
-    q = torch.zeros(2, 3, 8, 16)
-    with pytest.raises(ValueError, match="engine cuda computes one observation at a time, got 2"):
-        model.expert.layers[0].attn.attend(
-            q, (q[:, :, :1], q[:, :, :1]), torch.ones(2, 3, 3, dtype=torch.bool)
-        )
+def test_two_times_of_the_solver_are_refused(open_case):
+    engine = open_case("pi0-2cam").engine()
+    model, time = engine.model, engine.plan.time_embeddings(2)[0]
+    x = torch.zeros(2, *model.noise_shape)
+    assert model.embed_actions(x, time).shape[:2] == x.shape[:2]
+    with pytest.raises(ValueError, match="time: expected one time for all observations of a batch, got 2"):
+        model.embed_actions(x, torch.cat([time, time]))
 
 
 def test_eager_is_still_what_nobody_asked_to_change(open_case):
@@ -269,7 +268,7 @@ def test_eager_is_still_what_nobody_asked_to_change(open_case):
     before = case.eager()
     run_one(case.engine(), case.inputs(), case.noise, 10)
     assert np.array_equal(case.eager(), before)
-    assert Key.of(case.inputs(), 16, 10) == Key(2, ((64, 64), (64, 64)), 16, 10)
+    assert Key.of(case.inputs().batched(), 16, 10) == Key(2, ((64, 64), (64, 64)), 16, 10)
 
 
 # ----------------------------------------------------------------------------- world units

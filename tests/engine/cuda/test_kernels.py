@@ -153,7 +153,7 @@ MUTANTS = [
     ("packed_attention", "v += observation * kv_step", "v += 0 * kv_step", {"B": 2}),
     ("packed_attention", "mask += observation * mask_step", "mask += 0 * mask_step", {"B": 2}),
     ("packed_attention", "own_v += observation * own_step", "own_v += 0 * own_step", {"B": 2}),
-    ("packed_attention", "observation * blocks + tile", "tile", {"B": 2}),
+    ("packed_attention", "tl.program_id(2) * blocks + tile", "tile", {"B": 2}),
     (
         "packed_attention",
         "out += block // own_tiles * out_step",

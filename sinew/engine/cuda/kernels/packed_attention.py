@@ -160,10 +160,8 @@ def packed_attention_kernel(
     EACH: tl.constexpr = (COUNT + SPLIT - 1) // SPLIT
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    block, blocks = tile, tl.num_programs(0)
     if q_step is not None:
         observation = tl.program_id(2)
-        block, blocks = observation * blocks + tile, tl.num_programs(2) * blocks
         q += observation * q_step
         k += observation * kv_step
         v += observation * kv_step
@@ -197,6 +195,9 @@ def packed_attention_kernel(
                 row_ok, mask_rows, S, own_row, scale, MASKED, KEY_MASK, D, BLOCK_N, UPCAST,
             )  # fmt: skip
     if SPLIT > 1:
+        block, blocks = tile, tl.num_programs(0)
+        if q_step is not None:
+            block, blocks = tl.program_id(2) * blocks + tile, tl.num_programs(2) * blocks
         rows = tl.arange(0, BLOCK_M)
         own = (split * blocks + block) * BLOCK_M + rows
         tl.store(parts + (own * D)[:, None] + inside[None, :], acc.to(parts.dtype.element_ty))
@@ -325,8 +326,8 @@ def prepare(
         shared = ("parts", "sums", "out", "M", "out_row", "out_step", "KV", "GROUP", "D", "SPLIT", "BLOCK_M")
         joining = {name: arguments[name] for name in shared} | {"tiles": B * tiles, "ROWS": JOINED_ROWS}
         joining["own_tiles"] = tiles if several else None
-        grid = (B * tiles * (tile.m // JOINED_ROWS),)
-        launches.append(Launch(join_kernel, grid, joining, Tile(tile.m, split=tile.split)))
+        rows = (B * tiles * (tile.m // JOINED_ROWS),)
+        launches.append(Launch(join_kernel, rows, joining, Tile(tile.m, split=tile.split)))
     return launches
 
 
