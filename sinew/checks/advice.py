@@ -224,11 +224,12 @@ def _replan(
         if sign and (horizon > quarter or p95 > valid):
             young = [each for each in full if _quantile(each, 95) <= valid]
             best = min(young or frequent, key=lambda each: each.requests, default=own)
-            if valid and not young:
+            if not young and (valid or (best is own and horizon > quarter)):
                 wait = period * float(np.median(log.latencies))
+                missed = f"reaches {period * valid:.0f} ms" if valid else "leaves the robot enough actions"
                 text = (
-                    f"{sign}. No replan interval reaches {period * valid:.0f} ms, because an answer takes {wait:.0f}"
-                    " ms. Make the policy or the link faster: `sinew perf gains` and `sinew perf scenario` list ways."
+                    f"{sign}. No replan interval {missed}, because an answer takes {wait:.0f} ms. Make the policy or"
+                    " the link faster: `sinew perf gains` and `sinew perf scenario` list ways."
                 )
                 return Advice("replan interval", "", text)
             if not young:

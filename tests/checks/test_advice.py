@@ -192,6 +192,14 @@ def test_a_slow_policy_is_named_where_no_interval_helps() -> None:
     assert "No replan interval reaches 200 ms, because an answer takes 450 ms" in advice.reason
 
 
+def test_a_run_does_not_get_its_own_interval_as_advice() -> None:
+    """Answers take almost a whole chunk, so that the robot runs out of actions with every interval."""
+    slow = log_of(latencies=[30] * 9, waits=[(30, 0)] * 9)
+    (advice,) = advised(slow, plans_of(dict.fromkeys(range(1, 24), 12), abrupt=12)).advice
+    assert advice.flags == ""
+    assert "leaves the robot enough actions, because an answer takes 1500 ms" in advice.reason
+
+
 def test_abrupt_changes_ask_for_a_quarter_of_a_chunk() -> None:
     plans = plans_of(dict.fromkeys(range(1, 24), 12), abrupt=12)
     assert flags(advised(log_of(), plans)) == ["--replan 8"]
