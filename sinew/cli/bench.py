@@ -46,6 +46,7 @@ def bench(
     idle: str | None = None,
     baseline: Path | None = None,
     slower: Positive = 5.0,
+    faster: PositiveIfAny = None,
 ) -> int:
     """Time a bundle, or the answers of a server, stage by stage.
 
@@ -72,11 +73,17 @@ def bench(
             compares the medians.
         slower: Percent by which the median may exceed the baseline's. A larger difference that is not chance
             is a failure.
+        faster: Number of times that this run must be as fast as the baseline, in place of --slower. For example 2
+            for `--provider tensorrt` with a baseline of `--provider cuda`: a smaller ratio often means that a
+            provider leaves operators to another one.
     """
     size = _image_size_of(image_size)
     here = {
-        "--threads": threads, "--fit-steps": fit_steps, "--ladder": ladder or None, "--baseline": baseline
+        "--threads": threads, "--fit-steps": fit_steps, "--ladder": ladder or None, "--baseline": baseline,
+        "--faster": faster,
     }  # fmt: skip
+    if faster is not None and baseline is None:
+        raise SinewError("--faster: expected a report to compare with; pass --baseline FILE too")
     before = None if baseline is None else read_report(baseline, "--baseline")
     pauses = parse_pauses(idle)
     if addresses_of(target):
@@ -124,7 +131,7 @@ def bench(
         result["deadline"] = {"ms": deadline_ms, "misses": misses, "miss_rate": misses / runs}
     result["command"] = terminal.typed()
     print_report(result)
-    failed = before is not None and compare(before, result, slower)
+    failed = before is not None and compare(before, result, slower, faster)
     terminal.emit(result)
     return int(failed)
 
@@ -154,7 +161,9 @@ def read_report(path: Path, flag: str) -> dict[str, Any]:
     )
 
 
-def compare(before: dict[str, Any], result: dict[str, Any], slower: float) -> bool:
+def compare(
+    before: dict[str, Any], result: dict[str, Any], slower: float, faster: float | None = None
+) -> bool:
     """Compare the median with the baseline's median, print the ratio, and add it to the result.
 
     Engine and precision may differ from the baseline.
@@ -163,30 +172,48 @@ def compare(before: dict[str, Any], result: dict[str, Any], slower: float) -> bo
         before: The report of the baseline.
         result: The report of this run.
         slower: Percent by which the median may exceed the baseline's.
+        faster: Number of times that the run must be as fast as the baseline, which may be of another device; None uses
+            ``slower``.
 
     Returns:
-        True if the run is slower than allowed.
+        True if the run is slower than allowed, and the difference is not chance.
 
     Raises:
         SinewError: The work or the machine differs.
     """
     for (name, was), (_, now) in zip(_work(before).items(), _work(result).items(), strict=True):
-        if was != now:
+        # The ratio of two providers compares two devices.
+        if was != now and not (faster and name == "device"):
             raise SinewError(
                 f"--baseline: expected the same {name}, {now}, got {was}; measure the baseline again with this"
                 " command"
             )
     samples = (each["samples_ms"]["total"] for each in (before, result))
     ratio, low, high = ratio_of_medians(*samples)
-    failed = low > 1 + slower / 100
-    result["baseline"] = {"ratio": ratio, "interval": [low, high], "slower_percent": slower, "failed": failed}
+    failed = low > (1 / faster if faster else 1 + slower / 100)
+    result["baseline"] = {
+        "ratio": ratio,
+        "interval": [low, high],
+        "slower_percent": slower,
+        "times_as_fast": faster,
+        "failed": failed,
+    }
     engine, dtype = (before["policy"][name] for name in ("engine", "dtype"))
-    verdict = f"slower by more than {slower:g} %" if failed else f"not shown to be {slower:g} % slower"
+    if faster:
+        verdict = (
+            f"less than {faster:g} times as fast" if failed else f"{faster:g} times as fast is not excluded"
+        )
+    else:
+        verdict = f"slower by more than {slower:g} %" if failed else f"not shown to be {slower:g} % slower"
     earlier = f"{engine}, {dtype}, {before['date']}"
-    terminal.console().print(
+    console = terminal.console()
+    console.print(
         f"{ratio:.3f} of the baseline's median ({low:.3f} to {high:.3f}; {earlier}): {verdict}",
         soft_wrap=True,
     )
+    if faster and failed and (shares := result["policy"].get("assigned")):
+        # A provider that leaves operators to another one is the usual cause of a ratio that is too small.
+        console.print(f"providers: {shares}", soft_wrap=True, markup=False)
     return failed
 
 

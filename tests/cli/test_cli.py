@@ -369,6 +369,18 @@ def test_bench_fails_where_it_is_slower_than_before(tmp_path: Path, capsys) -> N
         low, high = found["interval"]
         assert (found["failed"], low <= found["ratio"] <= high) == (bool(code), True)
     capsys.readouterr()
+    # A ratio of latencies as a requirement: the baseline takes a hundred times as long, or a hundredth of the time.
+    for factor, code, text in (
+        (100.0, 0, "2 times as fast is not excluded"),
+        (0.01, 1, "less than 2 times as fast"),
+    ):
+        samples = [factor * each for each in before["samples_ms"]["total"]]
+        policy = before["policy"] | {"device": "cuda"}  # the ratio of two providers compares two devices
+        out.write_text(json.dumps(before | {"samples_ms": {"total": samples}, "policy": policy}))
+        assert main([*again, "--faster", "2"]) == code
+        assert text in capsys.readouterr().out
+    assert main([*words, "--faster", "2"]) == 1
+    assert "--faster: expected a report to compare with" in capsys.readouterr().err
     for other, message in (
         (before | {"threads": 7}, "--baseline: expected the same threads, 1, got 7"),
         ([], f"--baseline {out}: expected a report of `sinew bench BUNDLE --json {out}`"),
