@@ -218,11 +218,11 @@ def success(
     Args:
         ways: The measured ways of driving.
         required: Required success, from 0 to 1.
-        machines: Names and latencies in milliseconds. A name is drawn at the foot of its line.
+        machines: Names and latencies in milliseconds. A name is drawn above its line.
         path: File of the figure.
         title: Title of the figure.
     """
-    figure, axes = figures.new(height=4.6)
+    figure, axes = figures.new(height=5.8)
     handles = []
     longest = max(way.longest_ms for way in ways)
     for number, way in enumerate(ways):
@@ -245,16 +245,13 @@ def success(
             continue
         drawn.append(latency_ms)
         axes.axvline(latency_ms, color=figures.GREY, linewidth=1, linestyle=":")
+        # The names are above the axes, so that they hide no point of a curve.
         axes.annotate(
-            name,
-            (latency_ms, 4),
-            rotation=90,
-            textcoords="offset points",
-            xytext=(-3, 0),
-            ha="right",
-            fontsize=9,
-        )
-    axes.set(xlabel="latency from request to chunk, ms", ylabel="success, %", ylim=(0, 102), title=title)
+            name, (latency_ms, 102), textcoords="offset points", xytext=(-3, 3), rotation=50, ha="left",
+            va="bottom", fontsize=9, annotation_clip=False, rotation_mode="anchor",
+        )  # fmt: skip
+    axes.set(xlabel="latency from request to chunk, ms", ylabel="success, %", ylim=(0, 102))
+    figure.suptitle(title)
     axes.set_xlim(left=0)
     figures.legend(figure, handles, columns=2)
     figures.save(figure, path)
