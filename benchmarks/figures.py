@@ -4,7 +4,8 @@ This program measures nothing. The sources of the figures are:
 
 * sweeps: the tables in research/log/measurements-closed-loop.md, so that the page and the figure are equal
 * learning curves: research/log/training
-* chunk merging, streams of the pen task, and measured delays: benchmarks/results
+* chunk merging, streams of the pen task, measured delays, and predictions beside played episodes:
+  benchmarks/results
 * the two roofline figures: computed
 * ``concepts.png`` and ``late_answers.png``: drawings
 * ``film.webp``, the film in the README: a new episode
@@ -32,6 +33,7 @@ from sinew_eval.evidence.plots import plot_replan, plot_sweep
 from sinew_eval.foreign.server import serving
 from sinew_eval.sim.film import frames as film_frames
 from sinew_eval.training.curve import plot as curve
+from sinew_perf.success import SCHEMA
 
 from benchmarks import pen_streams
 from benchmarks.handovers import figure as handovers
@@ -42,6 +44,7 @@ from sinew.core.statistics import wilson
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs" / "figures"
+TRUTH = ROOT / "benchmarks" / "results" / "truth"
 BLOCKS = ROOT / "sinew" / "assets" / "blocks.gguf"
 FILMED_SEED = 5003
 PAGE = ROOT / "research" / "log" / "measurements-closed-loop.md"
@@ -261,6 +264,92 @@ def measured_delays(path: Path) -> None:
     figures.save(figure, path)
 
 
+def truth(name: str) -> list[dict[str, Any]]:
+    """Return the rows of a comparison of benchmarks.truth."""
+    rows: list[dict[str, Any]] = json.loads((TRUTH / f"{name}.json").read_text())["rows"]
+    return rows
+
+
+def played(row: dict[str, Any]) -> tuple[float, float, float]:
+    """Return the success of played episodes with its interval, each from 0 to 1."""
+    return row["wins"] / row["episodes"], *row["interval"]
+
+
+def side_by_side(
+    path: Path, labels: list[str], series: dict[str, list[tuple[float, float, float]]], title: str
+) -> None:
+    """Draw success rates with intervals: one row for each label, one mark for each series."""
+    figure, axis = figures.new(width=8.4, height=1.4 + 0.5 * len(labels))
+    handles = []
+    apart = 0.26
+    for number, (name, rates) in enumerate(series.items()):
+        x = [100 * rate for rate, _, _ in rates]
+        y = [len(labels) - 1 - row - apart * (number - (len(series) - 1) / 2) for row in range(len(labels))]
+        ends = [
+            [100 * (rate - low) for rate, low, _ in rates],
+            [100 * (high - rate) for rate, _, high in rates],
+        ]
+        style = {"color": figures.COLORS[number], "marker": figures.MARKERS[number], "linestyle": "none"}
+        handles.append(axis.errorbar(x, y, xerr=ends, capsize=3, markersize=6, label=name, **style))
+    axis.set_yticks(range(len(labels)), labels[::-1])
+    axis.set(xlabel="success, % (95 % interval)", xlim=(-3, 103), ylim=(-0.6, len(labels) - 0.4), title=title)
+    figures.legend(figure, handles)
+    figures.save(figure, path)
+
+
+def need_success(path: Path) -> None:
+    """Draw the pen's success over latency, with the latencies of three machines: `sinew perf need --success`."""
+    (_, *latencies), *rows = table_before("pen_latency.png")
+    variants = [
+        {
+            "variant": {"handover": handover, "replan": "2", "latency": latency.replace(" ", "")},
+            "wins": round(float(cell.split(maxsplit=1)[0]) * EPISODES / 100),
+            "episodes": EPISODES,
+        }
+        for handover, *cells in rows
+        for latency, cell in zip(latencies, cells, strict=True)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "report.json"
+        found = {"schema": SCHEMA, "control_hz": 60.0, **report("sinew/Pen-v0", variants)}
+        file.write_text(json.dumps(found))
+        machines = ["--model", "pi0.5", "--hardware", "thor,rtx4090,h100", "--network", "wifi7,5g"]
+        sinew(["perf", "need", "--success", "0.95", "--report", str(file), *machines, "--plot", str(path)])
+
+
+def need_truth(path: Path) -> None:
+    """Draw the success that `sinew perf need --success` predicts, and the success of new episodes."""
+    rows = truth("need")
+
+    def label(row: dict[str, Any]) -> str:
+        mean, _, deviation = row["latency"].removeprefix("normal:").removesuffix("ms").partition(",")
+        return f"{row['task']}, {mean}{f' ± {deviation}' if deviation else ''} ms"
+
+    pairs = {
+        "predicted": [tuple(row["predicted"]) for row in rows],
+        "played": [played(row["played"]) for row in rows],
+    }
+    side_by_side(path, [label(row) for row in rows], pairs, "success at a latency")
+
+
+def advice_truth(path: Path) -> None:
+    """Draw the success with the settings of a recorded run, and with the settings of its advice."""
+    rows = truth("advise")
+
+    def flags(settings: dict[str, str]) -> str:
+        return ", ".join(f"{name} {value}" for name, value in settings.items())
+
+    labels = [
+        f"{row['task']}: {flags(row['recorded'])}\nadvised: {flags(row['advised']) or 'no limit'}"
+        for row in rows
+    ]
+    pairs = {name: [played(row[key]) for row in rows] for name, key in SETTINGS_OF_ADVICE.items()}
+    side_by_side(path, labels, pairs, "settings of a recorded run, and the advice")
+
+
+SETTINGS_OF_ADVICE = {"as recorded": "before", "as advised": "after"}
+
+
 def film(path: Path) -> None:
     """Play one episode with a real server, and draw a film of half its size. The film has the speed of the robot."""
     env, adapter = make_env("sinew/Blocks-v0")
@@ -299,6 +388,9 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "concepts.png": concepts,
     "late_answers.png": late_answers,
     "delays.png": measured_delays,
+    "need_success.png": need_success,
+    "need_truth.png": need_truth,
+    "advice_truth.png": advice_truth,
     "film.webp": film,
 }
 MEASURED = {"film.webp"}

@@ -118,8 +118,8 @@ class SimulatedRobot:
         return ExpertLeader(self, **options)
 
     def observe(self) -> dict[str, Any]:
-        """Return the environment's observation, which is drawn once per step. ``age`` counts from the frame of a
-        chunk, in seconds.
+        """Return the environment's observation, which is drawn once per step. It has an ``age`` in seconds only if
+        the environment states the ``frame_age``. Otherwise the setting ``camera_delay`` is the age.
         """
         return dict(self._look())
 
@@ -128,7 +128,8 @@ class SimulatedRobot:
             seen = dict(self.adapter.observation(self._raw))
             if self._cameras:
                 seen["images"] = renamed(seen["images"], self._cameras)
-            self._seen = {**seen, "age": float(self.info.get("frame_age", 0.0))}
+            age = self.info.get("frame_age")
+            self._seen = seen if age is None else {**seen, "age": float(age)}
         return self._seen
 
     @property
@@ -179,8 +180,9 @@ class StreamedRobot(SimulatedRobot):
 
     def observe(self) -> dict[str, Any]:
         seen = super().observe()
-        seen["age"] = float(self.info.get("camera_age", seen["age"]))
-        taken = round(self.steps / self.adapter.control_hz - seen["age"], 6)
+        if "camera_age" in self.info:
+            seen["age"] = float(self.info["camera_age"])
+        taken = round(self.steps / self.adapter.control_hz - seen.get("age", 0.0), 6)
         if taken == self._shown:
             del seen["images"]
         self._shown = taken

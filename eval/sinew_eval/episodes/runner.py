@@ -244,7 +244,7 @@ def run_episode(
     driving = Run.open(
         _description(policy),
         robot,
-        _settings(policy, conduct),
+        settings_of(policy, conduct),
         prompt=None,
         source=source,
         edge=edge,
@@ -320,7 +320,7 @@ def _description(policy: EvalPolicy) -> dict[str, Any]:
     return {**policy.served, **own}
 
 
-def _settings(policy: EvalPolicy, conduct: EpisodeSettings) -> dict[str, Any]:
+def settings_of(policy: EvalPolicy, conduct: EpisodeSettings) -> dict[str, Any]:
     """Return the settings of the robot's controller that an evaluation chooses for this policy and these settings of
     the episode.
     """
