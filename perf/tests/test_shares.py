@@ -11,6 +11,7 @@ import pytest
 from sinew.core import SinewError
 from tests.covering import some
 
+from sinew_perf import shares
 from sinew_perf.hardware import KINDS, hardware, load_hardware
 from sinew_perf.program import PRESETS, PublishedProgram
 from sinew_perf.request import TracedRequest
@@ -113,3 +114,29 @@ def test_the_kind_of_a_machine(tmp_path):
     with pytest.raises(SinewError, match=f"box: kind: expected one of {', '.join(KINDS)}, got 'abacus'"):
         load_hardware("box", mine)
     assert replace(load_hardware("cpu"), name="x").kind == "cpu"
+
+
+@pytest.mark.parametrize("row", [row for row in measured() if row.engine == "cuda"], ids=str)
+@pytest.mark.parametrize("without", ["the machine", "the family"])
+def test_a_measurement_that_is_left_out_is_predicted(row, without, monkeypatch):
+    """By the other measurements, without those of this model on this machine, or without its whole family."""
+    card = row.machine.removesuffix("-measured")
+    rest = tuple(
+        other
+        for other in measured()
+        if other.family != row.family
+        or (
+            without == "the machine"
+            and (other.model, other.machine.removesuffix("-measured")) != (row.model, card)
+        )
+    )
+    monkeypatch.setattr(shares, "measured", lambda: rest)
+    share = used(row.family, row.precision, hardware()[row.machine], row.roofline_ms / 1e3)
+    ratio = row.roofline_ms / share.share / row.ms
+    if "shortest" in share.why:  # nothing shorter was measured, so that the prediction is too slow
+        assert ratio > 1
+    else:
+        assert 0.8 < ratio < 1.3
+    assert (
+        row.roofline_ms / others().share / row.ms < 0.7
+    )  # 70 % of the roofline is faster than any measurement
