@@ -63,7 +63,8 @@ def doctor(
         seconds: How long --observe watches the robot, in seconds. Default: 3, with --delays 20.
         learn: Folder of `sinew serve --record` from the correctly wired robot. Sinew writes the bundle to
             --out with the appearance of its cameras and joints, for --observe to compare with.
-        out: Bundle that --learn writes.
+        out: Bundle that --learn writes. With --delays: a new settings file (.toml) with the measured delays, for
+            `sinew --config FILE run`, `trials`, `perf scenario` and `perf stream`.
         effects: With --observe, load the policy and measure by how much its actions change if one input changes:
             the instruction, each camera, the state. --no-effects loads no policy.
         delays: With --observe, move the robot a little inside all limits, and measure the delays of its cameras
@@ -102,10 +103,11 @@ def doctor(
             if delays:
                 from sinew.cli.doctor_delays import delays as measure_delays
 
-                return measure_delays(bundle, on, seconds)
-            if limits is not None or motion is not None:
+                return measure_delays(bundle, on, seconds, out)
+            if limits is not None or motion is not None or out is not None:
                 raise SinewError(
-                    "--limits, --motion: expected --delays with them, because the robot does not move without --delays"
+                    "--limits, --motion, --out: expected --delays with --observe and these flags; pass --delays too, or"
+                    " omit them"
                 )
             return wiring.observe(bundle, on, seconds or SECONDS, runs if effects else None)
         if delays:

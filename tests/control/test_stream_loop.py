@@ -110,6 +110,21 @@ def window(step: int, run: int, frame_time: float, value: float, sample_time: fl
     return StreamWindow(step, np.full((5, 2), value, np.float32), sample_time, frame_time, run=run)
 
 
+def test_a_known_camera_delay_counts_for_the_frames_of_a_stream() -> None:
+    """The waypoints of a window belong to the time of its frame, so this time must be that of the exposure."""
+    sent = []
+    for delay in (0.0, 0.15):
+        robot, link = Robot(), Link()
+        seen = {"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "state": np.zeros(2, np.float32)}
+        robot.observe = lambda seen=seen: dict(seen)  # type: ignore[method-assign, misc]
+        loop = looped(robot, link, 10.0, paced(10.0, [0.0]), 10.0, camera_delay=delay, stale=1.0)
+        for _ in range(5):
+            loop.tick(loop.pace.next())
+        sent.append(link.frames)
+    assert len(sent[0]) > 2
+    assert np.subtract(*sent) == pytest.approx(0.15)
+
+
 def test_windows_of_the_last_episode_are_not_executed_in_the_next_one() -> None:
     robot, link = Robot(), Link()
     loop = looped(robot, link, 10.0, paced(10.0, [0.0]), 10.0)

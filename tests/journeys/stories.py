@@ -1571,10 +1571,23 @@ def wiring(walk: Walk) -> None:
     )  # the state does not contain the gripper's command
     # The simulated bus returns the last command, which is a delta action here, so it follows no command.
     walk.type(
-        "sinew doctor policy.gguf --observe my_robot:Arm --limits arm.toml --delays",
-        instead=("--delays", "--delays --seconds 6"),
+        "sinew doctor policy.gguf --observe my_robot:Arm --limits arm.toml --delays --out delays.toml",
+        instead=("--delays --out", "--delays --seconds 6 --out"),
         status=1,
         says=("the robot moves by at most", "command to state"),
+    )
+    # Without a measured delay, there is no file.
+    walk.write(
+        "delays.toml", "[run]\ncamera_delay = 0.083\n[perf.stream]\ncamera_ms = 66\nactuation_ms = 46\n"
+    )
+    walk.type(
+        "sinew --config delays.toml run policy.gguf --robot my_robot:Arm",
+        instead=("my_robot:Arm", "my_robot:Arm --seconds 3"),
+    )
+    walk.type(
+        "sinew --config delays.toml perf stream pi0 --hardware agx-orin",
+        status=1,
+        says=("includes 66 ms of the camera and 46 ms of the actuator",),
     )
     right = walk.type("sinew doctor policy.gguf --observe records/")
     assert right.result["ok"], right

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from sinew_client.control.safety import Limits
 from sinew.checks.delays import DelayTrace, measure
 from sinew.checks.wobble import SPREAD, WobblePlan, plan
 from sinew.cli import main
+from sinew.cli.doctor_delays import settings_of
 from sinew.core import CameraSpec, PolicySpec, SinewError, VectorSpec
 from tests.robots.delayed_arm import FPS, Clock, DelayedArm
 
@@ -165,11 +167,45 @@ def test_a_simulated_task_is_measured_at_once(capsys: pytest.CaptureFixture[str]
     assert "the robot moves by at most: x 0.0114" in told.err
 
 
+def test_a_file_brings_the_delays_to_the_commands_that_use_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Delays of 45 and 67 ms, measured on the arm, reach the control loop and both predictions by one file."""
+    measured = measure(wobbled(DelayedArm(Clock(), 0.045, 0.067)))
+    file, log = tmp_path / "delays.toml", tmp_path / "run.jsonl"
+    file.write_text(settings_of(measured))
+
+    def told(*words: str) -> Any:
+        assert main(["--config", str(file), *words]) in (0, 1)  # a prediction may end with 1: too slow
+        return capsys.readouterr().out
+
+    stream = json.loads(told("perf", "stream", "pi0", "--hardware", "rtx4090", "--json").splitlines()[-1])
+    assert stream["camera_ms"] == pytest.approx(67, abs=1e3 * NEAR_S)
+    assert stream["actuation_ms"] == pytest.approx(45, abs=1e3 * NEAR_S)
+    scenario = told(
+        "perf", "scenario", "pi0", "--device", "agx-orin", "--server", "h200", "--network", "wifi7"
+    )
+    assert re.search(r"with 6[4-9](\.\d+)? ms of the camera and 4[2-7](\.\d+)? ms of the actuator", scenario)
+    told("run", "blocks", "--robot", "blocks", "--episodes", "1", "--seconds", "1", "--record", str(log))
+    stated = json.loads(log.read_text().splitlines()[0])
+    (delay,) = re.findall(r'"camera_delay": ([\d.]+)', json.dumps(stated))
+    # A frame waits for a control step for half a period on average.
+    assert float(delay) == pytest.approx(0.067 + 0.5 / FPS, abs=2 * NEAR_S)
+
+
 @pytest.mark.parametrize(
     ("line", "text"),
     [
         (["doctor", "--delays"], "expected a policy and a robot"),
-        (["doctor", "blocks", "--observe", "blocks", "--limits", "x.toml"], "expected --delays with them"),
+        (
+            ["doctor", "blocks", "--observe", "blocks", "--limits", "x.toml"],
+            "pass --delays too, or omit them",
+        ),
+        (["doctor", "blocks", "--observe", "blocks", "--out", "x.toml"], "pass --delays too, or omit them"),
+        (
+            ["doctor", "blocks", "--observe", "blocks", "--delays", "--out", "x.gguf"],
+            "--out x.gguf: expected a new file that ends in .toml",
+        ),
         (["doctor", "blocks", "--observe", ".", "--delays"], "expected a robot, got a folder of records"),
     ],
 )
