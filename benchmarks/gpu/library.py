@@ -33,6 +33,7 @@ from benchmarks.gpu.sweep import COLD, MOST, Problem, own_tile, taken_down
 from benchmarks.gpu.timing import call_ms
 from sinew.engine.cuda.fp8.linear import unfit
 from sinew.engine.cuda.fused.rows import RowOps
+from sinew.engine.cuda.graphs import Calls
 from sinew.engine.cuda.kernels.workspace import Workspace
 
 REPLAYS = 15
@@ -65,7 +66,7 @@ def library(model: str, session: Session) -> None:
     base = with_chunk(random_model(model, session.device, tiny=session.tiny), case.chunk)
     recipe, plan = processing(model, base.config), plan_of(base)
     sample = samples(case, base.config, 1, (24, 32) if session.tiny else CAMERA)[0]
-    made = Engine(cuda_engine(plan, recipe, session.device, graph=False))
+    made = Engine(cuda_engine(plan, recipe, session.device, recorder=Calls()))
     made.run(sample)  # the first run compiles the kernels
     with torch.inference_mode():
         with products(made.engine.model) as found:

@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks.gpu.models import CAMERA, TARGETS, processing, random_model, samples, with_chunk
 from benchmarks.gpu.rungs import Engine, cuda_engine, plan_of
 from benchmarks.gpu.session import Row, Session, shrunk
+from sinew.engine.cuda.graphs import Calls
 from sinew.engine.cuda.kernels.launch import Launch
 
 TIMES = 100
@@ -31,7 +32,7 @@ def repeats(model: str, session: Session) -> None:
     base = with_chunk(random_model(model, session.device, tiny=session.tiny), case.chunk)
     recipe, plan = processing(model, base.config), plan_of(base)
     sample = samples(case, base.config, 1, (24, 32) if session.tiny else CAMERA)[0]
-    made = Engine(cuda_engine(plan, recipe, session.device, graph=False))
+    made = Engine(cuda_engine(plan, recipe, session.device, recorder=Calls()))
     made.run(sample)  # the first run compiles the kernels
     failures = []
     with torch.inference_mode(), taken_down() as found:

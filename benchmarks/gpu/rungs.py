@@ -142,7 +142,12 @@ def plan_of(model: Model, rewrites: tuple[str, ...] | None = None) -> Any:
 
 
 def cuda_engine(
-    plan: Any, processing: Processing, device: torch.device, scales: Any = None, **options: Any
+    plan: Any,
+    processing: Processing,
+    device: torch.device,
+    scales: Any = None,
+    recorder: Any = None,
+    **options: Any,
 ) -> Any:
     """Return engine cuda for a plan.
 
@@ -151,12 +156,14 @@ def cuda_engine(
         processing: Processing of the policy.
         device: The GPU.
         scales: Scales of FP8 inputs, by layer.
+        recorder: Records the programs. None for the recorder of the device.
         options: Fields of ``CudaOptions``.
     """
     from sinew.engine.cuda.engine import CudaEngine
     from sinew.engine.cuda.options import CudaOptions
 
-    return CudaEngine(plan, device, processing=processing, options=CudaOptions(**options), scales=scales)
+    made = CudaOptions(**options)
+    return CudaEngine(plan, device, processing=processing, options=made, scales=scales, recorder=recorder)
 
 
 # ----------------------------------------------------------------------------- measuring

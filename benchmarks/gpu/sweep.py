@@ -24,6 +24,7 @@ from benchmarks.gpu.models import CAMERA, TARGETS, processing, random_model, sam
 from benchmarks.gpu.rungs import Engine, cuda_engine, plan_of
 from benchmarks.gpu.session import NotHere, Row, Session, shrunk
 from benchmarks.gpu.timing import graph_ms
+from sinew.engine.cuda.graphs import Calls
 from sinew.engine.cuda.kernels import splitk_linear, tiles
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.workspace import Workspace
@@ -97,7 +98,7 @@ def sweep(model: str, session: Session) -> None:
     base = with_chunk(random_model(model, session.device), case.chunk)
     recipe, plan = processing(model, base.config), plan_of(base)
     sample = samples(case, base.config, 1, CAMERA)[0]
-    made = Engine(cuda_engine(plan, recipe, session.device, graph=False))
+    made = Engine(cuda_engine(plan, recipe, session.device, recorder=Calls()))
     made.run(sample)  # the first run compiles the kernels
     with torch.inference_mode():
         with taken_down() as found:

@@ -84,10 +84,9 @@ def vocabulary(model: Model) -> int:
     return getattr(model.config, "vocab_size", 2)
 
 
-def chunk(engine, inputs: ModelInputs, noise: np.ndarray) -> np.ndarray:
-    actions, timing = run_one(
-        engine, inputs, noise, steps_of(engine if engine.model is None else engine.model)
-    )
+def chunk(engine, inputs: ModelInputs, noise: np.ndarray, apart: bool = False) -> np.ndarray:
+    steps = steps_of(engine if engine.model is None else engine.model)
+    actions, timing = run_one(engine, inputs, noise, steps, apart=apart)
     assert timing.step_ms
     return actions
 
@@ -303,22 +302,21 @@ def test_onnx_runtime(model, tmp_path: Path):
 
 
 @pytest.mark.parametrize("rewrites", [ON_CUDA, ()], ids=["rewritten", "as loaded"])
-@pytest.mark.parametrize("stages", [False, True], ids=["whole", "stages"])
+@pytest.mark.parametrize("apart", [False, True], ids=["whole", "stages"])
 @pytest.mark.parametrize("recorder", [None, Frozen], ids=["calls", "frozen"])
-def test_cuda(model, rewrites, stages, recorder):
-    options = CudaOptions(stages=stages)
+def test_cuda(model, rewrites, apart, recorder):
     engine = CudaEngine(
         Plan.of(model, rewrites=rewrites),
         CPU,
         processing=processing(model),
-        options=options,
         recorder=recorder and recorder(),
     )
     assert not hasattr(model, "connect")
     assert not engine.facts.takes_frames  # image tokens do not follow from one tower's features alone
     for tokens in (TOKENS, 20):  # both are padded, to 16 and to 32
         inputs, noise = observation(model, tokens)
-        assert_close(eager_chunk(model, inputs, noise), chunk(engine, inputs, noise), f"{tokens} tokens")
+        found = chunk(engine, inputs, noise, apart)
+        assert_close(eager_chunk(model, inputs, noise), found, f"{tokens} tokens")
 
 
 def test_padding_on_the_wrong_side_is_seen(model):

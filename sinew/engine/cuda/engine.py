@@ -55,7 +55,7 @@ class CudaEngine(Engine):
         options: The options.
         scales: For each FP8 layer's name, the scale of its input.
         lowbit: The components whose low-bit weights ``plan`` keeps, with reasons. By default, none.
-        recorder: Records the programs. By default, device and options decide.
+        recorder: Records the programs. By default, CUDA graphs on a GPU, and calls on a CPU.
     """
 
     def __init__(
@@ -82,12 +82,11 @@ class CudaEngine(Engine):
         on_gpu = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if on_gpu else None
         self.ops = _ops(device, options)
-        scaled = options.scaled_norms and options.kernels
-        self.plan = fuse(plan, self.ops, scaled, options.fp8, scales)
+        self.plan = fuse(plan, self.ops, options.fp8, scales)
         self.model: Any = self.plan.model
         in_fp8 = dict.fromkeys(options.fp8, "fp8")
         if recorder is None:
-            recorder = Graphs(self.stream) if self.stream is not None and options.graph else Calls()
+            recorder = Calls() if self.stream is None else Graphs(self.stream)
         self.recorder = recorder
         self.programs: Kept[Key, Program] = Kept(options.max_graphs, self._program)
         shape, dtype = self.model.noise_shape, torch.float32
@@ -167,7 +166,7 @@ class CudaEngine(Engine):
             return self._speak(program, inputs, noise, watch)
         if guidance is not None:
             self._guided(program, inputs, noise, guidance, watch)
-        elif watch.apart or self.options.stages:
+        elif watch.apart:
             self._by_stages(program, inputs, noise, watch)
         else:
             self._whole(program, inputs, noise, watch)

@@ -89,10 +89,8 @@ class GraphRecorder(ABC):
 
 
 class Calls(GraphRecorder):
-    """A recorder without graphs: each replay calls the function again.
-
-    It is for CPUs, and for GPUs with graphs switched off.
-    """
+    """A recorder without graphs, for CPUs and for benchmarks of single launches: each replay calls the function
+    again."""
 
     def record(self, program: Callable[[], Any], apart: bool = False) -> RecordedGraph:
         recorded = RecordedGraph(lambda: None, None)

@@ -20,17 +20,12 @@ class CudaOptions:
     """Options of the CUDA engine.
 
     Attributes:
-        graph: True records the program once per key (sizes of an observation) and replays it. False runs the same
-            program without a recording.
         kernels: True uses Triton kernels. False uses only PyTorch's own operations, with
             ``scaled_dot_product_attention``.
         fp8: Parts of the model (:data:`FP8_PARTS`) whose linear layers multiply in FP8 (e4m3). With "language.mlp", the
             attention of the language model keeps its precision.
         lowbit: Components whose low-bit weights stay low-bit in GPU memory. None lets ``lowbit/choice.py`` choose them.
             Components without low-bit weights have no effect.
-        scaled_norms: A norm that the solver's time modulates (pi0.5) becomes part of the products that read it. False
-            makes it a separate pass.
-        stages: Replay vision, prefix and each solver step separately, and measure each.
         prompt_buckets: Lengths to which prompts are padded, with a mask. A longer prompt gets a multiple of the last
             length.
         max_graphs: Number of keys (views and frame sizes, prompt bucket, solver steps) whose graphs are kept. The least
@@ -39,12 +34,9 @@ class CudaOptions:
             docs/gpu.md gives 98 % of the answers per second of a batch of sixteen.
     """
 
-    graph: bool = True
     kernels: bool = True
     fp8: tuple[str, ...] = ()
     lowbit: tuple[str, ...] | None = None
-    scaled_norms: bool = True
-    stages: bool = False
     prompt_buckets: tuple[int, ...] = (16, 32, 48, 64, 96, 128, 160, 200, 256)
     max_graphs: int = 8
     largest_batch: int = 8

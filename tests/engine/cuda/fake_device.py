@@ -46,12 +46,13 @@ namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::De
 """
 # model -> number of views, tokens of the prompt, size of the image
 MODELS = {"pi0.5": (3, 200, 224), "pi0": (2, 0, 224), "smolvla": (2, 48, 512)}
+# model, and options of the engine. With "apart", the stages run one by one.
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("pi0.5", {}),
-    ("pi0.5", {"scaled_norms": False, "stages": True}),
+    ("pi0.5", {"apart": True}),
     ("pi0.5", {"fp8": ("vision", "language", "head")}),
     ("pi0", {}),
-    ("smolvla", {"stages": True}),
+    ("smolvla", {"apart": True}),
     ("smolvla", {"kernels": False}),
     ("smolvla", {"fp8": ("vision", "language")}),
 ]
@@ -153,6 +154,8 @@ def on_the_gpu(name: str) -> Any:
 
 def case(name: str, options: dict[str, Any]) -> dict[str, Any]:
     views, tokens, side = MODELS[name]
+    options = dict(options)
+    apart = options.pop("apart", False)
     statistics = {"mean": (0.0,) * 7, "std": (1.0,) * 7}
     actions = Normalizer(Normalization("mean_std", statistics, convention="openpi"), 7, "action")
     plan = Plan.of(on_the_gpu(name), rewrites=ON_CUDA)
@@ -169,7 +172,7 @@ def case(name: str, options: dict[str, Any]) -> dict[str, Any]:
         tuple(np.zeros((480, 640, 3), np.uint8) for _ in range(views)),
     )
     counted.clear()
-    chunk, _ = run_one(engine, inputs, np.zeros(shape.noise, np.float32), 10)
+    chunk, _ = run_one(engine, inputs, np.zeros(shape.noise, np.float32), 10, apart=apart)
     program = engine.programs[engine.programs.keys()[-1]]
     assert program.actions.device == GPU
     return {"shape": chunk.shape, **counted}

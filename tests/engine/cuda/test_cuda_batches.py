@@ -11,6 +11,7 @@ import pytest
 from sinew.core import Observation, SinewError
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.guidance import Inpainting, Ramp
+from sinew.engine.watch import Watch
 from sinew.policy import load
 from sinew.processing import ModelInputs, stack
 from sinew.serve.batching import Batcher
@@ -47,10 +48,10 @@ def robots(case: Case, count: int, seed: int = 0) -> list[tuple[ModelInputs, np.
     return found
 
 
-def together(case: Case, engine, members, guidance=None) -> np.ndarray:
+def together(case: Case, engine, members, guidance=None, apart: bool = False) -> np.ndarray:
     inputs, noise = zip(*members, strict=True)
     prompt = case.policy.manifest.processing.prompt
-    return engine.run(stack(inputs, prompt), np.stack(noise), STEPS, guidance)
+    return engine.run(stack(inputs, prompt), np.stack(noise), STEPS, guidance, Watch(apart=apart))
 
 
 def refusal(case: Case, inputs: ModelInputs, noise: np.ndarray, found: np.ndarray) -> str:
@@ -63,18 +64,19 @@ def refusal(case: Case, inputs: ModelInputs, noise: np.ndarray, found: np.ndarra
     ("name", "options"),
     pairs(
         CASES,
-        ({}, {"kernels": False}, {"stages": True}),
+        ({}, {"kernels": False}, {"apart": True}),
         ("pi05-2cam", {}),
-        ("pi0-2cam", {"stages": True}),
+        ("pi0-2cam", {"apart": True}),
         ("smolvla-2cam", {"kernels": False}),
     ),
     ids=str,
 )
 def test_each_robot_gets_its_own_actions(open_case, name, options):
     """Of four in one program, within what rounding does to one alone: a library sums more rows in another order."""
-    case = open_case(name)
+    case, options = open_case(name), dict(options)
+    apart = options.pop("apart", False)  # whether the stages run one by one
     engine, members = case.engine(Frozen(), **options), robots(case, 4)
-    found = together(case, engine, members)
+    found = together(case, engine, members, apart=apart)
     assert [key.batch for key in engine.programs.keys()] == [4]  # noqa: SIM118
     alone = case.engine(**options)
     for (inputs, noise), chunk in zip(members, found, strict=True):

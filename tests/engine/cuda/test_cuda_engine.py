@@ -19,9 +19,7 @@ from tests.golden import Golden, assert_parity, relative_l2
 
 LADDER = {
     "fused": {},
-    "norms apart": {"scaled_norms": False},
     "plain": {"kernels": False},
-    "stages": {"stages": True},
 }
 
 PAIRS = [(1, 4), (2, 1), (3, 10)]  # every number of views and of steps; all their pairs are slow

@@ -64,11 +64,11 @@ def test_stages_are_the_whole_to_the_bit(open_case, name):
     assert np.array_equal(whole, apart)
 
 
-@pytest.mark.parametrize("stages", [False, True])
-def test_cancelling(open_case, stages):
+@pytest.mark.parametrize("apart", [False, True], ids=["whole", "stages"])
+def test_cancelling(open_case, apart):
     case = open_case("pi05-2cam")
-    engine, cancel = case.engine(stages=stages), threading.Event()
-    run_one(engine, case.inputs(), case.noise, 3, cancel)
+    engine, cancel = case.engine(), threading.Event()
+    run_one(engine, case.inputs(), case.noise, 3, cancel, apart=apart)
     steps = []
     step = engine.model.act
 
@@ -79,11 +79,11 @@ def test_cancelling(open_case, stages):
 
     engine.model.act = counting
     with pytest.raises(CancelledError):
-        run_one(engine, case.inputs(), case.noise, 3, cancel)
-    assert len(steps) == (1 if stages else 3)  # a whole graph is not stopped, its result is dropped
+        run_one(engine, case.inputs(), case.noise, 3, cancel, apart=apart)
+    assert len(steps) == (1 if apart else 3)  # a whole graph is not stopped, its result is dropped
     with pytest.raises(CancelledError):
-        run_one(engine, case.inputs(), case.noise, 3, cancel)
-    assert len(steps) == (1 if stages else 3)
+        run_one(engine, case.inputs(), case.noise, 3, cancel, apart=apart)
+    assert len(steps) == (1 if apart else 3)
 
 
 def test_the_plan_is_left_as_it_is(open_case):

@@ -79,7 +79,7 @@ def test_everything_is_on_the_device(tmp_path, quick: bool) -> None:
     assert {report["model"] for report in reports} == set(MODELS)
     for report in reports:
         options = report["options"]
-        stages = "stages" in options
+        stages = "apart" in options
         assert report["shape"] == [50, 7], options
         # A graph of the whole, or of vision, prefix and a step; the last is replayed ten times.
         assert report["capture"] == (3 if stages else 1), options

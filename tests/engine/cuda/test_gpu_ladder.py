@@ -344,7 +344,7 @@ def test_the_work_of_launches_is_that_of_the_traced_program(monkeypatch: pytest.
     monkeypatch.setattr(cuda_engine, "References", lambda: Kernels(CPU))
     case = Case("pi0.5", 2, 6, 16)  # as long as it is padded to
     base = with_chunk(random_model("pi0.5", CPU, tiny=True), case.chunk)
-    made = Engine(rungs_engine(plan_of(base), processing("pi0.5", base.config), CPU, graph=False))
+    made = Engine(rungs_engine(plan_of(base), processing("pi0.5", base.config), CPU))
     made.run(samples(case, base.config, 1, (24, 32))[0])
     found = [each for launches in launch_work(made.engine).values() for each in launches]
     wanted = work(case, tiny=True)
@@ -403,7 +403,7 @@ def test_problems_are_taken_down_and_prepared_with_other_tiles(monkeypatch: pyte
     base = random_model("smolvla", CPU, tiny=True)
     recipe, plan = processing("smolvla", base.config), plan_of(base)
     case = shrunk(TARGETS["smolvla"], True)
-    made = Engine(rungs_engine(plan, recipe, CPU, graph=False))
+    made = Engine(rungs_engine(plan, recipe, CPU))
     with torch.inference_mode(), sweep.taken_down() as found:
         made.run(samples(case, base.config, 1, (24, 32))[0])
     kinds = {problem.kernel for problem in found.values()}

@@ -143,7 +143,8 @@ def test_the_parts_of_a_chunk_on_the_host_follow_each_other(
 
 
 def test_a_chunk_of_several_waits_is_refused() -> None:
-    made, inputs = tiny_engine("pi0", stages=True)
+    made, inputs = tiny_engine("pi0")
+    made.apart = True  # the engine waits after each stage
     with pytest.raises(RuntimeError, match="expected 4 time stamps in a call, got"):
         host.host_row(made, inputs, 1)
 

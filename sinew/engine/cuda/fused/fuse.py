@@ -162,7 +162,6 @@ WITH_VECTORS = (FusedLayer, FusedAdaptiveLayer)
 def fuse(
     plan: Plan,
     ops: Ops,
-    scaled: bool = True,
     fp8: tuple[str, ...] = (),
     scales: Mapping[str, float] | None = None,
 ) -> Plan:
@@ -172,7 +171,6 @@ def fuse(
     Args:
         plan: The plan.
         ops: The operations.
-        scaled: See ``CudaOptions.scaled_norms``.
         fp8: Parts of the model whose linear layers become e4m3 (see ``CudaOptions.fp8``).
         scales: For each FP8 layer's name, the scale of its input. Other inputs get a scale per row.
     """
@@ -182,7 +180,7 @@ def fuse(
         outcomes.append(_to_fp8(model, fp8, scales or {}))
     outcomes += [_apply(fusion, model, ops) for fusion in FUSIONS]
     outcomes.append(_towers(model, ops))
-    outcomes.append(_ends(model, ops, scaled and "head" not in fp8))
+    outcomes.append(_ends(model, ops, "head" not in fp8))
     outcomes.append(_step(model, ops))
     return Plan(model.eval().requires_grad_(False), tuple(outcomes))
 
@@ -249,7 +247,7 @@ def _towers(model: Any, ops: Ops) -> RewriteOutcome:
     )
 
 
-def _ends(model: Any, ops: Ops, scaled: bool) -> RewriteOutcome:
+def _ends(model: Any, ops: Ops, products: bool) -> RewriteOutcome:
     name = "fuse action projections"
     if getattr(type(model), "decode_actions", None) is not ExpertModel.decode_actions:
         return RewriteOutcome(name, "not applicable", "the model has no expert that is known here")
@@ -263,8 +261,9 @@ def _ends(model: Any, ops: Ops, scaled: bool) -> RewriteOutcome:
     become(model, TabulatedModulation if adaptive else FusedDecode)
     model.ops = ops
     if adaptive:
-        # The table contains products of the weights and the shifts, which low-bit weights do not have.
-        model.scaled = scaled and not low_bit(model.expert)
+        # The table contains products of the weights and the shifts, which low-bit weights do not have. PyTorch's own
+        # operations compute each norm separately.
+        model.scaled = products and ops.rows is not None and not low_bit(model.expert)
     elif isinstance(model, SplitActionTime):
         become(model, FusedActionTime)
     return RewriteOutcome(name, "applied", f"both ends of a step over {type(ops).__name__}", ("expert.norm",))
