@@ -34,6 +34,7 @@ COLD = 100 << 20  # bytes of weights to use in rotation, which is twice the larg
 FEWEST, MOST = 16, 32  # smallest and largest number of copies of a weight
 SAME = 2e-2  # largest relative L2 difference between the results of two tiles in bfloat16
 BEST = 4
+SHARED_MEMORY = 227 * 1024  # bytes that one program may use on an H100 or H200
 
 
 @dataclass
@@ -186,7 +187,7 @@ def fit(launches: list[Launch]) -> bool:
         made = [launch.specialised().compile(90) for launch in launches]
     except Exception:  # noqa: BLE001 - a tile that does not compile is left out
         return False
-    return all(each.metadata.shared <= tiles.SHARED_MEMORY[90] for each in made)
+    return all(each.metadata.shared <= SHARED_MEMORY for each in made)
 
 
 @dataclass(frozen=True)

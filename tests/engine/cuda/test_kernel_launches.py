@@ -9,13 +9,7 @@ import torch
 from sinew.engine.cuda.kernels import KERNELS, Workspace
 from sinew.engine.cuda.kernels.lang import MissingTriton, triton
 from sinew.engine.cuda.kernels.launch import Tile
-from sinew.engine.cuda.kernels.tiles import (
-    ARCHITECTURES,
-    TILES,
-    architecture,
-    default,
-    tile_for,
-)
+from sinew.engine.cuda.kernels.tiles import ON_90, TILES, default, tile_for
 from tests.engine.cuda.kernel_checks import CHECKS
 
 CPU = torch.device("cpu")
@@ -60,19 +54,16 @@ def test_without_triton_a_launch_says_so() -> None:
 
 def test_the_registry_the_tiles_and_the_checks_name_the_same_kernels() -> None:
     assert set(KERNELS) == set(TILES) == set(CHECKS)
+    assert set(ON_90) < set(TILES)
 
 
-def test_architectures() -> None:
-    assert [architecture(c) for c in (80, 86, 87, 89, 90, 100, 110, 120)] == [
-        *(80, 89, 80, 89, 90, 90, 90, 89)
-    ]
-    with pytest.raises(ValueError, match=r"compute capability: expected 8\.0 or newer, got 7\.5"):
-        architecture(75)
-
-
-def test_without_a_gpu_tiles_are_those_of_the_oldest_architecture() -> None:
+def test_only_the_measured_architecture_has_tiles_of_its_own() -> None:
     problem = "splitk_linear", (50, 1024, 4096), torch.bfloat16
-    assert tile_for(*problem, CPU) == default(*problem, min(ARCHITECTURES)) != default(*problem, 90)
+    others = {default(*problem, capability) for capability in (80, 86, 87, 89, 100, 110, 120, 130)}
+    assert others == {tile_for(*problem, CPU)}
+    assert default(*problem, 90) not in others
+    with pytest.raises(ValueError, match=r"compute capability: expected 8\.0 or newer, got 7\.5"):
+        default(*problem, 75)
 
 
 def test_a_gpu_takes_the_tile_of_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:

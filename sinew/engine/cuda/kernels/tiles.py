@@ -1,8 +1,8 @@
-"""A table of tile sizes for each kernel, GPU architecture and class of problem size ("regime").
+"""Tile sizes for each kernel and class of problem size ("regime"): one measured table, and one for all other GPUs.
 
 The tiles for sm_90 are from sweeps on an H100 and an H200 over the problems of pi0, pi0.5 and SmolVLA, with weights
-that were not in the cache (research/log/2026-11-26.md, 2026-11-27.md). The tiles for sm_80 and sm_89 have not been
-timed. They were chosen by the shared memory and registers that the compiler reports, and by the number of programs.
+that were not in the cache (research/log/2026-11-26.md, 2026-11-27.md). Nobody has timed tiles on another architecture.
+All other GPUs use one table of small tiles, which fit the shared memory and registers of every supported GPU.
 
 The regimes are:
 
@@ -32,89 +32,68 @@ FEW_ROWS, SOME_ROWS = 64, 256
 PART = 1 << 14
 PROGRAMS = 128  # approximately the number of multiprocessors of a GPU
 NARROW_HEAD = 64  # the largest size of a narrow head
-# On machines without a GPU, tests and compile checks use the tiles of this compute capability. Their results are then
-# the same on every machine.
-NO_GPU = 80
-ARCHITECTURES = (80, 89, 90)
-SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes that one program may use
-# Key: a GPU's compute capability. Value: a capability in the table with the same shared memory and instructions. 86:
-# A10 and RTX 3090; 87: Orin; 100: B200; 110: Thor; 120: RTX 5090.
-LIKE = {86: 89, 87: 80, 100: 90, 103: 90, 110: 90, 120: 89, 121: 89}
+MEASURED = 90  # the compute capability of the measured tiles, times 10
+OLDEST = 80
+# On machines without a GPU, tests use the tiles of all other GPUs.
+NO_GPU = OLDEST
 
-_WIDE = Tile(128, 128, 32, warps=8, stages=4)
-_PAIRED = Tile(128, 64, 32, warps=8, stages=4)
 _SMALL = Tile(64, 32, 64, warps=8, stages=3)
-_NARROW = Tile(32, 64, split=4, stages=2)
-_ROWS = {"few": Tile(warps=4)}
-_WHOLE_ROWS = {"few": Tile(warps=8)}
-# A tile is a run of columns in one row. If each row gets its own scale, the kernel uses a tile of the whole row, with
-# more warps.
-_COLUMNS = {"few": Tile(n=256, warps=2), "many": Tile(n=1024, warps=4)}
-_HEADS = {"few": Tile(1, warps=1), "many": Tile(8, warps=4)}  # m is a number of rows of one head
-_PIXELS = {"few": Tile(n=128, warps=2)}
-# Low-bit weights: k is a multiple of the 32 weights that share a scale. A tile has fewer rows if there are fewer. The
-# blocks have few columns, so that a layer of 1,024 columns keeps the 16 or 20 multiprocessors of a Jetson busy.
-_CODES = {"few": Tile(64, 32, 128, stages=4), "many": Tile(128, 32, 64, warps=8, stages=4)}
+_PAIRED = Tile(128, 64, 32, warps=8, stages=4)
 
-TILES: dict[str, dict[int, dict[str, Tile]]] = {
-    "norm_linear": {
-        80: {"few": Tile(64, 32, 128, stages=3), "many": _WIDE},
-        89: {"few": _SMALL, "many": _WIDE},
-        90: {"few": Tile(64, 32, 128, stages=3), "many": Tile(128, 128, 64, warps=8, stages=4)},
-    },
-    "gated_mlp": {
-        80: {"few": Tile(64, 32, 64, warps=8, stages=4), "many": _PAIRED},
-        89: {"few": _SMALL, "many": _PAIRED},
-        90: {
-            "few": Tile(64, 32, 64, stages=8),
-            "some": Tile(64, 64, 64, stages=6),
-            "many": Tile(128, 128, 64, warps=8),
-        },
-    },
+TILES: dict[str, dict[str, Tile]] = {
+    "norm_linear": {"few": _SMALL, "many": Tile(128, 128, 32, warps=8, stages=4)},
+    "gated_mlp": {"few": _SMALL, "many": _PAIRED},
     # With heads of 64 columns, a program has 16 of the head's 32 pairs of columns. 15 heads then give 30 programs.
-    "qkv_rope": {
-        80: {"few": Tile(64, 16, 128, stages=4), "many": _PAIRED},
-        89: {"few": Tile(64, 16, 64, stages=4), "many": _PAIRED},
-        90: {
-            "few": Tile(64, 16, 64, stages=8),
-            "some": Tile(64, 32, 64, stages=6),
-            "many": Tile(128, 64, 64, warps=8, stages=4),
-        },
-    },
+    "qkv_rope": {"few": Tile(64, 16, 64, stages=4), "many": _PAIRED},
     "splitk_linear": {
-        80: {"few": Tile(64, 64, 64, 8, stages=4), "many": _WIDE},
-        89: {"few": Tile(64, 64, 64, 8, warps=8, stages=4), "many": Tile(128, 128, 32, warps=8)},
-        90: {
-            "few": Tile(64, 32, 128, 4, stages=4),
-            "some": Tile(64, 32, 128, stages=6),
-            "many": Tile(128, 128, 64, warps=8, stages=4),
-        },
+        "few": Tile(64, 64, 64, 8, warps=8, stages=4),
+        "many": Tile(128, 128, 32, warps=8),
     },
     "packed_attention": {
-        80: {
-            "few": Tile(32, 32, split=8, warps=4, stages=2),
-            "many": Tile(64, 32, warps=8, stages=2),
-            "narrow": _NARROW,
-        },
-        89: {
-            "few": Tile(32, 32, split=4, warps=4, stages=2),
-            "many": Tile(64, 16, warps=8, stages=2),
-            "narrow": _NARROW,
-        },
-        90: {
-            "few": Tile(64, 64, split=17, warps=4, stages=2),
-            "many": Tile(64, 32, split=2, warps=4, stages=2),
-            "narrow": Tile(16, 64, split=4, stages=1),
-        },
+        "few": Tile(32, 32, split=4, warps=4, stages=2),
+        "many": Tile(64, 16, warps=8, stages=2),
+        "narrow": Tile(32, 64, split=4, stages=2),
     },
-    # On sm_80, a depth of 128 does not fit the registers if a residual is added.
-    "weight_only_linear": dict.fromkeys(ARCHITECTURES, _CODES)
-    | {80: _CODES | {"few": Tile(64, 32, stages=4)}},
-    "row_norm": dict.fromkeys(ARCHITECTURES, _ROWS),
-    "activate": dict.fromkeys(ARCHITECTURES, _COLUMNS),
-    "rope": dict.fromkeys(ARCHITECTURES, _HEADS),
-    "fp8_quantize": dict.fromkeys(ARCHITECTURES, _WHOLE_ROWS),
-    "preprocess": dict.fromkeys(ARCHITECTURES, _PIXELS),
+    # k is a multiple of the 32 weights that share a scale. A tile has fewer rows if there are fewer. The blocks have
+    # few columns, so that a layer of 1,024 columns keeps the 16 or 20 multiprocessors of a Jetson busy. On sm_80, a
+    # depth of 128 does not fit the registers if a residual is added.
+    "weight_only_linear": {
+        "few": Tile(64, 32, stages=4),
+        "many": Tile(128, 32, 64, warps=8, stages=4),
+    },
+    "row_norm": {"few": Tile(warps=4)},
+    "activate": {"few": Tile(n=256, warps=2), "many": Tile(n=1024, warps=4)},  # n columns of one row
+    "rope": {"few": Tile(1, warps=1), "many": Tile(8, warps=4)},  # m is a number of rows of one head
+    "fp8_quantize": {"few": Tile(warps=8)},
+    "preprocess": {"few": Tile(n=128, warps=2)},
+}
+
+# The kernels with other tiles on sm_90.
+ON_90: dict[str, dict[str, Tile]] = {
+    "norm_linear": {
+        "few": Tile(64, 32, 128, stages=3),
+        "many": Tile(128, 128, 64, warps=8, stages=4),
+    },
+    "gated_mlp": {
+        "few": Tile(64, 32, 64, stages=8),
+        "some": Tile(64, 64, 64, stages=6),
+        "many": Tile(128, 128, 64, warps=8),
+    },
+    "qkv_rope": {
+        "few": Tile(64, 16, 64, stages=8),
+        "some": Tile(64, 32, 64, stages=6),
+        "many": Tile(128, 64, 64, warps=8, stages=4),
+    },
+    "splitk_linear": {
+        "few": Tile(64, 32, 128, 4, stages=4),
+        "some": Tile(64, 32, 128, stages=6),
+        "many": Tile(128, 128, 64, warps=8, stages=4),
+    },
+    "packed_attention": {
+        "few": Tile(64, 64, split=17, warps=4, stages=2),
+        "many": Tile(64, 32, split=2, warps=4, stages=2),
+        "narrow": Tile(16, 64, split=4, stages=1),
+    },
 }
 
 # A float32 product takes three tensor-core products and twice the memory, so every architecture uses small tiles.
@@ -148,20 +127,6 @@ def capability(device: torch.device) -> int:
     return major * 10 + minor
 
 
-def architecture(capability: int) -> int:
-    """Return the architecture in the table for a compute capability (major * 10 + minor).
-
-    Raises:
-        ValueError: The capability is older than 8.0.
-    """
-    if capability in LIKE:
-        return LIKE[capability]
-    candidates = [row for row in ARCHITECTURES if row <= capability]
-    if not candidates:
-        raise ValueError(f"compute capability: expected 8.0 or newer, got {capability / 10}")
-    return candidates[-1]
-
-
 def default(
     kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: int, observations: int = 1
 ) -> Tile:
@@ -173,11 +138,17 @@ def default(
         dtype: Dtype of the weight.
         capability: Compute capability, major * 10 + minor.
         observations: Number of observations of an attention. ``dims`` are the sizes of one of them.
+
+    Raises:
+        ValueError: The capability is older than 8.0.
     """
+    if capability < OLDEST:
+        raise ValueError(f"compute capability: expected 8.0 or newer, got {capability / 10}")
+    measured = capability == MEASURED
     wide = dtype == torch.float32 and kernel in FLOAT32
-    regimes = FLOAT32[kernel] if wide else TILES[kernel][architecture(capability)]
+    regimes = FLOAT32[kernel] if wide else (measured and ON_90.get(kernel)) or TILES[kernel]
     tile = regimes[regime(kernel, dims, regimes)]
-    if kernel in ("splitk_linear", "gated_mlp") and not wide and architecture(capability) == 90:
+    if kernel in ("splitk_linear", "gated_mlp") and not wide and measured:
         tile = spread(dims, tile)
     if kernel == "weight_only_linear":
         tile = replace(tile, m=min(tile.m, max(16, 1 << (dims[0] - 1).bit_length())))
