@@ -1,8 +1,8 @@
 """Compute the error of chunks in FP8: relative L2 distance to eager float32, emulated on the CPU with PyTorch.
 
 ``python -m benchmarks.fp8_error`` uses the golden cases (tests/cases.py), with one checkpoint for each case. It tests
-each component in FP8, with one scale per row and with calibrated scales of several headrooms. For comparison, it also
-tests bfloat16 weights and weights with noise.
+the language model and only its MLPs in FP8, with calibrated scales of several headrooms. For comparison, it also tests
+bfloat16 weights and weights with noise.
 
 With ``--trained``, it uses the trained policies of the package, on episodes of their tasks. It calibrates the scales
 on the first 16 observations, and compares the chunks of 32 other observations. The last line of the output is JSON.
@@ -35,8 +35,8 @@ from tests.golden import Golden, relative_l2
 CASES = ("smolvla-2cam", "pi0-2cam", "pi05-2cam")
 CPU, STEPS = torch.device("cpu"), 10
 SEEN, COMPARED = 16, 32  # number of observations for the calibration, and for the comparison
-HEADROOMS = (None, 1.0, 2.0, 4.0)  # None means one scale per row
-COMPONENTS = (("vision",), ("language",), ("vision", "language"), ("vision", "language", "head"))
+HEADROOMS = (1.0, 2.0, 4.0)
+PARTS = ("language.mlp", "language")
 
 
 def bundle(case: Path, folder: Path) -> Path:
@@ -61,19 +61,17 @@ def rows(case: Path, path: Path) -> Iterator[dict[str, Any]]:
         "error": relative_l2(chunk(noisy(policy)), wanted),
     }
     for planned in (False, True):
-        for components in COMPONENTS:
+        for part in PARTS:
             for headroom in HEADROOMS:
                 changed = Plan.of(model, STEPS).model if planned else clone_model(model)
                 engine = EagerEngine(changed, CPU)
-                layers, scales = calibration.linears(changed, components), None
-                if headroom is not None:
-                    calibration.HEADROOM = headroom
-                    scales = calibration.calibrate(
-                        layers, [lambda e=engine: chunk(e)], "0" * 64, case.name
-                    ).scales
+                layers = calibration.linears(changed, (part,))
+                calibration.HEADROOM = headroom
+                runs = [lambda e=engine: chunk(e)]
+                scales = calibration.calibrate(layers, runs, "0" * 64, case.name).scales
                 calibration.use_fp8(changed, layers, scales)
                 error = relative_l2(chunk(engine), wanted)
-                what = "+".join(components), "planned" if planned else "eager", headroom or "per row"
+                what = part, "planned" if planned else "eager", headroom
                 yield {"what": " ".join(map(str, what)), "layers": len(layers), "error": error}
 
 
@@ -87,7 +85,7 @@ def noisy(policy: Policy) -> EagerEngine:
 
 
 def trained(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the median and the largest error of a trained policy for bfloat16 and each choice of FP8 components."""
+    """Yield the median and the largest error of a trained policy for bfloat16 and each choice of FP8 layers."""
     from sinew.checks.judges import observations as episodes
     from sinew.checks.validate.observations import observations
 
@@ -110,16 +108,15 @@ def trained(path: Path) -> Iterator[dict[str, Any]]:
         return {"what": what, "source": origin, "error": float(np.median(errors)), "largest": max(errors)}
 
     yield row("bfloat16", load(path, "cpu", "bf16", "eager").engine)
-    for components in COMPONENTS[2:]:
-        for calibrated in (False, True):
-            model = clone_model(policy.engine.model)
-            engine = EagerEngine(model, CPU)
-            layers, scales = calibration.linears(model, components), None
-            if calibrated:
-                runs = [lambda one=one, e=engine: chunks(e, [one]) for one in data[:SEEN]]
-                scales = calibration.calibrate(layers, runs, "0" * 64, origin).scales
-            calibration.use_fp8(model, layers, scales)
-            yield row(f"{'+'.join(components)} {'calibrated' if calibrated else 'per row'}", engine)
+    for part in PARTS:
+        model = clone_model(policy.engine.model)
+        engine = EagerEngine(model, CPU)
+        if not (layers := calibration.linears(model, (part,))):
+            continue
+        runs = [lambda one=one, e=engine: chunks(e, [one]) for one in data[:SEEN]]
+        scales = calibration.calibrate(layers, runs, "0" * 64, origin).scales
+        calibration.use_fp8(model, layers, scales)
+        yield row(part, engine)
 
 
 def main_trained() -> None:

@@ -102,7 +102,7 @@ def program(
     from sinew.engine.cuda.options import CudaOptions
     from sinew.engine.cuda.program import Key, Program
 
-    fused = fuse(plan, ops, True, fp8, scales)
+    fused = fuse(plan, ops, fp8, scales)
     sizes = (CAMERA,) * case.views if fits(recipe.image, fused.model) else ()
     tokens = CudaOptions().bucket(length(case, plan.model.config))
     key = Key(case.views, sizes, tokens, case.steps)

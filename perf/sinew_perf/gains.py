@@ -323,7 +323,9 @@ def _bits(on_cpu: bool, machine: Hardware, first: PublishedProgram, without: dic
     ]
     has_fp8 = "fp8" in machine.peak
     if has_fp8:
-        options.append(narrow("fp8", "fp8", judged, inputs, only("fp8/fp8", "bf16")))
+        # Engine cuda multiplies only the language model in FP8.
+        eighths: _Formats = (("vision", "bf16"), ("language", "fp8/fp8"), ("head", "bf16"))
+        options.append(narrow("fp8", "fp8", judged, ("language",), lambda _: eighths))
     else:
         without["fp8"] = f"{machine.title} has no rate for it"
     rows = rows_of(first.model, first.shapes, linear_layers(first.model))

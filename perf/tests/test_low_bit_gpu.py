@@ -11,6 +11,7 @@ import torch
 from sinew.bundle import Bundle
 from sinew.engine.cuda.lowbit import choice
 from sinew.engine.cuda.open import cuda_engine
+from sinew.lowbit.recipes import parse_recipe
 from tests.engine.cpu.test_cpu_engine import RECIPES, stored
 
 from sinew_perf.gains import order
@@ -55,6 +56,12 @@ def test_gains_advise_low_bit_weights_where_reading_limits(machine: str, parts: 
     recipe = ",".join(f"{part}=int8" for part in parts.split(" and "))
     assert eight.line == f"sinew quantize --recipe {recipe}, then --engine cuda"
     assert "never run on a GPU" in eight.fidelity
+
+
+def test_the_advice_for_fp8_is_a_recipe_that_is_accepted() -> None:
+    (gain,) = (each for each in order(str(PEN), load_hardware("h200")).taken if each.name == "fp8")
+    assert gain.line == "sinew quantize --recipe language=fp8, then --engine cuda"
+    assert parse_recipe("language=fp8")["language"] == "fp8"
 
 
 def test_a_gain_is_that_of_the_roofline() -> None:

@@ -39,7 +39,7 @@ def quantize(
         bundle: Policy to quantise: a bundle, a checkpoint or training run, or a hub name.
         recipe: Precision of each component, as COMPONENT=PRECISION,... Components: vision, language, head.
             Precisions: int8, q8_0, q4_0, int8-rows (int8 whose inputs also get a scale per token in engine onnx,
-            which makes onnx slower), fp8 and fp32. Components that you do not name stay fp32.
+            which makes onnx slower), fp8 (only for language) and fp32. Components that you do not name stay fp32.
         out: Bundle to write.
         engine: Engine that computes the error. Default: onnx if the recipe is int8 only, otherwise cpu.
         search: Search the recipe with the smallest error within --budget, --target-ms or both, instead of

@@ -16,6 +16,7 @@ from pathlib import Path
 from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
+from sinew.engine.cuda.options import check_fp8
 from sinew.lowbit.sources import lowbit_sources, plan_formats
 
 # A search tries these precisions. The precision fp32 leaves the stored weights unchanged.
@@ -62,6 +63,8 @@ def parse_recipe(text: str) -> dict[str, str]:
             raise SinewError(f"recipe: expected a component of {', '.join(COMPONENTS)}, got {component!r}")
         if precision not in PRECISIONS:
             raise SinewError(f"recipe: {component}: expected {', '.join(PRECISIONS)}, got {precision!r}")
+        if precision == "fp8":
+            check_fp8([component])
         if component in named:
             raise SinewError(
                 f"recipe: {component}: expected one precision, got {named[component]} and {precision}"

@@ -19,6 +19,7 @@ from sinew.bundle import Bundle
 from sinew.bundle.schema import DEFAULT_RECIPE, Manifest
 from sinew.cli import main
 from sinew.core import BundleError, SinewError
+from sinew.engine.cuda.fp8.linear import Fp8Linear
 from sinew.engine.onnx import export, quantize
 from sinew.engine.onnx.cache import graphs_folder
 from sinew.engine.onnx.engine import OnnxEngine
@@ -234,7 +235,8 @@ def test_bits_follow_the_instruction_set(monkeypatch):
         ("vision=int4", "vision: expected int8, int8-rows, q8_0, q4_0, fp8, fp32, got 'int4'"),
         ("vision", "vision: expected int8, int8-rows, q8_0, q4_0, fp8, fp32, got ''"),
         ("head=int8_rows", "head: expected int8, int8-rows, q8_0, q4_0, fp8, fp32, got 'int8_rows'"),
-        ("vision=fp8,head=int8", "expected precisions of one engine, got fp8 .cuda. and int8 .cpu, onnx."),
+        ("language=fp8,head=int8", "expected precisions of one engine, got fp8 .cuda. and int8 .cpu, onnx."),
+        ("vision=fp8,language=fp8", "fp8: vision: FP8 is for the language model only"),
         ("head=int8,head=int8-rows", "head: expected one precision, got int8 and int8-rows"),
     ],
 )
@@ -503,7 +505,7 @@ def narrow(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("narrow")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        arguments = ["--recipe", "vision=fp8,language=fp8", "--out", str(folder / "fp8.gguf")]
+        arguments = ["--recipe", "language=fp8", "--out", str(folder / "fp8.gguf")]
         assert main(["quantize", str(DATA / "pen.gguf"), *arguments, "--observations", "4"]) == 0
     return folder / "fp8.gguf"
 
@@ -511,21 +513,20 @@ def narrow(tmp_path_factory) -> Path:
 def test_a_recipe_in_fp8_carries_its_scales(narrow, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # another machine
     record = Bundle(narrow).manifest.quantization
-    assert record.fp8 == ("vision", "language")
-    assert record.recipe["head"] == "fp32"
+    assert record.fp8 == ("language",)
+    assert record.recipe["head"] == record.recipe["vision"] == "fp32"
     assert record.source == "episodes of sinew/Pen-v0"
     assert 1e-4 < record.error <= record.error_max
     assert record.scales
-    assert {name.partition(".")[0] for name in record.scales} <= {"vision", "connector", "language"}
+    assert {name.partition(".")[0] for name in record.scales} == {"language"}
     assert all(0 < scale < 100 for scale in record.scales.values())
     assert main(["inspect", str(narrow)]) == 0
-    assert "vision fp8" in capsys.readouterr().out
+    assert "language fp8" in capsys.readouterr().out
 
     policy = load(narrow, "cpu", engine="cuda")
-    assert policy.facts.recipe == {"vision": "fp8", "language": "fp8"}
-    (outcome,) = (o for o in policy.engine.plan.outcomes if o.name == "fp8")
-    layers = len(record.scales)
-    assert f"inputs of {layers} of {layers} calibrated" in outcome.reason
+    assert policy.facts.recipe == {"language": "fp8"}
+    narrow_layers = [n for n, each in policy.engine.model.named_modules() if isinstance(each, Fp8Linear)]
+    assert {*narrow_layers} == record.scales.keys()
     plain = load(DATA / "pen.gguf", "cpu", engine="cuda")
     observation = plain.dummy_observation()
     a, b = (each.infer(observation).actions for each in (policy, plain))
@@ -540,5 +541,5 @@ def test_other_engines_and_a_recipe_in_fp8(narrow):
         ignored.infer(observation).actions, plain.infer(observation).actions
     )  # eager has its own precision
     for engine in ("eager", "plan", "onnx"):
-        with pytest.raises(SinewError, match="vision fp8, language fp8, which engine .* does not compute"):
+        with pytest.raises(SinewError, match="language fp8, which engine .* does not compute"):
             load(narrow, "cpu", engine=engine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 
 from sinew.bundle import Bundle
-from sinew.bundle.schema import COMPONENTS
+from sinew.core import SinewError
 from sinew.engine.cuda.fp8 import scales as fp8_calibration
 from sinew.engine.cuda.fp8.scales import Fp8Calibration
 from sinew.engine.cuda.fused.fuse import ON_CUDA
@@ -21,8 +20,6 @@ from sinew.engine.plan.plan import Plan
 from sinew.models.base import Model
 from sinew.processing import ModelInputs
 
-log = logging.getLogger(__name__)
-
 
 def calibrate(
     bundle: Bundle,
@@ -31,9 +28,8 @@ def calibrate(
     source: str,
     steps: int | None = None,
 ) -> tuple[Fp8Calibration, Path]:
-    """Run the planned ``model`` over observations, and store the largest input of each linear layer.
-
-    The layers of all components are measured, so that any component can become FP8 later.
+    """Run the planned ``model`` over observations, and store the largest input of each linear layer of the language
+    model.
 
     Args:
         bundle: The bundle.
@@ -48,7 +44,7 @@ def calibrate(
     device = model.device
     steps = steps or bundle.manifest.spec.solver_steps
     engine = PlannedEngine(Plan.of(model, steps, ON_CUDA), torch.device(device))
-    layers = fp8_calibration.linears(engine.model, COMPONENTS)
+    layers = fp8_calibration.linears(engine.model, ("language",))
     runs = (partial(engine.run, inputs.batched(), noise[None], steps) for inputs, noise in observations)
     made = fp8_calibration.calibrate(layers, runs, fingerprint(bundle.path), source)
     return made, fp8_calibration.store(made)
@@ -57,17 +53,18 @@ def calibrate(
 def scales(bundle: Bundle) -> dict[str, float]:
     """Return the FP8 scale of each layer's input, by the layer's name.
 
-    The scales come from the bundle's quantisation recipe, or from a calibration on this machine. Without both, the
-    result is {}.
+    The scales come from the bundle's quantisation recipe, or from a calibration on this machine.
+
+    Raises:
+        SinewError: There are no scales.
     """
     recipe = bundle.manifest.quantization
     if recipe is not None and recipe.scales:
         return recipe.scales
     made = fp8_calibration.load(fingerprint(bundle.path))
     if made is None:
-        log.warning(
-            "%s: not calibrated for FP8; each row of an input gets its own scale",
-            bundle.path,
+        raise SinewError(
+            f"{bundle.path}: not calibrated for FP8; write a bundle with scales with"
+            " `sinew quantize --recipe language=fp8`"
         )
-        return {}
     return made.scales

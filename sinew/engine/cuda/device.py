@@ -9,7 +9,6 @@ from sinew.engine.cuda.kernels.lang import triton
 from sinew.engine.cuda.options import CudaOptions
 
 OLDEST = (8, 0)  # oldest compute capability with bfloat16 tensor cores and asynchronous copies
-NARROW = (8, 9)  # oldest compute capability with e4m3 products
 
 
 def require(device: torch.device, options: CudaOptions) -> None:
@@ -46,11 +45,7 @@ def require(device: torch.device, options: CudaOptions) -> None:
 
         fine, reason = fp8.supported(device)
         if not fine:
-            raise SinewError(f"fp8 on {device}: {reason}")
-    if options.fp8 and capability < NARROW:
-        raise SinewError(
-            f"fp8: expected compute capability {_dotted(NARROW)} or newer, got {_dotted(capability)}; use bf16"
-        )
+            raise SinewError(f"fp8 on {device}: {reason}; use bf16")
 
 
 def describe(device: torch.device) -> str:

@@ -15,11 +15,13 @@ import torch
 import sinew
 from sinew.core import Observation, machine
 from sinew.engine.cuda.engine import CudaEngine
+from sinew.engine.cuda.fp8.scales import calibrate, linears
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.graphs import GraphRecorder, RecordedGraph
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.export import ON_ONNX, export_graphs
+from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.plan import Plan
 from sinew.models.base import Model
 from sinew.policy import Policy, load
@@ -55,13 +57,21 @@ class Case:
         return run_one(self.policy.engine, inputs or self.inputs(pixels=True), self.noise, steps)[0]
 
     def engine(self, recorder: GraphRecorder | None = None, **options: Any) -> CudaEngine:
+        """Return an engine. FP8 layers get scales that are calibrated with the observation."""
+        plan = Plan.of(self.model, rewrites=ON_CUDA)
         return CudaEngine(
-            Plan.of(self.model, rewrites=ON_CUDA),
+            plan,
             CPU,
             processing=self.policy.manifest.processing,
             options=CudaOptions(**options),
+            scales=self.scales(plan) if options.get("fp8") else None,
             recorder=recorder,
         )
+
+    def scales(self, plan: Plan) -> dict[str, float]:
+        engine, layers = PlannedEngine(plan, CPU), linears(plan.model, ("language",))
+        runs = [lambda: run_one(engine, self.inputs(pixels=True), self.noise, 1)]
+        return calibrate(layers, runs, "0" * 64, "the observation of the case").scales
 
     def onnx(self, directory: Path, steps: int) -> OnnxEngine:
         """Export the planned model for two views to ``directory``, and open it in ONNX Runtime."""

@@ -34,7 +34,7 @@ SHARED = {80: 163, 87: 163, 89: 99, 90: 227, 100: 227, 110: 227, 120: 99}
 MODELS = {"pi0.5": (3, 200, 224), "pi0": (2, 16, 224), "smolvla": (2, 48, 512)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
-    "FP8": {"fp8": ("vision", "language", "head")},
+    "FP8": {"fp8": ("language",)},
     "int8": {"lowbit": "int8"},
     "q4_0": {"lowbit": "q4_0"},
     "batch of 2": {"batch": 2},  # a head of 100 rows

@@ -31,13 +31,11 @@ class Output:
     """The output of a kernel, [M, N] of type ``to``, or e4m3 with its scales, in memory that shows a wrong store.
 
     Args:
-        scale: A calibrated scale. None: one scale for each row.
+        scale: The scale of e4m3.
     """
 
-    def __init__(
-        self, M: int, N: int, to: torch.dtype, eighths: bool, scale: float | None, device: str
-    ) -> None:
-        self.x_scale = torch.tensor(scale, device=device) if eighths and scale is not None else None
+    def __init__(self, M: int, N: int, to: torch.dtype, eighths: bool, scale: float, device: str) -> None:
+        self.x_scale = torch.tensor(scale, device=device)
         self.scales = torch.full((M + 2,), SENTINEL, device=device) if eighths else None
         self.data = guarded(M, N, device) if eighths else target(M, N, dtype=to, device=device)
 
@@ -71,7 +69,7 @@ def row_norm(
     gate=True,
     to: torch.dtype | None = None,
     eighths=False,
-    scale: float | None = None,
+    scale=0.02,
     quiet=1.0,
     away=0.0,
 ) -> None:
@@ -116,7 +114,7 @@ def activate(
     bias=True,
     to: torch.dtype | None = None,
     eighths=False,
-    scale: float | None = None,
+    scale=0.02,
     loud=1.0,
     tile=BLOCK,
 ) -> None:
@@ -161,14 +159,14 @@ def rope(
         untouched(got)
 
 
-def fp8_quantize(module: ModuleType, dtype, device, M=7, K=50, scale: float | None = None, loud=1.0) -> None:
+def fp8_quantize(module: ModuleType, dtype, device, M=7, K=50, scale=0.02, loud=1.0) -> None:
     """Check the FP8 conversion bit for bit, because both sides divide exactly and round to nearest. One of the rows
     is zero."""
     s = Source(dtype, device)
     x = inside(s.random(M, K), 1e30)  # the padding is 1e30 instead of NaN, because a maximum ignores NaN
     x *= loud
     x[M // 2] = 0
-    x_scale = None if scale is None else torch.tensor(scale, device=device)
+    x_scale = torch.tensor(scale, device=device)
     data, scales = guarded(M, K, device), torch.full((M + 2,), SENTINEL, device=device)
     module.fp8_quantize(x, data=data.view(E4M3), scales=scales[1:-1], x_scale=x_scale)
     want, wanted = KERNELS["fp8_quantize"].reference(x, x_scale=x_scale)
@@ -205,7 +203,7 @@ EDGES: dict[str, list[dict[str, Any]]] = {
         {"to": torch.bfloat16},
         {"eighths": True},
         {"eighths": True, "gated": False, "bias": False},
-        {"eighths": True, "scale": 0.02, "activation": "silu"},  # split columns, and a scale
+        {"eighths": True, "activation": "silu"},
         {"eighths": True, "scale": 0.001, "gated": False},
     ],
     "rope": [
@@ -219,7 +217,7 @@ EDGES: dict[str, list[dict[str, Any]]] = {
             "scale": 0.005
         },  # many values are above 448 times the scale, and some below 480 times, which would be NaN
         {"scale": 3.0, "K": 64},  # most values are below the smallest normal number
-        {"loud": 1e30, "M": 1, "K": 1},
-        {"loud": 1e-30},
+        {"loud": 1e30, "scale": 1e28, "M": 1, "K": 1},
+        {"loud": 1e-30, "scale": 1e-32},
     ],
 }

@@ -118,26 +118,25 @@ def test_the_engine_over_interpreted_kernels(open_case, monkeypatch, launched, n
 @in_the_interpreter
 @pytest.mark.parametrize("name", [pytest.param("pen", marks=pytest.mark.slow), "pi05-2cam"])
 def test_row_wise_kernels_around_fp8(open_case, monkeypatch, launched, name):
-    """All components in e4m3: conversions, norms, activations and rotations by the kernels, against their references.
-    The interpreter's sums differ in their last bits, which moves some values to the next number of e4m3."""
+    """The language model in e4m3: conversions, norms, activations and rotations by the kernels, against their
+    references. The interpreter's sums differ in their last bits, which moves some values to the next number of
+    e4m3."""
     case = small(open_case(name))
-    engine = case.engine(prompt_buckets=(4,), fp8=COMPONENTS)
+    engine = case.engine(prompt_buckets=(4,), fp8=("language",))
     wanted, _ = run_one(engine, one_view(case), case.noise, 1)
     launched.clear()
     monkeypatch.setattr(cuda_engine, "References", lambda: Kernels(CPU))
-    engine = case.engine(prompt_buckets=(4,), fp8=COMPONENTS)
+    engine = case.engine(prompt_buckets=(4,), fp8=("language",))
     got, _ = run_one(engine, one_view(case), case.noise, 1)
     assert relative_l2(torch.from_numpy(got), torch.from_numpy(wanted)) <= 1e-2
     model = case.model
     language, head, vision = (len(part.layers) for part in (model.language, model.expert, model.vision))
-    layers = language - 1 + head
-    assert launched["rope"] == language + head
+    layers = language - 1
+    assert launched["rope"] == language
     assert launched["activate"] == layers + vision
-    assert launched["fp8_quantize"] == layers + vision  # what attention leaves
+    assert launched["fp8_quantize"] == layers  # what attention leaves
     assert launched["row_norm"] >= 2 * layers + 2 * vision + 2
-    assert launched["packed_attention"] == layers
-    assert launched["splitk_linear"] == 1  # the way in of a step
-    assert launched.keys().isdisjoint({"gated_mlp", "qkv_rope"})
+    assert launched["gated_mlp"] == launched["qkv_rope"] == head
 
 
 @in_the_interpreter

@@ -51,7 +51,8 @@ def test_all_cases_reach_the_driver(found) -> None:
         assert 0 < report["shared"] <= SHARED[capability] << 10, case
         launches = sum(report["launches"].values())
         assert launches > 850, case
-        assert 8 <= report["compiled"] <= 64, case  # kinds of launches; more would compile for minutes
+        # Kinds of launches that no earlier case of the process has compiled; more would compile for minutes.
+        assert 4 <= report["compiled"] <= 64, case
 
 
 def test_low_bit_products_compile_for_every_gpu(tmp_path) -> None:

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sinew.engine.cuda.kernels import KERNELS, fp8_quantize, row_norm
-from sinew.engine.cuda.kernels.activate import PER_WARP
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3, LONGEST_ROW
-from sinew.engine.cuda.kernels.launch import Tile
 from sinew.layers.decoder import DecoderConfig, GatedMLP
 from sinew.layers.norm import AdaRMSNorm, GemmaRMSNorm, LayerNorm, Modulation, RMSNorm
 from sinew.layers.rope import Rotation
@@ -22,6 +20,7 @@ from tests.engine.cuda.kernel_checks import CHECKS, DEVICE, module_of, needs_tri
 pytestmark = pytest.mark.kernels
 
 references = {name: kernel.reference for name, kernel in KERNELS.items()}
+SCALE = torch.tensor(0.01)
 
 
 @needs_triton
@@ -30,10 +29,9 @@ references = {name: kernel.reference for name, kernel in KERNELS.items()}
     [
         ("row_norm", {"to": torch.float32}),
         ("row_norm", {"eighths": True}),
-        ("row_norm", {"eighths": True, "kind": "layer", "offset": 0.0, "scale": 0.02}),
+        ("row_norm", {"eighths": True, "kind": "layer", "offset": 0.0}),
         ("activate", {"to": torch.float32}),
         ("activate", {"eighths": True}),
-        ("activate", {"eighths": True, "scale": 0.02}),
         ("rope", {"to": torch.float32}),
     ],
     ids=str,
@@ -92,7 +90,8 @@ def test_results_are_allocated_in_the_dtype_asked_for(name: str) -> None:
     x = torch.randn(3, 32, device=DEVICE)
     options = {"eps": 1e-6} if name == "row_norm" else {"activation": "silu", "gated": True}
     for dtype in (None, torch.bfloat16, E4M3):
-        *_, out, scales = KERNELS[name].launch(x, dtype=dtype, **options)
+        extra = {"x_scale": torch.tensor(0.05, device=DEVICE)} if dtype == E4M3 else {}
+        *_, out, scales = KERNELS[name].launch(x, dtype=dtype, **options, **extra)
         assert out.dtype == (dtype or x.dtype)
         assert out.shape == (3, 32 if name == "row_norm" else 16)
         if dtype != E4M3:
@@ -149,11 +148,11 @@ def test_references_convert_to_e4m3_without_a_rounding_in_between() -> None:
         ("activate", {"activation": "gelu_tanh", "gated": True}),
     ):
         wide = references[name](x, dtype=torch.float32, **options)[-2]
-        data, scales = references[name](x, dtype=E4M3, **options)[-2:]
-        wanted = fp8_quantize.reference(wide)
+        data, scales = references[name](x, dtype=E4M3, x_scale=SCALE, **options)[-2:]
+        wanted = fp8_quantize.reference(wide, x_scale=SCALE)
         assert torch.equal(data.float(), wanted[0].float())
         assert torch.equal(scales, wanted[1])
-        rounded = fp8_quantize.reference(wide.bfloat16())
+        rounded = fp8_quantize.reference(wide.bfloat16(), x_scale=SCALE)
         assert not torch.equal(data.float(), rounded[0].float())
 
 
@@ -223,6 +222,7 @@ EIGHTHS, SCALES = torch.zeros(3, 32).to(E4M3), torch.zeros(3)
         ("row_norm", {"out": EIGHTHS}, "scales: must be passed if normed is torch.float8_e4m3fn"),
         ("row_norm", {"scales": SCALES}, "scales: can only be passed if normed is torch.float8_e4m3fn"),
         ("row_norm", {"x_scale": SCALES[0]}, "x_scale: can only be passed if normed is"),
+        ("row_norm", {"out": EIGHTHS, "scales": SCALES}, "x_scale: must be passed if normed is"),
         ("row_norm", {"out": EIGHTHS, "scales": ROW}, r"scales: expected shape \[3\], got \[32\]"),
         ("row_norm", {"out": EIGHTHS, "scales": SCALES, "x_scale": ROW}, r"x_scale: expected shape \[1\]"),
         ("row_norm", {"out": EIGHTHS, "scales": SCALES.half()}, "scales: expected dtype torch.float32"),
@@ -256,32 +256,11 @@ def test_errors_name_the_tensor(name: str, options: dict, words: str) -> None:
 
 
 def test_rows_too_long_for_one_program_are_refused() -> None:
-    def activate(width: int, **options):
-        x, out = (torch.empty(2, size, device="meta") for size in (width, width // 2))
-        return KERNELS["activate"].prepare(
-            x, out.to(options.pop("dtype")), activation="silu", gated=True, **options
-        )
-
-    scales = torch.empty(2, device="meta")
-    longer = LONGEST_ROW + 2
-    with pytest.raises(ValueError, match=f"x: expected rows of at most {LONGEST_ROW} elements, got {longer}"):
-        activate(longer, dtype=E4M3, scales=scales)
-    activate(longer, dtype=E4M3, scales=scales, x_scale=scales[0])  # split into blocks of columns
-    activate(longer, dtype=torch.float32)
-    x = torch.empty(2, longer, device="meta")
+    """The activation splits rows into blocks of columns."""
+    x, out = (torch.empty(2, size, device="meta") for size in (LONGEST_ROW + 2, LONGEST_ROW // 2 + 1))
+    KERNELS["activate"].prepare(x, out, activation="silu", gated=True)
     with pytest.raises(ValueError, match="stream: expected rows of at most"):
         row_norm.prepare(x, x, eps=1e-6)
-
-
-def test_a_row_whose_scale_is_to_be_found_has_one_program_and_the_warps_that_hold_it() -> None:
-    x, out, scales = torch.empty(3, 32768), torch.empty(3, 16384).to(E4M3), torch.empty(3)
-    options = {"activation": "gelu_tanh", "gated": True, "tile": Tile(n=1024, warps=4)}
-    own = KERNELS["activate"].prepare(x, out, scales=scales, **options)
-    assert own.grid == (3,)
-    assert own.tile.warps == 16384 // PER_WARP
-    shared = KERNELS["activate"].prepare(x, out, scales=scales, x_scale=scales[0], **options)
-    assert shared.grid == (3 * 16,)
-    assert shared.tile.warps == 4
 
 
 @pytest.mark.parametrize(("capability", "fine"), [((8, 0), False), ((8, 9), True)])
@@ -295,7 +274,7 @@ def test_e4m3_is_refused_where_a_gpu_cannot_convert(capability, fine: bool, monk
             return 3
 
     if fine:
-        fp8_quantize.check_output("normed", OnGpu(), SCALES, None)  # type: ignore[arg-type]
+        fp8_quantize.check_output("normed", OnGpu(), SCALES, SCALE)  # type: ignore[arg-type]
         return
     with pytest.raises(ValueError, match=r"normed: .* needs compute capability 8\.9, got 8\.0"):
-        fp8_quantize.check_output("normed", OnGpu(), SCALES, None)  # type: ignore[arg-type]
+        fp8_quantize.check_output("normed", OnGpu(), SCALES, SCALE)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
 """Linear layers in FP8 (format e4m3 for weights and activations): half the bytes of bfloat16, and twice its speed.
 
-Weights have one scale per output channel and are converted once. Activations have one scale from calibration
-(``scales.py``), or one scale per row, which is computed during the conversion. No scale depends on k, so both scales
-can be applied after the sum: ``y[m, n] = s[m] * w[n] * sum_k x[m, k] * W[n, k]``. PyTorch computes this with
-``torch._scaled_mm`` and scales per row.
+Weights have one scale per output channel and are converted once. The input of a layer has one scale from calibration
+(``scales.py``). No scale depends on k, so both scales can be applied after the sum:
+``y[m, n] = s * w[n] * sum_k x[m, k] * W[n, k]``. PyTorch computes this with ``torch._scaled_mm``, which reads s for
+each row.
 
 Devices without FP8 arithmetic (compute capability below 8.9) are rejected. On a CPU, a reference emulates the layers:
 numbers are converted to e4m3 and back, and then multiplied in float32.
@@ -74,14 +74,22 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
     _require(weight.device)
     if not weight.is_meta and not torch.isfinite(weight).all():
         raise ValueError("weight: expected finite numbers, got NaN or infinity")
-    data, scale = fp8_quantize.reference(weight)
+    return by_channel(weight)
+
+
+def by_channel(weight: Tensor) -> Fp8Weight:
+    """Convert a weight without checks."""
+    wide = weight.float()
+    amax = wide.abs().amax(-1).clamp(min=fp8_quantize.SMALLEST)
+    # Divide by a tensor. A GPU replaces the division by a number by a product with its reciprocal, which can differ in
+    # the last bit.
+    scale = amax / torch.full_like(amax, fp8_quantize.LARGEST)
+    data = fp8_quantize.rounded(wide / scale[:, None])
     dtype = weight.dtype if weight.dtype in (torch.float16, torch.float32) else torch.bfloat16
     return Fp8Weight(data.contiguous(), scale.contiguous(), dtype)
 
 
-def fp8_linear(
-    x: Tensor, weight: Fp8Weight, x_scale: Tensor | None = None, bias: Tensor | None = None
-) -> Tensor:
+def fp8_linear(x: Tensor, weight: Fp8Weight, x_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x times an FP8 weight, [M, N] in ``weight.dtype``.
 
     On a GPU, one launch converts x and one launch multiplies. The converted x is allocated, which is allowed in a
@@ -90,7 +98,7 @@ def fp8_linear(
     Args:
         x: [M, K] in bfloat16, float16 or float32.
         weight: The weight.
-        x_scale: float32 scalar on x's device, from calibration. None computes a scale per row.
+        x_scale: float32 scalar on x's device, from calibration.
         bias: [N], or None.
     """
     N, K = weight.data.shape
@@ -150,9 +158,9 @@ class Fp8Linear(nn.Module):
     data: Tensor
     scale: Tensor
     bias: Tensor | None
-    x_scale: Tensor | None
+    x_scale: Tensor
 
-    def __init__(self, weight: Fp8Weight, bias: Tensor | None = None, x_scale: Tensor | None = None):
+    def __init__(self, weight: Fp8Weight, x_scale: Tensor, bias: Tensor | None = None):
         super().__init__()
         self.out_features, self.in_features = weight.data.shape
         self.dtype = weight.dtype
@@ -162,25 +170,21 @@ class Fp8Linear(nn.Module):
         self.register_buffer("x_scale", x_scale)
 
     @classmethod
-    def of(cls, linear: nn.Linear, x_scale: Tensor | float | None = None) -> Fp8Linear:
+    def of(cls, linear: nn.Linear, x_scale: float) -> Fp8Linear:
         """Convert a linear layer.
 
         Args:
             linear: The layer.
-            x_scale: The scale of the layer's input, from calibration. None computes a scale per row.
+            x_scale: The scale of the layer's input, from calibration.
 
         Raises:
             ValueError: The scale is invalid, or :func:`quantize_weight` cannot convert the weight.
         """
-        device = linear.weight.device
-        if x_scale is not None:
-            x_scale = torch.as_tensor(x_scale, dtype=torch.float32).reshape(())
-            # Check the value before the move, because a tensor on the meta device has no value.
-            if not 0 < float(x_scale) < float("inf"):
-                raise ValueError(f"x_scale: expected a finite number above 0, got {float(x_scale)}")
-            x_scale = x_scale.to(device)
+        if not 0 < x_scale < float("inf"):
+            raise ValueError(f"x_scale: expected a finite number above 0, got {x_scale}")
+        scale = torch.full((), x_scale, dtype=torch.float32, device=linear.weight.device)
         bias = None if linear.bias is None else linear.bias.detach()
-        return cls(quantize_weight(linear.weight.detach()), bias, x_scale)
+        return cls(quantize_weight(linear.weight.detach()), scale, bias)
 
     @property
     def weight(self) -> Fp8Weight:
@@ -196,8 +200,7 @@ class Fp8Linear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        scales = "per row" if self.x_scale is None else f"{float(self.x_scale):.3g}"
-        return f"{self.in_features}, {self.out_features}, input scale {scales}"
+        return f"{self.in_features}, {self.out_features}, input scale {float(self.x_scale):.3g}"
 
 
 def _require(device: torch.device) -> None:

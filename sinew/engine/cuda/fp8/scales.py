@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from sinew.core import SinewError, machine, scratch
 from sinew.engine.cuda.fp8.linear import Fp8Linear, unfit
 from sinew.engine.cuda.kernels.fp8_quantize import LARGEST, SMALLEST
-from sinew.engine.cuda.options import FP8_PARTS
+from sinew.engine.cuda.options import check_fp8
 from sinew.layers.linear import not_linear
-from sinew.layers.norm import AdaRMSNorm
 from sinew.models.base import Model
 
 VERSION = 1
@@ -53,11 +52,8 @@ class Fp8Calibration:
 
     @property
     def scales(self) -> dict[str, float]:
-        """Return for each layer's name the scale of its input.
-
-        A layer that did not run during the calibration is missing. Such a layer computes one scale per row of its
-        input.
-        """
+        """Return for each layer's name the scale of its input. A layer that did not run during the calibration is
+        missing."""
         return {layer: max(amax, SMALLEST) * HEADROOM / LARGEST for layer, amax in self.amax.items()}
 
 
@@ -67,20 +63,14 @@ def linears(model: Model, parts: Iterable[str]) -> dict[str, nn.Linear]:
     These layers are left out:
 
     * modules that the model keeps in float32
-    * linear layers of the head outside of its transformer blocks, which project the head's inputs and outputs
-    * the layers that compute the modulations of adaptive norms, because tables replace them
     * layers that compute more than a product with their stored weight
     * layers whose sizes do not fit FP8 products
 
     Raises:
-        SinewError: A part is unknown.
+        SinewError: A part is unknown, or it is slower in FP8.
     """
     chosen = set(parts)
-    if unknown := chosen.difference(FP8_PARTS):
-        raise SinewError(
-            f"fp8: expected components from {', '.join(FP8_PARTS)}, got {', '.join(sorted(unknown))}"
-        )
-    modulations = {id(norm.dense) for norm in model.modules() if isinstance(norm, AdaRMSNorm)}
+    check_fp8(chosen)
     return {
         name: module
         for name, module in model.named_modules()
@@ -88,8 +78,6 @@ def linears(model: Model, parts: Iterable[str]) -> dict[str, nn.Linear]:
         and not not_linear(module)
         and not chosen.isdisjoint(_parts_of(model, name))
         and name.split(".")[0] not in model.float32_modules
-        and (model.component_of(name) != "head" or "." in name)
-        and id(module) not in modulations
         and unfit(module.weight) is None
     }
 
@@ -101,27 +89,33 @@ def _parts_of(model: Model, layer: str) -> set[str]:
 
 
 def use_fp8(
-    model: nn.Module, layers: Mapping[str, nn.Linear], scales: Mapping[str, float] | None = None
-) -> None:
-    """Replace layers of ``model`` by FP8 layers, in place.
+    model: nn.Module, layers: Mapping[str, nn.Linear], scales: Mapping[str, float]
+) -> dict[str, nn.Linear]:
+    """Replace layers of ``model`` by FP8 layers, in place, and return the layers that stay, by name.
 
     Args:
         model: The model.
         layers: The layers by name, from :func:`linears`.
-        scales: For each layer's name, the scale of its input. Other layers get a scale per row.
+        scales: For each layer's name, the scale of its input. A layer without a scale stays as it is.
 
     Raises:
-        SinewError: A scale belongs to a layer that the model does not have.
+        SinewError: A scale belongs to a layer that the model does not have, or no layer has a scale.
     """
-    scales = scales or {}
     if foreign := sorted(set(scales).difference(dict(model.named_modules()))):
         raise SinewError(
             f"fp8 calibration: this model has no layer {foreign[0]}; calibrate the bundle again with"
             " `sinew quantize`"
         )
-    for name, linear in layers.items():
+    if scales.keys().isdisjoint(layers):
+        raise SinewError(
+            f"fp8: none of {len(layers)} layers has a scale of its input; write a bundle with scales with"
+            " `sinew quantize --recipe language=fp8`"
+        )
+    stay = dict(layers)
+    for name in [name for name in layers if name in scales]:
         parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, Fp8Linear.of(linear, scales.get(name)))
+        setattr(model.get_submodule(parent), attribute, Fp8Linear.of(stay.pop(name), scales[name]))
+    return stay
 
 
 @contextmanager

@@ -172,7 +172,7 @@ def fuse(
         plan: The plan.
         ops: The operations.
         fp8: Parts of the model whose linear layers become e4m3 (see ``CudaOptions.fp8``).
-        scales: For each FP8 layer's name, the scale of its input. Other inputs get a scale per row.
+        scales: For each FP8 layer's name, the scale of its input. A layer without a scale stays in its precision.
     """
     model: Any = clone_model(plan.model)
     outcomes = [*plan.outcomes]
@@ -180,7 +180,7 @@ def fuse(
         outcomes.append(_to_fp8(model, fp8, scales or {}))
     outcomes += [_apply(fusion, model, ops) for fusion in FUSIONS]
     outcomes.append(_towers(model, ops))
-    outcomes.append(_ends(model, ops, "head" not in fp8))
+    outcomes.append(_ends(model, ops))
     outcomes.append(_step(model, ops))
     return Plan(model.eval().requires_grad_(False), tuple(outcomes))
 
@@ -247,7 +247,7 @@ def _towers(model: Any, ops: Ops) -> RewriteOutcome:
     )
 
 
-def _ends(model: Any, ops: Ops, products: bool) -> RewriteOutcome:
+def _ends(model: Any, ops: Ops) -> RewriteOutcome:
     name = "fuse action projections"
     if getattr(type(model), "decode_actions", None) is not ExpertModel.decode_actions:
         return RewriteOutcome(name, "not applicable", "the model has no expert that is known here")
@@ -263,7 +263,7 @@ def _ends(model: Any, ops: Ops, products: bool) -> RewriteOutcome:
     if adaptive:
         # The table contains products of the weights and the shifts, which low-bit weights do not have. PyTorch's own
         # operations compute each norm separately.
-        model.scaled = products and ops.rows is not None and not low_bit(model.expert)
+        model.scaled = ops.rows is not None and not low_bit(model.expert)
     elif isinstance(model, SplitActionTime):
         become(model, FusedActionTime)
     return RewriteOutcome(name, "applied", f"both ends of a step over {type(ops).__name__}", ("expert.norm",))
@@ -294,7 +294,7 @@ def _to_fp8(model: Any, fp8: tuple[str, ...], scales: Mapping[str, float]) -> Re
             f"fp8: {empty[0]}: this model has no linear layers there that can be e4m3; remove {empty[0]} from the"
             " recipe"
         )
-    use_fp8(model, layers, scales)
-    calibrated = sum(name in scales for name in layers)
-    reason = f"e4m3, a scale per channel; inputs of {calibrated} of {len(layers)} calibrated, of the others per row"
-    return RewriteOutcome("fp8", "applied", reason, spans(list(layers)))
+    stay = use_fp8(model, layers, scales)
+    reason = "e4m3, a scale per channel of a weight and a calibrated scale per input"
+    reason += left_out(dict.fromkeys(stay, "did not run in the calibration"))
+    return RewriteOutcome("fp8", "applied", reason, spans([name for name in layers if name not in stay]))

@@ -29,7 +29,7 @@ class RowTarget(NamedTuple):
 
     Attributes:
         dtype: The dtype.
-        scale: For e4m3, the scale of the tensor, float32 scalar. None computes a scale per row.
+        scale: For e4m3, the scale of the tensor, float32 scalar.
     """
 
     dtype: torch.dtype

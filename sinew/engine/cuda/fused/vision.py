@@ -2,7 +2,7 @@
 
 The classes are for ``rewrite.become``, as in :mod:`.layers`. They add the attribute ``rows``. The kernel of a norm also
 adds the output and the bias of the previous product to the residual stream, also across layers. The kernel writes its
-result in the dtype that the next product reads, which is e4m3 for an FP8 product.
+result in the dtype that the next product reads.
 """
 
 from __future__ import annotations

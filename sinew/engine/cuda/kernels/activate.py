@@ -1,26 +1,20 @@
 """The activation between two products that a library computes: act(gate) * up, or act alone, after a bias.
 
 One pass reads the result of the first product and writes the input of the second product, as e4m3 for an FP8 product.
-If each row gets its own scale, one program must read the whole row. Otherwise rows are split into blocks of columns, so
-that even a few rows keep the whole GPU busy.
+Rows are split into blocks of columns, so that even a few rows keep the whole GPU busy.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sinew.engine.cuda.kernels.fp8_quantize import (
-    E4M3,
     FLOATING,
     check_output,
-    check_row,
     converted,
     new_output,
-    scale_of,
     to_e4m3,
 )
 from sinew.engine.cuda.kernels.gated_mlp import ACTIVATIONS, Activation
@@ -28,15 +22,12 @@ from sinew.engine.cuda.kernels.lang import check, kernel, tl
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.tiles import tile_for
 
-PER_WARP = 1024  # columns of a whole row per warp: 32 floats a thread, or 64 with a gate
-MOST_WARPS = 16  # the largest number of warps of one program
-
 
 @kernel
 def activate_kernel(
     x,  # [M, 2 * N], the gate's columns and then the columns of up; or [M, N]
     bias,  # [columns of x], or None
-    x_scale,  # float32 [1]; None: each row gets its own scale
+    x_scale,  # float32 [1] if out is e4m3, else None
     out,  # [M, N]
     scales,  # float32 [M] if out is e4m3, else None
     x_row,
@@ -47,7 +38,7 @@ def activate_kernel(
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N  # blocks of one row; 1 if the row gets its own scale
+    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N  # blocks of one row
     row = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
     cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -69,8 +60,7 @@ def activate_kernel(
     if scales is None:
         tl.store(at, y.to(out.dtype.element_ty), mask=ok)
     else:
-        # The value y is 0 after the end of the row, so the masked values do not change the scale.
-        scale = scale_of(y, x_scale)
+        scale = tl.load(x_scale)
         tl.store(at, to_e4m3(y, scale, UPCAST), mask=ok)
         if block == 0:
             tl.store(scales + row, scale)
@@ -101,12 +91,6 @@ def prepare(
         check("bias", bias, (width,))
     check_output("out", out, scales, x_scale)
     tile = tile or tile_for("activate", (M, N), x.dtype, x.device)
-    if out.dtype == E4M3 and x_scale is None:
-        check_row("x", width)
-        block = 1 << (N - 1).bit_length()
-        tile = replace(tile, warps=max(tile.warps, min(MOST_WARPS, block // PER_WARP)))
-    else:
-        block = tile.n
     arguments = {
         "x": x,
         "bias": bias,
@@ -118,10 +102,10 @@ def prepare(
         "N": N,
         "GATED": gated,
         "ACTIVATION": activation,
-        "BLOCK_N": block,
+        "BLOCK_N": tile.n,
         "UPCAST": False,
     }
-    return Launch(activate_kernel, (M * -(-N // block),), arguments, tile)
+    return Launch(activate_kernel, (M * -(-N // tile.n),), arguments, tile)
 
 
 def activate(
@@ -173,7 +157,7 @@ def reference(
         gated: True if x has a gate.
         bias: As wide as x, or None.
         dtype: Dtype of the result, by default x's dtype.
-        x_scale: For e4m3, a float32 scalar. None computes a scale per row.
+        x_scale: For e4m3, the scale of the tensor, float32 scalar.
 
     Returns:
         The result, [M, N], and for e4m3 the scales, float32 [M], else None.

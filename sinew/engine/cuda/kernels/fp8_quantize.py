@@ -3,9 +3,9 @@
 e4m3 has three bits of mantissa, no infinity, and 448 as its largest number. Larger values become NaN or 448, depending
 on the converter and on PyTorch's version, so values are clamped first.
 
-The scale is the tensor's scale from calibration, or each row's own scale. A program has the whole row in registers, so
-it finds the row's largest value without a second read. Kernels that write e4m3 themselves (:mod:`.row_norm`,
-:mod:`.activate`) share the conversion in this module.
+The scale of the tensor comes from calibration. The kernels also write it once per row, because the product reads a
+scale per row. Kernels that write e4m3 themselves (:mod:`.row_norm`, :mod:`.activate`) share the conversion in this
+module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ E4M3 = torch.float8_e4m3fn
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 NEEDS = 89  # least compute capability for the conversion, times 10
 LARGEST = 448.0  # the largest number in e4m3
-# A scale is computed from at least this magnitude, so that a row of zeros causes no division by zero.
+# A scale is computed from at least this magnitude, so that zeros cause no division by zero.
 SMALLEST = 2.0**-40
 LONGEST_ROW = 1 << 15  # the largest number of elements that one program can have in registers
 
@@ -39,19 +39,6 @@ def on_the_grid(x):
 
 
 @kernel
-def scale_of(wide, x_scale):
-    """Return the scale of a row in float32: the tensor's scale, or the row's own scale if ``x_scale`` is None.
-
-    The masked values of the row must be 0.
-    """
-    if x_scale is None:
-        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(wide), axis=0), 9.094947017729282e-13), 448.0)
-    else:
-        scale = tl.load(x_scale)
-    return scale
-
-
-@kernel
 def to_e4m3(wide, scale, UPCAST: tl.constexpr):
     """Return wide / scale as e4m3: divided exactly, clamped, rounded to nearest."""
     y = tl.minimum(tl.maximum(tl.div_rn(wide, scale), -448.0), 448.0)
@@ -63,7 +50,7 @@ def to_e4m3(wide, scale, UPCAST: tl.constexpr):
 @kernel
 def fp8_quantize_kernel(
     x,  # [M, K]
-    x_scale,  # float32 [1]; None: each row gets its own scale
+    x_scale,  # float32 [1]
     data,  # e4m3 [M, K]
     scales,  # float32 [M]
     x_row,
@@ -75,7 +62,7 @@ def fp8_quantize_kernel(
     cols = tl.arange(0, BLOCK_K)
     ok = cols < K
     wide = tl.load(x + row * x_row + cols, mask=ok, other=0.0).to(tl.float32)
-    scale = scale_of(wide, x_scale)
+    scale = tl.load(x_scale)
     tl.store(data + row * K + cols, to_e4m3(wide, scale, UPCAST), mask=ok)
     tl.store(scales + row, scale)
 
@@ -85,7 +72,7 @@ def prepare(
     data: Tensor,
     scales: Tensor,
     *,
-    x_scale: Tensor | None = None,
+    x_scale: Tensor,
     tile: Tile | None = None,
 ) -> Launch:
     M, K = x.shape
@@ -114,7 +101,7 @@ def check_row(what: str, elements: int) -> None:
 
 
 def check_output(what: str, out: Tensor, scales: Tensor | None, x_scale: Tensor | None) -> None:
-    """Check that kernels can write ``out``, and that scales are present exactly for e4m3.
+    """Check that kernels can write ``out``, and that both scales are present exactly for e4m3.
 
     Raises:
         ValueError: The dtype is not supported, or the scales do not fit.
@@ -126,13 +113,11 @@ def check_output(what: str, out: Tensor, scales: Tensor | None, x_scale: Tensor 
             if tensor is not None:
                 raise ValueError(f"{name}: can only be passed if {what} is {E4M3}, got {out.dtype}")
         return
-    if scales is None:
-        raise ValueError(f"scales: must be passed if {what} is {E4M3}")
-    check("scales", scales, (len(out),))
-    same_dtype("scales", scales, torch.float32)
-    if x_scale is not None:
-        check("x_scale", x_scale.reshape(-1), (1,))
-        same_dtype("x_scale", x_scale, torch.float32)
+    for name, tensor, count in (("scales", scales, len(out)), ("x_scale", x_scale, 1)):
+        if tensor is None:
+            raise ValueError(f"{name}: must be passed if {what} is {E4M3}")
+        check(name, tensor.reshape(-1), (count,))
+        same_dtype(name, tensor, torch.float32)
     if out.device.type == "cuda" and (version := capability(out.device)) < NEEDS:
         raise ValueError(f"{what}: {E4M3} needs compute capability {NEEDS / 10}, got {version / 10}")
 
@@ -148,33 +133,33 @@ def new_output(
 def converted(wide: Tensor, dtype: torch.dtype, x_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return float32 rows rounded once to ``dtype``, and their scales. For e4m3, the result is that of
     :func:`reference`."""
-    return reference(wide, x_scale=x_scale) if dtype == E4M3 else (wide.to(dtype), None)
+    if dtype != E4M3:
+        return wide.to(dtype), None
+    assert x_scale is not None, "x_scale: must be passed for e4m3"
+    return reference(wide, x_scale=x_scale)
 
 
 def fp8_quantize(
-    x: Tensor, *, data: Tensor | None = None, scales: Tensor | None = None, **options
+    x: Tensor, *, x_scale: Tensor, data: Tensor | None = None, scales: Tensor | None = None, **options
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`reference` with the kernel: x [M, K] -> e4m3 [M, K] and float32 [M]."""
     data = torch.empty(x.shape, dtype=E4M3, device=x.device) if data is None else data
     scales = torch.empty(len(x), dtype=torch.float32, device=x.device) if scales is None else scales
-    prepare(x, data, scales, **options)()
+    prepare(x, data, scales, x_scale=x_scale, **options)()
     return data, scales
 
 
-def reference(x: Tensor, *, x_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return e4m3 data and scales, so that x is approximately data * scales. Values are clamped to 448 and rounded to
-    nearest, ties to even.
+def reference(x: Tensor, *, x_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return e4m3 data and scales, so that x is approximately data * scales.
 
     Args:
         x: [M, K], with finite values.
-        x_scale: float32 scalar. None uses each row's largest magnitude / 448.
+        x_scale: The scale of the tensor, float32 scalar.
     """
-    wide = x.float()
-    if x_scale is None:
-        # Divide by a tensor. A GPU replaces the division by a number by a product with its reciprocal, which can differ
-        # in the last bit.
-        amax = wide.abs().amax(-1).clamp(min=SMALLEST)
-        scales = amax / torch.full_like(amax, LARGEST)
-    else:
-        scales = x_scale.float().reshape(1).expand(len(x)).contiguous()
-    return (wide / scales[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scales
+    scales = x_scale.float().reshape(1).expand(len(x)).contiguous()
+    return rounded(x.float() / scales[:, None]), scales
+
+
+def rounded(scaled: Tensor) -> Tensor:
+    """Return numbers as e4m3: clamped to 448, and rounded to nearest, ties to even."""
+    return scaled.clamp(-LARGEST, LARGEST).to(E4M3)

@@ -18,7 +18,6 @@ from sinew.engine.cuda.kernels.fp8_quantize import (
     check_row,
     converted,
     new_output,
-    scale_of,
     to_e4m3,
 )
 from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl
@@ -38,7 +37,7 @@ def row_norm_kernel(
     weight,  # [C] or None
     shift,  # [C] or None
     squares,  # float32 [M, PARTS]: sums of squares that another kernel computed; None: this kernel computes them
-    x_scale,  # float32 [1]; None: each row gets its own scale
+    x_scale,  # float32 [1] if normed is e4m3, else None
     total,  # [M, C], the stream after the branch is added; or None
     normed,  # [M, C]
     scales,  # float32 [M] if normed is e4m3, else None
@@ -84,8 +83,7 @@ def row_norm_kernel(
     if scales is None:
         tl.store(at, y.to(normed.dtype.element_ty), mask=ok)
     else:
-        # The value y is 0 after the end of the row, so the masked values do not change the scale.
-        scale = scale_of(y, x_scale)
+        scale = tl.load(x_scale)
         tl.store(at, to_e4m3(y, scale, UPCAST), mask=ok)
         tl.store(scales + row, scale)
 
@@ -233,7 +231,7 @@ def reference(
         branch_bias: [C], or None.
         gate: [C], or None.
         dtype: Dtype of normed, by default the stream's dtype.
-        x_scale: For e4m3, a float32 scalar. None computes a scale per row.
+        x_scale: For e4m3, the scale of the tensor, float32 scalar.
 
     Returns:
         total and normed, [M, C], and for e4m3 the scales, float32 [M], else None.
