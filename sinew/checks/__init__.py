@@ -205,7 +205,12 @@ def cpu_kernels() -> Check:
     if not kernels.compiled:
         advice = "install a C++ compiler; until then omit --engine, and Sinew selects a faster one"
         return Check("cpu kernels", "warn", f"low-bit products by PyTorch, slowly: {kernels.reason}", advice)
-    return Check("cpu kernels", "ok", f"low-bit products by {kernels.kernels} kernels ({kernels.reason})")
+    halves = (
+        f"low-bit and bf16 products (sums in the order {kernels.halves})"
+        if kernels.halves
+        else "low-bit products"
+    )
+    return Check("cpu kernels", "ok", f"{halves} by {kernels.kernels} kernels ({kernels.reason})")
 
 
 def memory() -> Check:

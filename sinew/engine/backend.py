@@ -521,6 +521,12 @@ class Backend:
             )
         return YES
 
+    def multiplies(self, dtype: str) -> bool:
+        """Return True if this engine multiplies "bf16" or "fp16" on this CPU without converting weights to float32
+        first.
+        """
+        return machine.half_units(dtype) is not None
+
     def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
         """Check whether Sinew may choose this engine by itself: the engine must be verified, start without delay, and
         support as much as other engines.
@@ -721,7 +727,7 @@ def half_storage(backend: Backend, bundle: Bundle, dtype: str, kind: str) -> tup
             return "", ""
         reason = f"{copies / GIB:.1f} GiB of fp32 copies do not fit the {available / GIB:.1f} GiB available"
     else:
-        words = [word for word in words if not machine.half_units(word)]
+        words = [word for word in words if not backend.multiplies(word)]
         if not words:
             return "", ""
         reason = f"this CPU has no {' or '.join(words)} products"

@@ -519,7 +519,7 @@ def test_what_can_be_prepared(golden_bundle: Path) -> None:
         assert candidates(bundle, choose(bundle, "onnx", device="cpu")) == []
         halved = candidates(bundle, choose(bundle, dtype="bf16", device="cpu"))
         # None is verified in bf16 yet, and the graphs are fp32. Engine cpu needs the instruction.
-        expected = ["cpu", "plan"] if "avx512_bf16" in machine.cpu_flags() else ["plan"]
+        expected = ["cpu", "plan"] if BACKENDS["cpu"].multiplies("bf16") else ["plan"]
         assert [each.engine for each in halved] == expected
 
 

@@ -13,6 +13,10 @@ from sinew.engine.capability import Capability
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
 
+# The Linux kernel's flags of CPUs whose kernels multiply bfloat16. Kernels for ARM without bfloat16 instructions use
+# fmla. They belong to the kernels with dot products (csrc/dispatch.cpp).
+BF16_FLAGS = frozenset({"avx512_bf16", "asimddp"})
+
 
 class Cpu(Backend):
     """The engine that runs the rewritten model (the plan) with compiled kernels, on low-bit or bfloat16 weights."""
@@ -32,9 +36,9 @@ class Cpu(Backend):
             return Suitability(
                 f"engine cpu computes fp32 with low-bit weights on cpu, not {options.dtype} on {options.device}"
             )
-        if half and "avx512_bf16" not in machine.cpu_flags():
+        if half and not self.multiplies("bf16"):
             return Suitability(
-                "engine cpu multiplies bf16 with AVX512_BF16 only, which this CPU does not have"
+                "engine cpu multiplies bf16 with AVX512_BF16 or, on ARM, ASIMDDP only, which this CPU does not have"
             )
         if not (half or bundle.lowbit):
             return Suitability(
@@ -42,6 +46,9 @@ class Cpu(Backend):
                 elsewhere=True,
             )
         return YES
+
+    def multiplies(self, dtype: str) -> bool:
+        return dtype == "bf16" and not BF16_FLAGS.isdisjoint(machine.cpu_flags())
 
     def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
         # The import compiles the kernels on the first call.

@@ -34,8 +34,7 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     if order is None:
         kernels_text = f"{kernels.kernels} kernels ({kernels.reason})"
         raise SinewError(
-            f"engine cpu: expected compiled products of bf16 (AVX512_BF16), got {kernels_text}; use"
-            " engine plan"
+            f"engine cpu: expected compiled products of bf16, got {kernels_text}; use engine plan"
         )
     # Weights whose sizes do not divide into panels are multiplied in float32.
     if half:

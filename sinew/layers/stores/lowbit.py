@@ -19,6 +19,13 @@ gives the same bits).
 each group of 32 values of k, the even values form one sum and the odd values form another. Each sum starts at zero and
 adds in the order of k, each step a fused multiply-add. Then ``y = y + (even + odd)``. Each step rounds to nearest even,
 and numbers below 2^-126 count as zeros.
+
+Two more orders of the same weights are for ARM. :data:`BF16_FUSED` adds the products in the order of k. Each step is a
+fused multiply-add in float32 (the instruction ``fmla``), rounded to nearest even. Numbers below 2^-126 are not flushed.
+
+:data:`BF16_ODD` adds in the order of the instruction ``bfmmla``: ``y = y + (x0 * w0 + x1 * w1)`` for each pair of k.
+Each product and each sum is rounded to odd: an inexact result is cut off, and its last bit is set. Numbers below 2^-126
+count as zeros (Arm Architecture Reference Manual for A-profile, ``BFMMLA`` with ``FPCR.EBF`` = 0, which Linux sets).
 """
 
 from __future__ import annotations
@@ -32,7 +39,14 @@ from torch import Tensor
 PANELS = "int8-panels"  # int8 in the order of lay_out, for kernels that read this order
 BF16_PANELS = "bf16-panels"  # bfloat16 in the order of lay_out
 BF16_TILES = "bf16-tiles"  # the layout of BF16_PANELS; products are added in another order
-HALVES = (BF16_TILES, BF16_PANELS)  # summation orders of bfloat16, the faster one first
+BF16_FUSED = "bf16-fused"  # the same layout, in the order of fused multiply-adds
+BF16_ODD = "bf16-odd"  # the same layout, in the order of bfmmla
+HALVES = (
+    BF16_TILES,
+    BF16_PANELS,
+    BF16_ODD,
+    BF16_FUSED,
+)  # summation orders of bfloat16, on each CPU the faster one first
 # The number of output channels in a panel, and the number of neighbouring values of k in a panel. k is the
 # number of inputs.
 CHANNELS, TOGETHER = 16, 4
@@ -192,7 +206,7 @@ def reference(
     """
     K = x.shape[1]
     if name in HALVES:
-        y = (_in_pairs if name == BF16_PANELS else _in_tiles)(x, dequantize(weight, None, name, K))
+        y = _SUMS[name](x, dequantize(weight, None, name, K))
         return y if bias is None else y + bias
     whole, steps = quantize_rows(x, smallest)
     weights = codes(weight, name, K)
@@ -241,6 +255,53 @@ def _in_tiles(x: Tensor, weights: Tensor) -> Tensor:
             sums[at % 2] = _normal((sums[at % 2].double() + x[:, at, None] * weights[:, at]).float())
         y = _normal(y + _normal(sums[0] + sums[1]))
     return y
+
+
+def _fused(x: Tensor, weights: Tensor) -> Tensor:
+    """Multiply x by the transposed weights, as :func:`_in_pairs` does, but add the products in the order of
+    :data:`BF16_FUSED`.
+    """
+    x, weights = x.bfloat16().double(), weights.double()
+    y = torch.zeros(len(x), len(weights))
+    for at in range(x.shape[1]):
+        y = (y.double() + x[:, at, None] * weights[:, at]).float()
+    return y
+
+
+def _to_odd(x: Tensor, weights: Tensor) -> Tensor:
+    """Multiply x by the transposed weights, as :func:`_in_pairs` does, but add the products in the order of
+    :data:`BF16_ODD`.
+    """
+    x, weights = _normal(x.bfloat16().double()), _normal(weights).double()
+    y = torch.zeros(len(x), len(weights), dtype=torch.float64)
+    for at in range(0, x.shape[1], 2):
+        # A product of two bfloat16 values has 16 bits, so its rounding changes only what is too large or too small.
+        first, second = (_normal((x[:, i, None] * weights[:, i]).float()).double() for i in (at, at + 1))
+        y = _add_to_odd(y, _add_to_odd(first, second))
+    return y.float()
+
+
+def _add_to_odd(a: Tensor, b: Tensor) -> Tensor:
+    """Return a + b rounded to odd: the float32 value towards zero, with its last bit set if the sum is inexact. Numbers
+    below 2^-126 count as zeros.
+
+    Args:
+        a: float64 with float32 values.
+        b: The same, in the same shape.
+    """
+    total = a + b
+    part = total - a
+    error = (a - (total - part)) + (b - part)  # the exact sum is total + error (Knuth's TwoSum)
+    inexact = total.isfinite() & (error != 0)
+    bits = total.view(torch.int64)
+    bits = bits - (inexact & (error.signbit() != total.signbit())).long()  # the float64 value towards zero
+    bits = torch.where(inexact, bits | 1, bits)
+    rest = bits & ((1 << 29) - 1)  # the bits for which float32 has no room
+    odd = ((bits - rest) | ((rest != 0).long() << 29)).view(torch.float64)
+    return _normal(torch.where(total.isfinite(), odd, total).float()).double()
+
+
+_SUMS = {BF16_PANELS: _in_pairs, BF16_TILES: _in_tiles, BF16_FUSED: _fused, BF16_ODD: _to_odd}
 
 
 def _normal(t: Tensor) -> Tensor:

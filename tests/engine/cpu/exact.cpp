@@ -1,5 +1,6 @@
 // Every kernel of this CPU against plain loops, products bit by bit, attention and activations to rounding: a program of its own, so that it also runs under an emulator
-// of another CPU and under the sanitizers (tests/engine/cpu builds it). Arguments: cases, seed.
+// of another CPU and under the sanitizers (tests/engine/cpu builds it). Arguments: cases and seed; or `kernels`; or format, rows, k and channels of one product.
+#include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -142,12 +143,40 @@ static float in_tiles(int64_t n, const X& x, const W& w) {
   return sum;
 }
 
-// Products of bfloat16 against sums in the stated order: 1, 0, 3, 2, ... of k, or that of tiles.
+// Return a + b rounded to odd, and zero below 2^-126. The rounding mode is towards zero.
+static float add_odd(float a, float b) {
+  std::feclearexcept(FE_ALL_EXCEPT);
+  volatile float one = a, other = b;
+  volatile float sum = one + other;
+  if (std::fetestexcept(FE_OVERFLOW)) return std::copysign(INFINITY, sum);
+  uint32_t bits;
+  float made = sum;
+  std::memcpy(&bits, &made, 4);
+  bits |= std::fetestexcept(FE_INEXACT) != 0;
+  std::memcpy(&made, &bits, 4);
+  return normal(made);
+}
+
+// Return the sum of x(i) * w(i) over i < n in the order of bfmmla, whose every step rounds to odd.
+template <class X, class W>
+static float in_odd(int64_t n, const X& x, const W& w) {
+  std::fesetround(FE_TOWARDZERO);
+  const auto product = [&](int64_t i) {  // it has 16 bits, so only its exponent may not fit
+    const double exact = double(x(i)) * double(w(i));
+    return std::fabs(exact) >= 0x1p128 ? std::copysign(INFINITY, float(exact)) : normal(float(exact));
+  };
+  float sum = 0;
+  for (int64_t i = 0; i < n; i += 2) sum = add_odd(sum, add_odd(product(i), product(i + 1)));
+  std::fesetround(FE_TONEAREST);
+  return sum;
+}
+
+// Products of bfloat16 against sums in the stated order: 1, 0, 3, 2, ... of k, that of tiles, that of k, or that of bfmmla.
 static bool check_halves(int kernels, int format, int64_t rows, int64_t k, int64_t channels, int threads) {
   Layer weights = layer(format, channels, k, 0);
   if (below(4) == 0) std::memset(weights.stored.data() + 2 * below(int(channels * k)), 0, 2);
   std::vector<float> x(rows * k), bias(channels), y(rows * channels, 1e9f);
-  const int from = below(2) ? -140 : -6;
+  const int from = format >= BF16_FUSED && below(4) == 0 ? 116 : below(2) ? -140 : -6;
   for (float& value : x) value = (below(1 << 24) / float(1 << 23) - 1) * std::ldexp(1.0f, from + below(12));
   if (below(4) == 0) x[below(int(rows * k))] = below(2) ? NAN : INFINITY;
   for (float& b : bias) b = below(2000) / 1000.0f - 1;
@@ -163,11 +192,16 @@ static bool check_halves(int kernels, int format, int64_t rows, int64_t k, int64
                     weights.stored.data() + 2 * (c / CHANNELS * CHANNELS * k + (at / 2 * CHANNELS + c % CHANNELS) * 2 + at % 2), 2);
         float w;
         std::memcpy(&w, &bits, 4);
-        return normal(w);
+        return format == BF16_FUSED ? w : normal(w);
       };
-      const auto value = [&](int64_t at) { return to_bf16(normal(x[r * k + at])); };
+      const auto value = [&](int64_t at) {
+        const float x_at = x[r * k + at];
+        return format == BF16_FUSED ? to_bf16(x_at) : format == BF16_ODD ? normal(to_bf16(x_at)) : to_bf16(normal(x_at));
+      };
       float sum = 0;
       if (format == BF16_TILES) sum = in_tiles(k, value, weight);
+      if (format == BF16_ODD) sum = in_odd(k, value, weight);
+      for (int64_t i = 0; i < k && format == BF16_FUSED; ++i) sum = std::fma(value(i), weight(i), sum);
       for (int64_t i = 0; i < k && format == BF16_PANELS; ++i)
         sum = normal(float(double(sum) + double(value(i ^ 1)) * double(weight(i ^ 1))));
       const float wanted = biased ? sum + bias[c] : sum;
@@ -645,7 +679,37 @@ static bool check_jpeg(int kernels) {
   return found == wanted;
 }
 
+// Print every set of kernels with the formats of bfloat16 that it computes.
+static int list_kernels() {
+  for (int kernels = 0; lowbit_kernels(kernels) != nullptr; ++kernels) {
+    std::printf("%s", lowbit_kernels(kernels));
+    for (int format = BF16_PANELS; format < FORMATS; ++format)
+      if (lowbit_takes_panels(kernels, format)) std::printf(" %d", format);
+    std::printf("\n");
+  }
+  return 0;
+}
+
+// Multiply the numbers of the standard input, x [rows][k] and panels of bfloat16, with 1, 2 and 3 threads, and write the results.
+static int product(int format, int64_t rows, int64_t k, int64_t channels) {
+  std::vector<float> x(rows * k), y(rows * channels);
+  std::vector<uint8_t> weights(channels * row_bytes(format, k));
+  if (std::fread(x.data(), 4, x.size(), stdin) != x.size() || std::fread(weights.data(), 1, weights.size(), stdin) != weights.size())
+    return 1;
+  int kernels = 0;
+  while (lowbit_kernels(kernels) != nullptr && !lowbit_takes_panels(kernels, format)) ++kernels;
+  const auto address = [](const void* p) { return static_cast<int64_t>(reinterpret_cast<intptr_t>(p)); };
+  const int64_t given[6] = {address(weights.data()), 0, 0, address(y.data()), channels, 0};
+  for (int threads = 1; threads <= 3; ++threads) {
+    if (lowbit_multiply(kernels, format, x.data(), rows, k, 1, given, 1, threads) != 0) return 1;
+    std::fwrite(y.data(), 4, y.size(), stdout);
+  }
+  return 0;
+}
+
 int main(int count, char** arguments) {
+  if (count == 2 && std::strcmp(arguments[1], "kernels") == 0) return list_kernels();
+  if (count == 5) return product(std::atoi(arguments[1]), std::atoi(arguments[2]), std::atoi(arguments[3]), std::atoi(arguments[4]));
   const int cases = count > 1 ? std::atoi(arguments[1]) : 200;
   random_bits.seed(count > 2 ? std::atoi(arguments[2]) : 1);
   for (int kernels = 0; lowbit_kernels(kernels) != nullptr; ++kernels) {
@@ -659,9 +723,9 @@ int main(int count, char** arguments) {
         channels = round_up(channels, CHANNELS);
       }
       const bool taken = format != INT8_PANELS || lowbit_takes_panels(kernels, format);
-      for (const int half : {BF16_PANELS, BF16_TILES})
+      for (int half = BF16_PANELS; half < FORMATS; ++half)
         if (lowbit_takes_panels(kernels, half) &&
-            !(check_halves(kernels, half, 1 + below(large ? 70 : 30), 8 * (1 + below(large ? 100 : 9)), CHANNELS * (1 + below(6)),
+            !(check_halves(kernels, half, 1 + below(large && half < BF16_FUSED ? 70 : 30), 8 * (1 + below(large ? 100 : 9)), CHANNELS * (1 + below(6)),
                            1 + below(3)) &&
               check_layer(kernels, half)))
           return 1;
@@ -673,10 +737,12 @@ int main(int count, char** arguments) {
       if (taken && !check_layer(kernels, format)) return 1;
     }
     // Rows that are longer than a part of k, panels that are no pair, and a last block of few rows.
-    for (const int format : {TERNARY, INT8, INT8_PANELS, BF16_PANELS, BF16_TILES}) {
+    for (const int format : {TERNARY, INT8, INT8_PANELS, BF16_PANELS, BF16_TILES, BF16_FUSED, BF16_ODD}) {
       const int64_t rows = 33 + below(8), k = 8 * (520 + below(600)), channels = CHANNELS * (9 + 2 * below(2)), threads = 1 + below(3);
       if (format >= INT8_PANELS && !lowbit_takes_panels(kernels, format)) continue;
-      if (!(of_halves(format) ? check_halves(kernels, format, rows, k, channels, threads)
+      // The formats of ARM have no parts of k, and an emulator adds their products slowly.
+      if (!(format >= BF16_FUSED    ? check_halves(kernels, format, rows / 2, k, 3 * CHANNELS, threads)
+            : of_halves(format) ? check_halves(kernels, format, rows, k, channels, threads)
                               : check(kernels, format, rows, k, channels, 0, threads)))
         return 1;
     }

@@ -19,6 +19,7 @@ from sinew.bundle.writer import ArraySlice
 from sinew.checks.validate.observations import random_observations
 from sinew.cli import main
 from sinew.core import BundleError, SinewError, machine
+from sinew.engine.backend import BACKENDS, EngineOptions, with_precision
 from sinew.engine.clone import on_meta
 from sinew.engine.cpu.kernels import layer_kernels
 from sinew.engine.cpu.kernels.library import Extension, extension
@@ -214,7 +215,7 @@ def test_weights_are_laid_out_once(case, tmp_path, monkeypatch) -> None:
 @pytest.fixture
 def multiplies_bf16() -> None:
     if extension().halves is None:
-        pytest.skip("wants a C++ compiler and AVX512_BF16")
+        pytest.skip("wants a C++ compiler and kernels for bfloat16 on this CPU")
 
 
 def test_bfloat16_is_multiplied_in_panels(case, multiplies_bf16) -> None:
@@ -263,14 +264,30 @@ def test_memory_of_bfloat16_is_counted_before_and_after_a_load(case, multiplies_
 def test_bfloat16_is_refused_where_nothing_multiplies_it(smolvla_bundle, monkeypatch) -> None:
     path = smolvla_bundle("smolvla-2cam")
     monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512f", "amx_bf16"}))
-    with pytest.raises(SinewError, match="AVX512_BF16 only, which this CPU does not have"):
-        load(path, engine="cpu", dtype="bf16")
-    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
-    monkeypatch.setattr("sinew.engine.cpu.open.extension", lambda: Extension("reference", "no compiler"))
     with pytest.raises(
-        SinewError, match=r"expected compiled products of bf16 .* got reference .*no compiler"
+        SinewError, match="AVX512_BF16 or, on ARM, ASIMDDP only, which this CPU does not have"
     ):
         load(path, engine="cpu", dtype="bf16")
+    monkeypatch.setattr("sinew.engine.cpu.open.extension", lambda: Extension("reference", "no compiler"))
+    for flag in ("avx512_bf16", "asimddp"):  # of an Orin, which has no instructions for bfloat16
+        monkeypatch.setattr(machine, "cpu_flags", lambda flag=flag: frozenset({"asimd", flag}))
+        with pytest.raises(
+            SinewError, match=r"expected compiled products of bf16, got reference .*no compiler"
+        ):
+            load(path, engine="cpu", dtype="bf16")
+
+
+def test_bfloat16_without_its_instructions_stays_bfloat16_in_engine_cpu_only(
+    smolvla_bundle, monkeypatch
+) -> None:
+    """On Jetson Orin, the compiled kernels multiply it, and PyTorch converts each weight to float32."""
+    bundle = Bundle(smolvla_bundle("smolvla-2cam"))
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"asimd", "asimddp"}))
+    for engine, storage in (("cpu", ""), ("plan", "bf16")):
+        options, reason = with_precision(BACKENDS[engine], bundle, EngineOptions(), "bf16")
+        assert (options.dtype, options.storage) == ("bf16", storage)
+        assert ("this CPU has no bf16 products" in reason) == bool(storage)
+        assert BACKENDS[engine].can(bundle, options).against == ""
 
 
 def test_eager_reads_widened_weights(case, tmp_path) -> None:

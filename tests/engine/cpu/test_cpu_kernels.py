@@ -4,6 +4,7 @@ emulated instructions."""
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import platform
 import re
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -242,6 +243,51 @@ def test_the_reference_of_tiles_adds_in_its_order() -> None:
     assert product(at0=2.0**-127) == 0.0
     x, weight = torch.randn(2, 16, 72, generator=torch.Generator().manual_seed(0)).bfloat16()
     made = lowbit.reference(x.float(), lowbit.lay_out(weight), None, None, lowbit.BF16_TILES, 1.0)
+    torch.testing.assert_close(made.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+
+
+def of_ones(order: str, *values: float) -> float:
+    """The sum of up to 8 values times ones."""
+    x, ones = torch.tensor([[*values, *[0.0] * (8 - len(values))]]), torch.ones(16, 8).bfloat16()
+    return float(lowbit.reference(x, lowbit.lay_out(ones), None, None, order, 1.0)[0, 0])
+
+
+def test_the_reference_of_fused_sums_adds_in_its_order() -> None:
+    """The reference adds in the order of k. It keeps small numbers."""
+    product, large = partial(of_ones, lowbit.BF16_FUSED), 2.0**30
+    assert product(large, -large, 1.0) == 1.0
+    assert product(1.0, large, -large) == 0.0
+    assert product(2.0**-133) == 2.0**-133
+    assert product(1 + 2.0**-8) == 1.0  # half to even
+    assert product(1.0, 2.0**-24) == 1.0  # half to even in float32
+    assert product(1.0, 3 * 2.0**-24) == 1 + 2.0**-22
+    x, weight = torch.randn(2, 16, 72, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made = lowbit.reference(x.float(), lowbit.lay_out(weight), None, None, lowbit.BF16_FUSED, 1.0)
+    torch.testing.assert_close(made.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+
+
+def test_the_reference_of_sums_that_round_to_odd_adds_in_its_order() -> None:
+    """The reference adds two products, then adds their sum. An inexact sum is cut off, and its last bit is set."""
+    product, large, step = partial(of_ones, lowbit.BF16_ODD), 2.0**30, 2.0**-23
+    assert product(large, -large, 1.0) == 1.0
+    assert (
+        product(large, 1.0, -large) == 128.0
+    )  # the last bit of 2^30, which the inexact sum of the pair has set
+    assert product(1.0, 2.0**-40) == 1 + step
+    assert product(1.0, -(2.0**-40)) == 1 - step / 2  # which is odd
+    assert product(1.0, 0.0, -(2.0**-80)) == 1 - step / 2  # float64 has no bits for this sum
+    assert product(1.0, 0.0, 2.0**-80) == 1 + step
+    assert product(-1.0, 0.0, -(2.0**-80)) == -1 - step
+    assert product(1.0, 3 * step) == 1 + 3 * step  # exact
+    assert product(2.0**-126, 0.0, -(2.0**-133)) == 2.0**-126  # an input below 2^-126 is zero
+    assert product(2.0**-125, -(2.0**-126) * 1.5) == 0.0  # and so is a result
+    assert product(3e38, 3e38) == math.inf
+    ones = 1 - 2.0**-8
+    below = 2.0**127, 0.0, 2.0**127 * ones, 0.0, 2.0**119 * ones, 0.0, 2.0**111 * ones  # 2^128 - 2^103
+    assert product(*below) == 2.0**128 - 2.0**104  # cut off, where the nearest number is infinite
+    assert math.isnan(product(3e38, 3e38, -math.inf))
+    x, weight = torch.randn(2, 16, 72, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made = lowbit.reference(x.float(), lowbit.lay_out(weight), None, None, lowbit.BF16_ODD, 1.0)
     torch.testing.assert_close(made.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
 
 
@@ -929,24 +975,80 @@ def test_a_library_with_tiles_is_checked_and_timed_before_it_is_taken(tmp_path, 
             )
 
 
-@pytest.mark.kernels
-@pytest.mark.skipif(platform.machine() == "aarch64", reason="ARM kernels run natively here")
-def test_arm_kernels_are_exact_under_an_emulator(tmp_path) -> None:
+Emulated = Callable[..., bytes]
+
+
+@pytest.fixture(scope="module")
+def arm(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    """``exact.cpp`` on an emulated ARM CPU: a function of the CPU, the standard input and the arguments."""
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    if platform.machine() == "aarch64":
+        pytest.skip("ARM kernels run natively here")
     if compiler is None or emulator is None:
         pytest.skip(
             "wants aarch64-linux-gnu-g++ and qemu-aarch64 (apt install g++-aarch64-linux-gnu qemu-user)"
         )
-    exact = program(tmp_path, compiler, build.SETS["aarch64"], "-static")
-    done = subprocess.run(
-        [emulator, "-cpu", "max", exact, "60", "5"], capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
-        "neon-i8mm",
-        "neon-dotprod",
-        "portable",
-    ]
+    exact = program(tmp_path_factory.mktemp("arm"), compiler, build.SETS["aarch64"], "-static")
+
+    def run(cpu: str, given: bytes, *arguments: object) -> bytes:
+        command = [emulator, "-cpu", cpu, exact, *map(str, arguments)]
+        done = subprocess.run(command, input=given, capture_output=True, timeout=1800)
+        assert done.returncode == 0, (done.stdout[-2000:], done.stderr)
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.kernels
+def test_arm_kernels_are_exact_under_an_emulator(arm: Emulated) -> None:
+    lines = arm("max", b"", 60, 5).decode().splitlines()
+    assert [line.split(":")[0] for line in lines] == ["neon-i8mm", "neon-dotprod", "portable"]
+
+
+@pytest.mark.kernels
+def test_kernels_of_arm_are_chosen_by_the_features_of_the_cpu(arm: Emulated) -> None:
+    """Orin's CPU is a Cortex-A78AE, with the instructions of a Cortex-A76; Graviton 2 has a Neoverse N1."""
+    fused, odd = (PANELS_NUMBERS[order] for order in (lowbit.BF16_FUSED, lowbit.BF16_ODD))
+    both = ["neon-i8mm " + str(odd), f"neon-dotprod {fused}", "portable"]
+    for cpu, kernels in (
+        ("max", both),
+        ("cortex-a76", both[1:]),
+        ("neoverse-n1", both[1:]),
+        ("cortex-a72", both[2:]),  # of a Raspberry Pi 4, and of boards before Jetson Xavier
+    ):
+        assert arm(cpu, b"", "kernels").decode().splitlines() == kernels, cpu
+
+
+SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 2.0**-126, 2.0**-127, -(2.0**-133), 3e38, -3e38)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("order", [lowbit.BF16_FUSED, lowbit.BF16_ODD])
+def test_products_of_bfloat16_on_arm_equal_the_reference(arm: Emulated, order: str) -> None:
+    """In every bit, with 1, 2 and 3 threads: odd numbers of rows, sums that cancel, and numbers without an inverse."""
+    random = torch.Generator().manual_seed(0)
+    for rows, k, channels, kind in (
+        *((1, 8, 16, "plain"), (2, 24, 16, "special"), (5, 40, 48, "tiny"), (11, 72, 32, "special")),
+        *((23, 104, 80, "cancelled"), (31, 264, 16, "huge"), (50, 768, 64, "plain"), (13, 3080, 16, "plain")),
+    ):
+        x, weight = (torch.randn(size, k, generator=random) for size in (rows, channels))
+        if kind == "special":
+            for each in (x, weight):
+                at = torch.randint(0, each.numel(), (len(SPECIAL),), generator=random)
+                each.view(-1)[at] = torch.tensor(SPECIAL)
+        elif kind == "tiny":
+            x *= 1e-38
+        elif kind == "huge":
+            x *= 1e38
+        elif kind == "cancelled":
+            x[:, 1::2], weight[:, 1::2] = x[:, ::2], -weight[:, ::2]
+        laid = lowbit.lay_out(weight.bfloat16())
+        given = x.numpy().tobytes() + laid.numpy().tobytes()
+        made = arm("max", given, PANELS_NUMBERS[order], rows, k, channels)
+        wanted = lowbit.reference(x, laid, None, None, order, lowbit.TINY)
+        assert (kind in ("special", "huge")) == (not wanted.isfinite().all())
+        for y in torch.frombuffer(bytearray(made), dtype=torch.float32).view(3, rows, channels):
+            torch.testing.assert_close(y, wanted, rtol=0, atol=0, equal_nan=True, msg=f"{kind} {rows} x {k}")
 
 
 def test_a_server_that_ends_does_not_wait_for_a_compiler_without_processor_time(

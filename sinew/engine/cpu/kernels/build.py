@@ -49,8 +49,10 @@ SETS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "aarch64": {
         "floats_neon": ("-march=armv8.2-a", FUSED),
+        "arm_fmla": ("-march=armv8.2-a",),
         "arm_dotprod": ("-march=armv8.2-a+dotprod",),
         "arm_i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
+        "arm_bf16": ("-march=armv8.2-a+bf16",),
     },
 }
 SETS |= {"AMD64": SETS["x86_64"], "arm64": SETS["aarch64"]}

@@ -38,6 +38,8 @@ PANELS_NUMBERS = {
     lowbit.PANELS: 4,
     lowbit.BF16_PANELS: 5,
     lowbit.BF16_TILES: 6,
+    lowbit.BF16_FUSED: 7,
+    lowbit.BF16_ODD: 8,
 }
 ACTIONS = {"gelu_tanh": 2, "gelu_tanh_times": 3, "silu_times": 4}  # number of each activation in product.h
 

@@ -49,16 +49,21 @@ const Set ALL[] = {
 #elif defined(__aarch64__)
 #if defined(__linux__)
 const bool DOTPROD = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
-const bool I8MM = getauxval(AT_HWCAP2) & HWCAP2_I8MM;
+const bool I8MM = getauxval(AT_HWCAP2) & HWCAP2_I8MM, BF16 = getauxval(AT_HWCAP2) & HWCAP2_BF16;
 #else  // every Apple M1 has dot products
-const bool DOTPROD = true, I8MM = false;
+const bool DOTPROD = true, I8MM = false, BF16 = false;
+#endif
+#if defined(LOWBIT_arm_bf16)
+const Halves* const HALVES = BF16 ? neon_bf16_halves() : nullptr;
+#else
+const Halves* const HALVES = nullptr;
 #endif
 const Set ALL[] = {
 #if defined(LOWBIT_arm_i8mm) && defined(LOWBIT_floats_neon)
-    {neon_i8mm_kernels(), neon_floats(), I8MM},
+    {neon_i8mm_kernels(), neon_floats(), I8MM, HALVES},
 #endif
-#if defined(LOWBIT_arm_dotprod) && defined(LOWBIT_floats_neon)
-    {neon_dotprod_kernels(), neon_floats(), DOTPROD},
+#if defined(LOWBIT_arm_dotprod) && defined(LOWBIT_arm_fmla) && defined(LOWBIT_floats_neon)
+    {neon_dotprod_kernels(), neon_floats(), DOTPROD, neon_fmla_halves()},
 #endif
     {portable_kernels(), portable_floats(), true},
 };
@@ -76,7 +81,7 @@ const Set* set_here(int index) {
 
 }  // namespace lowbit
 
-// Return 1 if the index-th set of kernels computes INT8_PANELS, BF16_PANELS or BF16_TILES.
+// Return 1 if the index-th set of kernels computes INT8_PANELS, or a format of bfloat16.
 extern "C" PUBLIC int lowbit_takes_panels(int index, int format) {
   const lowbit::Set* set = lowbit::set_here(index);
   return set != nullptr && set->takes(format);

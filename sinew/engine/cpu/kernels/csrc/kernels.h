@@ -22,10 +22,21 @@ constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * t
 constexpr int CHANNELS = 16;  // output channels of a panel
 constexpr int MAX_ROWS = 32;  // the largest number of rows of a tile, over all kernels
 
-// The numbers are part of the interface (sinew/engine/cpu/kernels/library.py). BF16_TILES are weights in the layout of
-// BF16_PANELS, whose products are added in the order of tiles (tiles.h).
-enum Format : int { TERNARY = 0, INT8 = 1, Q8_0 = 2, Q4_0 = 3, INT8_PANELS = 4, BF16_PANELS = 5, BF16_TILES = 6, FORMATS = 7 };
-constexpr bool of_halves(int format) { return format == BF16_PANELS || format == BF16_TILES; }
+// The numbers are part of the interface (sinew/engine/cpu/kernels/library.py). The formats from BF16_PANELS on have one
+// layout of weights. They differ in the order and the rounding of sums (sinew/layers/stores/lowbit.py).
+enum Format : int {
+  TERNARY = 0,
+  INT8 = 1,
+  Q8_0 = 2,
+  Q4_0 = 3,
+  INT8_PANELS = 4,
+  BF16_PANELS = 5,
+  BF16_TILES = 6,
+  BF16_FUSED = 7,
+  BF16_ODD = 8,
+  FORMATS = 9
+};
+constexpr bool of_halves(int format) { return format >= BF16_PANELS; }
 
 // The number of products that can be summed in 16 bits before they are widened. Kernels without 16-bit sums ignore it.
 enum Width : int { TWO_BITS, FOUR_BITS, EIGHT_BITS, EIGHT_BITS_IN_GROUPS, WIDTHS };
@@ -142,13 +153,15 @@ struct Kernels {
   bool takes_panels() const { return wide_unit == 4 && wide_bias == 128; }
 };
 
-// Products of bfloat16, added in float32 as sinew/layers/stores/lowbit.py defines. A panel is [k / 2][CHANNELS][2].
+// Products of bfloat16, added in float32 as sinew/layers/stores/lowbit.py defines. A panel is [k / 2][CHANNELS][2]. Blocks
+// of activations are packed by the set's Kernels, in units of Kernels::wide_unit bytes.
 struct Halves {
-  int rows;  // the largest number of rows of a tile
+  int format;  // the order of sums: a format other than BF16_TILES
+  int rows;    // the largest number of rows of a tile
   void (*round)(const float* x, int64_t k, int8_t* out);  // round to bfloat16 [k], to nearest even
   // The kernels use only x, w, w2, out, rows and units of a tile.
   void (*multiply)(const Tile&);
-  void (*multiply_two)(const Tile&);
+  void (*multiply_two)(const Tile&);  // null if this is not faster
 };
 
 // The last step of a tile: y = add + (sums * scale * inverse + bias) * gate, each operation rounded, in this order.
@@ -201,7 +214,7 @@ struct Traits {
 };
 constexpr Traits TRAITS[FORMATS] = {
     {TWO_BITS, 1, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS_IN_GROUPS, 0, 32}, {FOUR_BITS, 8, 32}, {EIGHT_BITS, 0, 0},
-    {EIGHT_BITS, 0, 0}, {EIGHT_BITS, 0, 0}};
+    {EIGHT_BITS, 0, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS, 0, 0}};
 
 constexpr int64_t row_bytes(int format, int64_t k) {
   return format == TERNARY                          ? round_up(k, 64) / 4
@@ -284,7 +297,7 @@ struct Set {
   const char* name() const { return tiles == nullptr ? products->name : tiles->name; }
   bool takes(int format) const {
     if (format == BF16_TILES) return half_tiles != nullptr;
-    return format == BF16_PANELS ? halves != nullptr : tiles != nullptr || products->takes_panels();
+    return of_halves(format) ? halves != nullptr && halves->format == format : tiles != nullptr || products->takes_panels();
   }
 };
 
@@ -299,6 +312,8 @@ const Tiles* amx_tiles(const char** why);  // null if this process has no tiles;
 const Tiles* amx_half_tiles();             // for bfloat16 on the same CPU
 const Kernels* neon_dotprod_kernels();
 const Kernels* neon_i8mm_kernels();
+const Halves* neon_fmla_halves();
+const Halves* neon_bf16_halves();
 const FloatKernels* portable_floats();
 const FloatKernels* avx2_floats();
 const FloatKernels* avx512_floats();

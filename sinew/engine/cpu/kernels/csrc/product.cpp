@@ -12,7 +12,11 @@ namespace {
 // A task multiplies at most this many panels, so that the rows of activations stay in the first-level cache. With
 // 16-bit panels, a task multiplies one panel, which stays in that cache itself.
 constexpr int PANELS = 4;
+#if defined(__aarch64__)
+constexpr int64_t PANELS_BYTES = 128 << 10;  // half of Jetson Orin's second-level cache of 256 KiB. Graviton has 1 or 2 MiB
+#else
 constexpr int64_t PANELS_BYTES = 256 << 10;  // half of a second-level cache of 512 KiB
+#endif
 // The same for tiles, on CPUs with a second-level cache of 2 MiB. A task multiplies this many bytes of k of its panels at
 // a time, with all rows, so that these 768 KiB stay in that cache while longer rows of activations pass through it.
 constexpr int TILES_PANELS = 8;
@@ -33,7 +37,7 @@ struct Plan : Call {
   void (*two)(const Tile&);  // or null
 
   explicit Plan(const Call& call) : Call(call), kernels(call.set->products) {
-    halves = format == BF16_PANELS ? call.set->halves : nullptr;
+    halves = of_halves(format) && format != BF16_TILES ? call.set->halves : nullptr;
     traits = TRAITS[format];
     wide = traits.width >= EIGHT_BITS;
     const bool in_fours = format == INT8_PANELS || (wide ? kernels->takes_panels() : kernels->unit == 4);
@@ -41,7 +45,7 @@ struct Plan : Call {
             : !halves && !traits.group && in_fours ? call.set->tiles
                                                    : nullptr;
     round = halves ? halves->round : tiles ? tiles->round : nullptr;
-    unit = halves || tiles ? 4 : wide ? kernels->wide_unit : kernels->unit;
+    unit = tiles ? 4 : wide ? kernels->wide_unit : kernels->unit;
     bytes = unit == 2 ? 2 : 1;
     paired = traits.width == EIGHT_BITS && kernels->pairs != nullptr && !tiles;
     const int bias = format == INT8_PANELS ? 128 : kernels->wide_bias;

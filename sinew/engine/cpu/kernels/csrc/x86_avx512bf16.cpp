@@ -55,7 +55,7 @@ void round(const float* x, int64_t k, int8_t* out) {
   }
 }
 
-const Halves HALVES = {ROWS, round, Table<One, ROWS>::run, Table<Two, ROWS>::run};
+const Halves HALVES = {BF16_PANELS, ROWS, round, Table<One, ROWS>::run, Table<Two, ROWS>::run};
 
 }  // namespace
 
