@@ -2,16 +2,27 @@
 // adds 4 signed products to a 32-bit lane. A vector has 4 channels x 4 values of k, and a panel has four such vectors.
 #include <arm_neon.h>
 
+#include <utility>
+
 #include "jpeg.h"
+#include "row_vectors.h"
 #include "rows.h"
 
 namespace lowbit {
 namespace {
 
-constexpr int ROWS = 6;  // 6 rows x 4 vectors: 24 sums, 4 vectors of codes and one broadcast use 29 of 32 registers
+constexpr int ROWS = 6;  // 6 rows x 4 vectors: 24 sums, 4 vectors of codes and 2 of rows use 30 of 32 registers
 
 template <int R>
 struct Multiply {
+  using At = RowVectors<R>;
+
+  template <int... ROW>
+  static inline void add_rows(int32x4_t (&sums)[R][4], int v, int8x16_t codes, const int8x16_t* rows,
+                              std::integer_sequence<int, ROW...>) {
+    ((sums[ROW][v] = vdotq_laneq_s32(sums[ROW][v], codes, rows[At::vector_of(ROW)], At::lane_of(ROW))), ...);
+  }
+
   static void run(const Tile& t) {
     const int32_t* x = static_cast<const int32_t*>(t.x);
     const int8_t* w = static_cast<const int8_t*>(t.w);
@@ -22,13 +33,12 @@ struct Multiply {
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < 4; ++v) sums[r][v] = vdupq_n_s32(-t.offsets[g * R + r]);
       for (int u = 0; u < t.units; ++u, x += R, w += 4 * CHANNELS) {
-        const int8x16_t codes[4] = {vld1q_s8(w), vld1q_s8(w + 16), vld1q_s8(w + 32), vld1q_s8(w + 48)};
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const int8x16_t a = vreinterpretq_s8_s32(vld1q_dup_s32(x + r));
+        int8x16_t rows[At::VECTORS];
 #pragma GCC unroll 4
-          for (int v = 0; v < 4; ++v) sums[r][v] = vdotq_s32(sums[r][v], codes[v], a);
-        }
+        for (int i = 0; i < At::VECTORS; ++i)
+          rows[i] = vreinterpretq_s8_s32(R < 4 ? vld1q_dup_s32(x + At::begin(i)) : vld1q_s32(x + At::begin(i)));
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) add_rows(sums, v, vld1q_s8(w + 16 * v), rows, std::make_integer_sequence<int, R>());
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r)

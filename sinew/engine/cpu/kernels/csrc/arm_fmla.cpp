@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "halves.h"
+#include "row_vectors.h"
 #include "rows.h"
 
 namespace lowbit {
@@ -22,17 +23,12 @@ inline void add(float32x4_t& sum, float32x4_t weights, float32x4_t rows) {
 
 template <int R>
 struct Multiply {
-  // The instruction fmla reads one row of a vector of 4 rows. The last vector ends at the last row, so that no byte after
-  // the block is read. With fewer than 4 rows, each row has its own vector.
-  static constexpr int VECTORS = R < 4 ? R : (R + 3) / 4;
-  static constexpr int begin(int vector) { return R < 4 ? vector : 4 * vector < R - 4 ? 4 * vector : R - 4; }
-  static constexpr int vector_of(int row) { return R < 4 ? row : row / 4; }
-  static constexpr int lane_of(int row) { return R < 4 ? 0 : row - begin(row / 4); }
+  using At = RowVectors<R>;
 
   template <int... ROW>
-  static inline void add_rows(float32x4_t (&sums)[R][2], int v, float32x4_t weights, const float32x4_t (&rows)[VECTORS],
+  static inline void add_rows(float32x4_t (&sums)[R][2], int v, float32x4_t weights, const float32x4_t* rows,
                               std::integer_sequence<int, ROW...>) {
-    (add<lane_of(ROW)>(sums[ROW][v], weights, rows[vector_of(ROW)]), ...);
+    (add<At::lane_of(ROW)>(sums[ROW][v], weights, rows[At::vector_of(ROW)]), ...);
   }
 
   static void run(const Tile& t) {
@@ -55,10 +51,10 @@ struct Multiply {
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) sums[r][v] = vld1q_f32(out + r * CHANNELS + 4 * v);
     for (int u = 0; u < units; ++u, x += R, w += CHANNELS) {
-      float32x4_t first[VECTORS], second[VECTORS];
+      float32x4_t first[At::VECTORS], second[At::VECTORS];
 #pragma GCC unroll 4
-      for (int i = 0; i < VECTORS; ++i) {
-        const uint32x4_t pairs = R < 4 ? vld1q_dup_u32(x + begin(i)) : vld1q_u32(x + begin(i));
+      for (int i = 0; i < At::VECTORS; ++i) {
+        const uint32x4_t pairs = R < 4 ? vld1q_dup_u32(x + At::begin(i)) : vld1q_u32(x + At::begin(i));
         first[i] = first_of(pairs);
         second[i] = second_of(pairs);
       }
