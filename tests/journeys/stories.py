@@ -1581,7 +1581,7 @@ def wiring(walk: Walk) -> None:
         "delays.toml", "[run]\ncamera_delay = 0.083\n[perf.stream]\ncamera_ms = 66\nactuation_ms = 46\n"
     )
     walk.type(
-        "sinew --config delays.toml run policy.gguf --robot my_robot:Arm",
+        'sinew --config delays.toml run policy.gguf --robot my_robot:Arm --prompt "sort the blocks"',
         instead=("my_robot:Arm", "my_robot:Arm --seconds 3"),
     )
     walk.type(
