@@ -51,11 +51,11 @@ PAGE = ROOT / "research" / "log" / "measurements-closed-loop.md"
 EPISODES = 100  # number of episodes of each point in the two sweeps
 
 
-def table_before(picture: str) -> list[list[str]]:
-    """Return the cells of the last table before a picture in the log, with the header as the first row."""
-    before, shown, _ = PAGE.read_text().partition(f"figures/{picture}")
+def table_before(picture: str, page: Path = PAGE) -> list[list[str]]:
+    """Return the cells of the last table before a picture in a page, with the header as the first row."""
+    before, shown, _ = page.read_text().partition(f"figures/{picture}")
     if not shown:
-        raise SystemExit(f"{picture}: {PAGE.name} contains no link to this picture")
+        raise SystemExit(f"{picture}: {page.name} contains no link to this picture")
     found = re.findall(r"(?:^\|.*\|\n)+", before, re.MULTILINE)[-1].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found]
     return [rows[0], *rows[2:]]
@@ -334,20 +334,17 @@ def need_truth(path: Path) -> None:
 
 def advice_truth(path: Path) -> None:
     """Draw the success with the settings of a recorded run, and with the settings of its advice."""
-    rows = truth("advise")
-
-    def flags(settings: dict[str, str]) -> str:
-        return ", ".join(f"{name} {value}" for name, value in settings.items())
-
-    labels = [
-        f"{row['task']}: {flags(row['recorded'])}\nadvised: {flags(row['advised']) or 'no limit'}"
-        for row in rows
-    ]
-    pairs = {name: [played(row[key]) for row in rows] for name, key in SETTINGS_OF_ADVICE.items()}
-    side_by_side(path, labels, pairs, "settings of a recorded run, and the advice")
+    (_, _, *names), *rows = table_before(path.name, ROOT / "docs" / "recordings.md")
+    labels = [f"{run}\nadvice: {advice}".replace("`", "") for run, advice, *_ in rows]
+    rates = [[success_of(cell) for cell in cells] for _, _, *cells in rows]
+    columns = dict(zip(names, map(list, zip(*rates, strict=True)), strict=True))
+    side_by_side(path, labels, columns, "advice from recordings")
 
 
-SETTINGS_OF_ADVICE = {"as recorded": "before", "as advised": "after"}
+def success_of(cell: str) -> tuple[float, float, float]:
+    """Read a success rate with its interval, such as "98 (93 to 99)", in percent. Returns shares from 0 to 1."""
+    rate, low, high = (float(number) / 100 for number in re.findall(r"[\d.]+", cell))
+    return rate, low, high
 
 
 def film(path: Path) -> None:

@@ -76,6 +76,8 @@ def assert_readable(figure: Any) -> None:
         "concepts.png",
         "late_answers.png",
         "delays.png",
+        "need_truth.png",
+        "advice_truth.png",
     ],
 )
 def test_figures_of_the_pages_are_readable(name: str, drawn: list[Any]) -> None:
