@@ -24,7 +24,7 @@ from sinew.engine.cuda.lowbit.choice import rows_of
 from sinew.engine.cuda.lowbit.weights import keep_codes
 from sinew.engine.example import Shapes
 from sinew.engine.loading import load_model
-from sinew.layers.linear import Embedding, Linear
+from sinew.layers.linear import Stored
 from sinew.policy import open_bundle
 from torch import nn
 
@@ -414,7 +414,7 @@ def weights(
         module, _, part = name.rpartition(".")
         component, layer = name.split(".")[0], modules[module]
         component += " embeddings" if isinstance(layer, nn.Embedding) else ""
-        if part == "weight" and isinstance(layer, Linear | Embedding) and layer.store.coded:
+        if part == "weight" and isinstance(layer, Stored) and layer.store.coded:
             dtype, count, nbytes = layer.store.kind, math.prod(layer.store.size(layer)), parameter.nbytes
         else:
             dtype = _format(program, name, dtype_name(parameter.dtype), readers)

@@ -19,7 +19,7 @@ from sinew.core import DTYPES, PROMPT_TABLE, BundleError, SinewError, machine
 from sinew.core.fields import from_builtins
 from sinew.core.registry import model_class
 from sinew.engine.backend import EngineOptions
-from sinew.layers.linear import Embedding, Linear, hold, width_of
+from sinew.layers.linear import Embedding, Linear, Stored, hold, width_of
 from sinew.layers.stores import half
 from sinew.layers.stores.codes import Codes, codes, codes_of
 from sinew.layers.stores.half import HALF
@@ -198,7 +198,8 @@ def stored_codes(bundle: Bundle, model: nn.Module, module: str) -> Codes:
         k = None
     if k is None:
         raise BundleError(
-            f"{where}: only linear layers and token tables can be stored as {name}; convert the bundle again"
+            f"{where}: only linear layers, convolutions over rows and token tables can be stored as {name}; convert"
+            " the bundle again"
         )
     with BundleError.at(where, ValueError):
         expected = FORMATS[name].row_bytes(k)
@@ -238,14 +239,14 @@ class Placement:
     tables: bool
 
     def stores(self) -> dict[str, Store]:
-        """Return the store (the form of the weight in memory) of each linear layer and table of the bundle."""
+        """Return the store (the form of the weight in memory) of each layer of the bundle that has one."""
         return {
             name: self._store(name, layer, self.coded.get(name))
             for name, layer in self.model.named_modules()
-            if isinstance(layer, Linear | Embedding) and name + WEIGHT in self.bundle.infos
+            if isinstance(layer, Stored) and name + WEIGHT in self.bundle.infos
         }
 
-    def _store(self, name: str, layer: Linear | Embedding, coded: Codes | None) -> Store:
+    def _store(self, name: str, layer: Stored, coded: Codes | None) -> Store:
         """Choose the store (the form of the weight in memory) of one layer.
 
         Args:
@@ -263,18 +264,22 @@ class Placement:
             moved = self.device.type not in ("cpu", "meta")
             return Rows(coded or PLAIN, computed, self.device) if coded or moved or computed != own else PLAIN
         if coded and self.model.component_of(name) in self.lowbit:
-            return coded if isinstance(layer, Linear) else Rows(coded, computed, self.device)
+            if isinstance(layer, Embedding):
+                return Rows(coded, computed, self.device)
+            # Only the kernels of a CPU multiply the windows of a convolution by low-bit weights.
+            if isinstance(layer, Linear) or self.device.type in ("cpu", "meta"):
+                return coded
         return HALF if isinstance(layer, Linear) and self._lying(name, own) != computed else PLAIN
 
     def shapes(self, stores: Mapping[str, Store]) -> dict[str, tuple[int, ...]]:
         """Return the shape that each tensor of the bundle should have for the model. Low-bit weights have the shape in
         which their store keeps them."""
         sizes = {name: tuple(info.shape) for name, info in self.bundle.infos.items()}
-        for module, codes_there in self.coded.items():
+        for module in self.coded:
             rows, row_bytes = self.tensors[module + WEIGHT].shape
             sizes[module + WEIGHT] = rows, row_bytes
             if not stores[module].coded:
-                sizes[module + WEIGHT] = rows, codes_there.width
+                sizes[module + WEIGHT] = rows, *self._row_shape(module)
                 sizes.pop(module + SCALE, None)
         return sizes
 
@@ -296,6 +301,7 @@ class Placement:
                     check_codes(tensor, self.coded[module].name, f"{self.bundle.path}: {name}")
                 if not store.coded:
                     tensor = self.coded[module].widened(Tensors(tensor, self.tensors.get(module + SCALE)))
+                    tensor = tensor.unflatten(1, self._row_shape(module))
             if self._is_table(module):
                 state[name] = tensor
             elif store.coded and part in ("weight", "scale"):
@@ -307,6 +313,11 @@ class Placement:
             if self.device.type != "meta" and state[name].data_ptr() != self.tensors[name].data_ptr():
                 self.bundle.copied(self.tensors[name])
         return state
+
+    def _row_shape(self, module: str) -> tuple[int, ...]:
+        """Return the shape of one row of a module's weight in floats: (k,), or (channels, kernel) of a convolution."""
+        weight: Any = self.model.get_submodule(module).weight
+        return tuple(weight.shape[1:])
 
     def _lying(self, name: str, own: torch.dtype) -> torch.dtype:
         """Return the dtype that a tensor has in memory, from its dtype ``own`` in the bundle and the chosen

@@ -1,4 +1,4 @@
-"""A linear layer, and a table of rows (embedding).
+"""A linear layer, a table of rows (embedding), and a convolution over rows.
 
 Each layer has a store (``stores/store.py``). The store is the object that decides in which form the weight is
 in memory, for example as floats or as low-bit integers, and that multiplies by the weight.
@@ -14,11 +14,17 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.layers.stores.codes import codes
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.store import Store
+
+# A float32 convolution on a CPU is computed as one matrix product if it has at most FEW_ROWS rows, or a weight of at
+# least MANY_NUMBERS numbers. In these cases PyTorch's convolution would take longer, because it reorders the weight in
+# each call.
+FEW_ROWS, MANY_NUMBERS = 8, 1 << 22
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
@@ -48,7 +54,7 @@ def not_linear(layer: nn.Module) -> str | None:
     return f"{store.kind} is not linear in its {'codes' if store.coded else 'weight alone'}"
 
 
-class _Stored(nn.Module):
+class Stored(nn.Module):
     """A module with a weight matrix, whose store (:class:`Store`) decides the form of the matrix in memory.
 
     Tensors that the store does not use are None.
@@ -91,7 +97,7 @@ class _Stored(nn.Module):
         return f"{super().extra_repr()}, {self.store.kind}"
 
 
-class Linear(_Stored, nn.Linear):
+class Linear(Stored, nn.Linear):
     """A linear layer whose store computes the product."""
 
     # True means: the layer computes a plain product with its weight, if its store does so too (see
@@ -105,7 +111,7 @@ class Linear(_Stored, nn.Linear):
         return self.store.product(self, x, self.bias)
 
 
-class Embedding(_Stored, nn.Embedding):
+class Embedding(Stored, nn.Embedding):
     """A table of rows. The caller passes integer indices, which no layer computes in low precision."""
 
     def rows(self, ids: tuple[int, ...]) -> Tensor:
@@ -128,17 +134,53 @@ class Embedding(_Stored, nn.Embedding):
         return self.store.take(self, ids)
 
 
+class Conv1d(Stored, nn.Conv1d):
+    """A convolution over the rows (actions) of a chunk, computed in the precision of its weight.
+
+    The rows of a low-bit weight are those of a matrix product: channel by channel, and within a channel row by row of
+    the window. If torch records the model as a graph, the graph contains a convolution with floats as one operator.
+    """
+
+    def windows(self, x: Tensor) -> Tensor:
+        """Return the numbers that the weight multiplies for each row of the result.
+
+        Args:
+            x: [B, C, H].
+
+        Returns:
+            [B, H', C * kernel].
+        """
+        assert not isinstance(self.padding, str)
+        (kernel,), (stride,), (padding,) = self.kernel_size, self.stride, self.padding
+        spread = F.pad(x, (padding, padding)).unfold(2, kernel, stride)  # [B, C, H', kernel]
+        return spread.transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:  # input shape [B, C, H], output shape [B, C', H']
+        x = x.to(self.dtype)
+        if self.store.coded:
+            return self.store.product(self, self.windows(x), self.bias).transpose(1, 2)
+        if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
+            return super().forward(x)
+        assert not isinstance(self.padding, str)
+        rows = (x.shape[2] + 2 * self.padding[0] - self.kernel_size[0]) // self.stride[0] + 1
+        if x.shape[0] * rows > FEW_ROWS and self.weight.numel() < MANY_NUMBERS:
+            return super().forward(x)
+        return F.linear(self.windows(x), self.weight.flatten(1), self.bias).transpose(1, 2)
+
+
 def width_of(layer: nn.Module) -> int | None:
-    """Return the length of a row of the layer's weight. None for any other class than ``Linear`` and ``Embedding``.
+    """Return the length of a row of the layer's weight. None for a module of any other class than those of this file.
 
     A subclass may compute with its weight in any way, so the weight of a subclass must not be converted.
     """
     if type(layer) is Linear:
         return layer.in_features
+    if type(layer) is Conv1d:
+        return layer.in_channels * layer.kernel_size[0]
     return layer.embedding_dim if type(layer) is Embedding else None
 
 
-def hold(layer: Linear | Embedding, store: Store) -> None:
+def hold(layer: Stored, store: Store) -> None:
     """Set the store of ``layer`` (the form of its weight in memory), and create the tensors that the store
     needs. The new tensors have no values yet.
     """

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sinew.layers.linear import width_of
+from sinew.layers.linear import Conv1d, width_of
 
 # The format q4_0: number of weights that share a scale, the largest code, and the code for 0.
 GROUP, LARGEST, OFFSET = 32, 15, 8
@@ -45,8 +45,9 @@ def second_moments(
     """
     moments: dict[str, Tensor] = {}
 
-    def add(name: str, _layer: nn.Module, given: Any) -> None:
-        rows = given[0].detach().reshape(-1, given[0].shape[-1]).float()
+    def add(name: str, layer: nn.Module, given: Any) -> None:
+        inputs = layer.windows(given[0]) if isinstance(layer, Conv1d) else given[0]
+        rows = inputs.detach().reshape(-1, inputs.shape[-1]).float()
         product = (rows.T @ rows).double()
         moments[name] = moments[name] + product if name in moments else product
 

@@ -1,4 +1,4 @@
-"""Convert a bundle's linear layers and token tables to low-bit weights, component by component."""
+"""Convert a bundle's linear layers, convolutions over rows and token tables to low-bit weights, by component."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Rounded:
             made = np.load(self.made, mmap_mode="r")  # own file: written by this process
             yield made.reshape(-1).data
             return
-        weights = self.bundle.tensor(self.name).float().numpy()
+        weights = self.bundle.tensor(self.name).float().flatten(1).numpy()
         try:
             made = quantize(weights, self.format)[self.scales]
         except ValueError as error:
@@ -66,7 +66,7 @@ class Rounded:
 
 
 def plan_formats(bundle: Bundle, recipe: Mapping[str, str]) -> dict[str, str]:
-    """Return the low-bit format of each linear layer and token table that ``recipe`` (component -> precision) rounds.
+    """Return the low-bit format of each layer and token table that ``recipe`` (component -> precision) rounds.
 
     Modules that the reference keeps in float32, and tables of positions, are not rounded. Rows whose length is not a
     multiple of the group size are stored as int8 with one scale per row.
@@ -117,7 +117,7 @@ def calibrated_rows(
         for name, moments in second_moments(some, runs()).items():
             files[name] = folder / f"{len(files)}.npy"
             try:
-                np.save(files[name], gptq(bundle.tensor(name + WEIGHT).float().numpy(), moments))
+                np.save(files[name], gptq(bundle.tensor(name + WEIGHT).float().flatten(1).numpy(), moments))
             except ValueError as error:
                 raise BundleError(f"{bundle.path}: {name}: {error}") from None
             bundle.release(())
@@ -150,7 +150,7 @@ def lowbit_sources(
             sources.append(TensorSource(info.name, info.shape, info.type, info.nbytes, same))
             continue
         stored: Format = FORMATS[name]
-        rows, k = info.shape
+        rows, k = info.shape[0], math.prod(info.shape[1:])
         shape = stored.stored_shape(rows, k)
         nbytes = rows * stored.row_bytes(k)
         sources.append(
@@ -174,7 +174,7 @@ def weight_errors(before: Bundle, after: Path) -> dict[str, float]:
     opened = Bundle(after)
     squares: dict[str, tuple[float, float]] = {}
     for module, name in opened.lowbit.items():
-        expected = before.tensor(module + WEIGHT).float()
+        expected = before.tensor(module + WEIGHT).float().flatten(1)
         scale = opened.tensor(module + SCALE) if module + SCALE in opened.infos else None
         got = dequantize(opened.tensor(module + WEIGHT), scale, name, expected.shape[1])
         part = module.partition(".")[0]

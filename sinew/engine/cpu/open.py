@@ -18,7 +18,7 @@ from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.loading import open_model, stored_recipe
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
 from sinew.engine.plan.plan import Plan
-from sinew.layers.linear import Linear
+from sinew.layers.linear import Conv1d, Linear
 from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Bf16Panels, Codes, Panels
 from sinew.layers.stores.half import Half
@@ -74,7 +74,9 @@ def lay_out_codes(
     """
     nbytes = 0
     for layer in model.modules():
-        if not isinstance(layer, Linear) or not lies_in_panels(*layer.weight.shape):
+        if not isinstance(layer, Linear | Conv1d) or layer.weight.dim() != 2:
+            continue
+        if not lies_in_panels(*layer.weight.shape):
             continue
         store, weight = layer.store, layer.weight
         if type(store) is Codes and store.name == "int8" and order == PANELS:

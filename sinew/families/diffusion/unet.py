@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinew.layers.linear import Conv1d
 from sinew.layers.norm import GroupNorm
 from sinew.layers.sizes import check_sizes
 
@@ -22,10 +23,6 @@ NORM_EPS = 1e-5  # default of torch; the reference implementation uses the defau
 # Number of groups of the last group norm. The configuration sets the number only for the other norms.
 LAST_GROUPS = 8
 MAX_STAGES = 8
-# A float32 convolution on a CPU is computed as one matrix product if it has at most FEW_ROWS rows, or a weight of at
-# least MANY_NUMBERS numbers. In these cases PyTorch's convolution would take longer, because it reorders the weight in
-# each call.
-FEW_ROWS, MANY_NUMBERS = 8, 1 << 22
 
 
 @dataclass(frozen=True)
@@ -72,24 +69,8 @@ class UNetConfig:
         return [width * (2 if self.scales else 1) for width in stages for _ in range(2)]
 
 
-class Conv1d(nn.Conv1d):
-    """A convolution over the rows (actions) of a chunk, computed in the precision of its weight.
-
-    If torch records the model as a graph, the graph contains this convolution as one operator.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:  # input shape [B, C, H], output shape [B, C', H']
-        x = x.to(self.weight.dtype)
-        if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
-            return super().forward(x)
-        assert not isinstance(self.padding, str)
-        (kernel,), (stride,), (padding,) = self.kernel_size, self.stride, self.padding
-        rows = (x.shape[2] + 2 * padding - kernel) // stride + 1
-        if x.shape[0] * rows > FEW_ROWS and self.weight.numel() < MANY_NUMBERS:
-            return super().forward(x)
-        windows = F.pad(x, (padding, padding)).unfold(2, kernel, stride)  # [B, C, H', kernel]
-        y = F.linear(windows.transpose(1, 2).flatten(2), self.weight.flatten(1), self.bias)
-        return y.transpose(1, 2)
+class ToActions(Conv1d):
+    """The last convolution. Its weights always stay floats, because their rounding would reach the actions directly."""
 
 
 class Upsample(nn.ConvTranspose1d):
@@ -182,7 +163,7 @@ class UNet(nn.Module):
         self.middle = UNetStage(widths[-1], widths[-1], config, nn.Identity())
         self.up = nn.ModuleList(up)  # type: ignore[assignment]
         self.end = ConvBlock(widths[0], widths[0], config.kernel_size, LAST_GROUPS)
-        self.out = Conv1d(widths[0], channels, 1)
+        self.out = ToActions(widths[0], channels, 1)
 
     def forward(self, x: Tensor, film: Tensor) -> Tensor:
         """Run the U-Net.

@@ -23,7 +23,7 @@ from sinew.engine.backend import BACKENDS, EngineOptions, with_precision
 from sinew.engine.clone import on_meta
 from sinew.engine.cpu.kernels import layer_kernels
 from sinew.engine.cpu.kernels.library import Extension, extension
-from sinew.layers.linear import Linear
+from sinew.layers.linear import Conv1d, Linear
 from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Bf16Panels, Codes, Panels, codes_of
 from sinew.layers.stores.rows import Rows
@@ -31,9 +31,11 @@ from sinew.lowbit.sources import lowbit_sources, plan_formats, weight_errors
 from sinew.memory import memory_need
 from sinew.policy import load
 from sinew.records.recorder import Recorder
+from tests.cases import golden_cases
 from tests.covering import some
 from tests.engines import run_one
 from tests.golden import Golden
+from tests.models import stages
 
 TABLE = "language.embed_tokens"
 CASES = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
@@ -118,6 +120,32 @@ def test_it_computes_on_what_is_stored(case, recipe, tmp_path) -> None:
         assert {"round once in DecoderAttention", "round once in GatedMLP"} <= applied
         if recipe != "mixed":
             assert {"two calls for DecoderLayer", "two calls for ViTLayer"} <= applied
+
+
+@pytest.mark.parametrize("recipe", ["int8", "q4_0"])
+def test_convolutions_over_rows_are_low_bit_too(case_bundle, recipe, tmp_path) -> None:
+    """Nearly all weights of a diffusion policy are in the convolutions of its U-Net."""
+    name = "diffusion-ddim"
+    path, given = case_bundle(name), stages.observation(name, Golden(golden_cases() / name))
+    small = stored(path, RECIPES[recipe], tmp_path / "small.gguf")
+    engines = {engine: load(small, engine=engine, threads=1) for engine in ("cpu", "eager", "plan")}
+    actions = {engine: policy.infer(given).actions for engine, policy in engines.items()}
+    floats = load(path, engine="eager", threads=1).infer(given).actions
+    assert 1e-7 < distance(actions["cpu"], actions["eager"]) < 0.25
+    assert distance(actions["plan"], actions["eager"]) < 1e-5
+    # Random weights of four bits change the actions of a solver with many steps by half of their size.
+    assert 1e-7 < distance(actions["eager"], floats) < (0.25 if recipe == "int8" else 1.0)
+    coded = {
+        engine: [m for m in policy.engine.model.modules() if isinstance(m, Conv1d) and codes_of(m)]
+        for engine, policy in engines.items()
+    }
+    assert len(coded["cpu"]) > 10
+    assert not coded["eager"]
+    assert not coded["plan"]
+    head = sum(info.nbytes for name, info in Bundle(path).infos.items() if name.startswith("unet"))
+    kept = sum(info.nbytes for name, info in Bundle(small).infos.items() if name.startswith("unet"))
+    assert kept < 0.5 * head
+    assert all(error < 0.2 for error in weight_errors(Bundle(path), small).values())
 
 
 @pytest.mark.parametrize("recipe", ["int8", "mixed"])
