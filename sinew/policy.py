@@ -465,6 +465,9 @@ class Policy(DescribedPolicy, OpenPolicy):
         """Prepare batches of up to ``largest`` observations with frames of the declared sizes.
 
         The CUDA engine records its graphs, so that no batch waits for a recording. Other engines need no preparation.
+
+        Args:
+            largest: The largest number of observations in a batch.
         """
         members = [self.prepare(self.dummy_observation()).inputs] * largest
         inputs = stack(members, self.manifest.processing.prompt)

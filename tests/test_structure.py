@@ -133,7 +133,8 @@ ENGINES = {
         *("assemble.py", "serve/prepare.py"),
         *("checks/__init__.py", "lowbit/quantization.py"),
     },
-    "cuda": {"checks/__init__.py", "lowbit/quantization.py"},
+    # A recipe with FP8 is checked where it is read.
+    "cuda": {"checks/__init__.py", "lowbit/quantization.py", "lowbit/recipes.py"},
     "onnx": {
         *(
             "checks/__init__.py",

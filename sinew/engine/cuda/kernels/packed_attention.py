@@ -222,9 +222,9 @@ def join_kernel(
     sums,
     out,  # [B, M, KV * GROUP, D]
     M,
-    tiles,  # of all observations
+    tiles,  # the number of tiles of all observations
     out_row,
-    own_tiles,  # of one observation; None for a single observation
+    own_tiles,  # the number of tiles of one observation; None if there is only one observation
     out_step,
     KV: tl.constexpr,
     GROUP: tl.constexpr,
