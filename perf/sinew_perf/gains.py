@@ -373,7 +373,8 @@ def _under(
         without["a stream"] = (
             f"engine {ON_GPU} does not support it: both of its loops would share one stream of the GPU"
         )
-        without["batches, --reuse"] = f"engine {ON_GPU} answers one request at a time, and stores no prefix"
+        without["batches"] = f"no batch of engine {ON_GPU} was ever measured on a GPU"
+        without["--reuse"] = f"engine {ON_GPU} stores no prefix"
         return []
     parts = program.components(traffic)
     whole_ms, head_ms = 1e3 * seconds(parts, machine), 1e3 * timing(parts[-1], machine).seconds

@@ -51,8 +51,8 @@ class CudaOptions:
             length.
         max_graphs: Number of keys (views and frame sizes, prompt bucket, solver steps) whose graphs are kept. The least
             recently used key is removed first.
-        largest_batch: The largest number of observations in one program, a power of two. With eight, the arithmetic of
-            docs/gpu.md gives 98 % of the answers per second of a batch of sixteen.
+        largest_batch: The largest number of observations in one program, a power of two. Vision and language of a large
+            model are limited by arithmetic with one observation already, so a larger program mostly adds latency.
     """
 
     kernels: bool = True

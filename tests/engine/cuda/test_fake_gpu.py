@@ -69,6 +69,20 @@ def test_low_bit_products_compile_for_every_gpu(tmp_path) -> None:
         assert not each["spilled"], each
 
 
+def test_the_attention_of_batches_compiles_for_every_gpu(tmp_path) -> None:
+    """Two and eight observations: within shared memory and registers, as the attention of one."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.engine.cuda.fake_gpu", "--batches"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = json.loads(done.stdout.splitlines()[-1])
+    assert {(each["capability"], each["batch"]) for each in reports} == {*itertools.product(SHARED, (2, 8))}
+    for each in reports:
+        assert each["shared"] <= SHARED[each["capability"]] << 10, each
+        assert 0 < each["registers"] <= 255, each
+        assert each["spilled"] <= 32, each  # 24 bytes of pi0.5's head on sm_100 and sm_110
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_everything_is_on_the_device(tmp_path, quick: bool) -> None:

@@ -29,11 +29,10 @@ from sinew.engine.cuda.kernels.lang import (
     tl,
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.kernels.tiles import tile_for
+from sinew.engine.cuda.kernels.tiles import TOGETHER, tile_for
 from sinew.engine.cuda.kernels.workspace import Workspace
 
 KeyValue = tuple[Tensor, Tensor]
-TOGETHER = 4  # the last program of a block joins up to this many parts; a separate kernel joins more parts
 JOINED_ROWS = 1
 
 

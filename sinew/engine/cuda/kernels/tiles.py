@@ -31,6 +31,9 @@ FEW_ROWS, SOME_ROWS = 64, 256
 # parts would take longer.
 PART = 1 << 14
 PROGRAMS = 128  # approximately the number of multiprocessors of a GPU
+TOGETHER = (
+    4  # the last program of a block of an attention joins up to this many parts; a kernel joins more parts
+)
 NARROW_HEAD = 64  # the largest size of a narrow head
 MEASURED = 90  # the compute capability of the measured tiles, times 10
 OLDEST = 80
@@ -153,8 +156,9 @@ def default(
     if kernel == "weight_only_linear":
         tile = replace(tile, m=min(tile.m, max(16, 1 << (dims[0] - 1).bit_length())))
     if kernel == "packed_attention":
-        # Several observations have so many more blocks of rows that fewer programs need to share a block.
-        split = -(-tile.split // observations)
+        # Several observations have so many more blocks of rows that fewer programs need to share a block. If a kernel
+        # joins the parts, it still does, because the attention's program would need too many registers.
+        split = max(-(-tile.split // observations), TOGETHER + 1 if tile.split > TOGETHER else 1)
         blocks = -(-dims[0] // tile.m) * dims[3] * observations
         tile = replace(tile, split=1 if blocks > 2 * PROGRAMS else split)  # enough for all multiprocessors
     while tile.split > 1 and not has_work(kernel, dims, tile):
