@@ -67,7 +67,7 @@ RECORDED: tuple[tuple[str, dict[str, str]], ...] = (
     ("pen", {"replan": "2", "latency": "33ms", "handover": "naive"}),
     ("pen", {"replan": "2", "latency": "33ms", "handover": "freeze"}),
     ("pen", {"replan": "full", "latency": "17ms"}),
-    ("blocks", {"replan": "8", "latency": "50ms", "velocity": "4"}),
+    ("blocks", {"replan": "8", "latency": "50ms", "velocity": "0.5"}),
     ("shove", {"replan": "full", "latency": "50ms"}),
 )
 RECORDED_EPISODES, RECORDED_FIRST = 8, 20_000
