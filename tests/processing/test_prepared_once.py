@@ -163,8 +163,12 @@ def test_shorter_prompts_of_a_batch_are_padded_and_masked(side, rows):
     alone = stack([member([5], frames=(np.zeros((2, 2, 3), np.uint8),))], recipe)
     assert (alone.tokens.tolist(), len(alone.frames)) == ([[5]], 1)
     for other in (member([6], views=2), member([6], frames=(np.zeros((2, 2, 3), np.uint8),))):
-        with pytest.raises(SinewError, match="a batch: expected prepared views of one shape, got"):
+        with pytest.raises(SinewError, match="a batch: expected views and frames of one shape, got"):
             stack([member([5]), other], recipe)
+    frames = [tuple(np.full((2, 2, 3), value, np.uint8) for value in pair) for pair in ((1, 2), (3, 4))]
+    together = stack([member([5], 2, each) for each in frames], recipe)
+    assert [int(frame[0, 0, 0]) for frame in together.frames] == [1, 2, 3, 4]
+    assert [int(frame[0, 0, 0]) for frame in together.part(slice(1, 2)).frames] == [3, 4]
 
 
 def asked(**fields) -> Observation:
