@@ -26,14 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.models import CAMERA, TARGETS, processing, random_model, samples, with_chunk
-from benchmarks.gpu.rungs import Engine, cuda_engine, plan_of
-from benchmarks.gpu.session import Row, Session, shrunk
+from benchmarks.gpu.rungs import launched
+from benchmarks.gpu.session import Row, Session
 from benchmarks.gpu.sweep import COLD, MOST, Problem, own_tile, taken_down
 from benchmarks.gpu.timing import call_ms
 from sinew.engine.cuda.fp8.linear import unfit
 from sinew.engine.cuda.fused.rows import RowOps
-from sinew.engine.cuda.graphs import Calls
 from sinew.engine.cuda.kernels.workspace import Workspace
 
 REPLAYS = 15
@@ -62,12 +60,7 @@ class Product:
 
 def library(model: str, session: Session) -> None:
     """Emit a row for each kind of product, those with the most arithmetic first."""
-    case = shrunk(TARGETS[model], session.tiny)
-    base = with_chunk(random_model(model, session.device, tiny=session.tiny), case.chunk)
-    recipe, plan = processing(model, base.config), plan_of(base)
-    sample = samples(case, base.config, 1, (24, 32) if session.tiny else CAMERA)[0]
-    made = Engine(cuda_engine(plan, recipe, session.device, recorder=Calls()))
-    made.run(sample)  # the first run compiles the kernels
+    case, made, sample = launched(model, session)
     with torch.inference_mode():
         with products(made.engine.model) as found:
             made.run(sample)

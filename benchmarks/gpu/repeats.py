@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.models import CAMERA, TARGETS, processing, random_model, samples, with_chunk
-from benchmarks.gpu.rungs import Engine, cuda_engine, plan_of
-from benchmarks.gpu.session import Row, Session, shrunk
-from sinew.engine.cuda.graphs import Calls
+from benchmarks.gpu.rungs import launched
+from benchmarks.gpu.session import Row, Session
 from sinew.engine.cuda.kernels.launch import Launch
 
 TIMES = 100
@@ -28,12 +26,7 @@ def repeats(model: str, session: Session) -> None:
     Raises:
         RuntimeError: The results of a launch differ.
     """
-    case = shrunk(TARGETS[model], session.tiny)
-    base = with_chunk(random_model(model, session.device, tiny=session.tiny), case.chunk)
-    recipe, plan = processing(model, base.config), plan_of(base)
-    sample = samples(case, base.config, 1, (24, 32) if session.tiny else CAMERA)[0]
-    made = Engine(cuda_engine(plan, recipe, session.device, recorder=Calls()))
-    made.run(sample)  # the first run compiles the kernels
+    case, made, sample = launched(model, session)
     failures = []
     with torch.inference_mode(), taken_down() as found:
         made.run(sample)

@@ -20,9 +20,21 @@ import torch
 from sinew_perf.trace import STAGES
 from torch import Tensor
 
-from benchmarks.gpu.models import ACTIONS, Sample
+from benchmarks.gpu.models import (
+    ACTIONS,
+    CAMERA,
+    TARGETS,
+    Case,
+    Sample,
+    processing,
+    random_model,
+    samples,
+    with_chunk,
+)
+from benchmarks.gpu.session import Session, shrunk
 from sinew.bundle.schema import Processing
 from sinew.core import Timing
+from sinew.engine.cuda.graphs import Calls
 from sinew.engine.cuda.kernels import preprocess
 from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 from sinew.engine.watch import Watch
@@ -139,6 +151,20 @@ def plan_of(model: Model, rewrites: tuple[str, ...] | None = None) -> Any:
     from sinew.engine.plan.plan import Plan
 
     return Plan.of(model, rewrites=ON_CUDA if rewrites is None else rewrites)
+
+
+def launched(model: str, session: Session) -> tuple[Case, Engine, Sample]:
+    """Return the target case of a model, its engine as single launches, and a sample.
+
+    The engine has run once, which compiles its kernels.
+    """
+    case = shrunk(TARGETS[model], session.tiny)
+    base = with_chunk(random_model(model, session.device, tiny=session.tiny), case.chunk)
+    recipe, plan = processing(model, base.config), plan_of(base)
+    sample = samples(case, base.config, 1, (24, 32) if session.tiny else CAMERA)[0]
+    made = Engine(cuda_engine(plan, recipe, session.device, recorder=Calls()))
+    made.run(sample)  # the first run compiles the kernels
+    return case, made, sample
 
 
 def cuda_engine(

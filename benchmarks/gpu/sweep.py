@@ -20,11 +20,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.models import CAMERA, TARGETS, processing, random_model, samples, with_chunk
-from benchmarks.gpu.rungs import Engine, cuda_engine, plan_of
-from benchmarks.gpu.session import NotHere, Row, Session, shrunk
+from benchmarks.gpu.rungs import launched
+from benchmarks.gpu.session import NotHere, Row, Session
 from benchmarks.gpu.timing import graph_ms
-from sinew.engine.cuda.graphs import Calls
 from sinew.engine.cuda.kernels import splitk_linear, tiles
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.workspace import Workspace
@@ -95,12 +93,7 @@ def sweep(model: str, session: Session) -> None:
     """Emit a row for each problem of a chunk: the time of the tile in the table, and the fastest other tiles."""
     if not session.is_gpu:
         raise NotHere("tiles are timed on a GPU")
-    case = shrunk(TARGETS[model], session.tiny)
-    base = with_chunk(random_model(model, session.device), case.chunk)
-    recipe, plan = processing(model, base.config), plan_of(base)
-    sample = samples(case, base.config, 1, CAMERA)[0]
-    made = Engine(cuda_engine(plan, recipe, session.device, recorder=Calls()))
-    made.run(sample)  # the first run compiles the kernels
+    _, made, sample = launched(model, session)
     with torch.inference_mode():
         with taken_down() as found:
             made.run(sample)
