@@ -1014,7 +1014,7 @@ def test_kernels_of_arm_are_chosen_by_the_features_of_the_cpu(arm: Emulated) -> 
         ("max", both),
         ("cortex-a76", both[1:]),
         ("neoverse-n1", both[1:]),
-        ("cortex-a72", both[2:]),  # of a Raspberry Pi 4, and of boards before Jetson Xavier
+        ("cortex-a72", both[2:]),  # a Raspberry Pi 4 has this CPU
     ):
         assert arm(cpu, b"", "kernels").decode().splitlines() == kernels, cpu
 

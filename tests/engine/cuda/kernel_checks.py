@@ -254,7 +254,7 @@ def packed_attention(
 
     def rows(
         count: int, heads: int
-    ) -> torch.Tensor:  # of the observations in turns, so that both axes are strided
+    ) -> torch.Tensor:  # rows of all observations take turns, so that both axes are strided
         return s.rows(count * B, heads, D).unflatten(0, (count, B)).transpose(0, 1)
 
     q = (rows(M, H).float() * loud).to(dtype)

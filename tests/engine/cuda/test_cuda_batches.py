@@ -72,7 +72,8 @@ def refusal(case: Case, inputs: ModelInputs, noise: np.ndarray, found: np.ndarra
     ids=str,
 )
 def test_each_robot_gets_its_own_actions(open_case, name, options):
-    """Of four in one program, within what rounding does to one alone: a library sums more rows in another order."""
+    """Four observations in one program give the actions of each alone, within rounding: a library sums more rows in
+    another order."""
     case, options = open_case(name), dict(options)
     apart = options.pop("apart", False)  # whether the stages run one by one
     engine, members = case.engine(Frozen(), **options), robots(case, 4)

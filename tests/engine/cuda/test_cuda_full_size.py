@@ -234,7 +234,7 @@ def test_keys_are_not_split_where_rows_fill_the_device() -> None:
 @pytest.mark.parametrize(("name", "layers", "tokens"), [("pi0.5", 18, 200), ("smolvla", 16, 48)])
 @torch.no_grad()
 def test_fp8_of_the_language_model(launches, architecture, name, layers, tokens):
-    """Of the four inputs of a layer one is converted in a pass of its own: what attention leaves."""
+    """A layer has four inputs. Only the result of its attention is converted in a pass of its own."""
     architecture(90)
     side = 512 if name == "smolvla" else 224
     made = program(name, 2, tokens, side, Kernels(META), fp8=("language",))
