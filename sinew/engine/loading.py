@@ -264,11 +264,7 @@ class Placement:
             moved = self.device.type not in ("cpu", "meta")
             return Rows(coded or PLAIN, computed, self.device) if coded or moved or computed != own else PLAIN
         if coded and self.model.component_of(name) in self.lowbit:
-            if isinstance(layer, Embedding):
-                return Rows(coded, computed, self.device)
-            # Only the kernels of a CPU multiply the windows of a convolution by low-bit weights.
-            if isinstance(layer, Linear) or self.device.type in ("cpu", "meta"):
-                return coded
+            return Rows(coded, computed, self.device) if isinstance(layer, Embedding) else coded
         return HALF if isinstance(layer, Linear) and self._lying(name, own) != computed else PLAIN
 
     def shapes(self, stores: Mapping[str, Store]) -> dict[str, tuple[int, ...]]:

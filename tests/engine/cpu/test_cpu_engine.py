@@ -297,7 +297,10 @@ def test_bfloat16_is_refused_where_nothing_multiplies_it(smolvla_bundle, monkeyp
     ):
         load(path, engine="cpu", dtype="bf16")
     monkeypatch.setattr("sinew.engine.cpu.open.extension", lambda: Extension("reference", "no compiler"))
-    for flag in ("avx512_bf16", "asimddp"):  # of an Orin, which has no instructions for bfloat16
+    for flag in (
+        "avx512_bf16",
+        "asimddp",
+    ):  # "asimddp" is a flag of an Orin, which has no bfloat16 instructions
         monkeypatch.setattr(machine, "cpu_flags", lambda flag=flag: frozenset({"asimd", flag}))
         with pytest.raises(
             SinewError, match=r"expected compiled products of bf16, got reference .*no compiler"

@@ -34,18 +34,19 @@ from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes
 from sinew.engine.loading import load_model
 from sinew.engine.plan.plan import Plan
-from sinew.layers.linear import Embedding, Linear
+from sinew.layers.linear import Conv1d, Embedding, Linear
 from sinew.layers.stores.codes import Codes
 from sinew.layers.stores.lowbit import dequantize
 from sinew.lowbit.sources import lowbit_sources, plan_formats
 from sinew.models import on_meta
 from sinew.policy import load
+from tests.cases import golden_cases
 from tests.covering import some
 from tests.engine.cpu.test_cpu_engine import RECIPES, stored
 from tests.engine.cuda.cuda_cases import BOUND, CPU, ONE_PER_MODEL
 from tests.engines import run_one
 from tests.golden import Golden, relative_l2
-from tests.models.stages import CASES
+from tests.models.stages import CASES, observation
 
 GPU = torch.device("cuda", 0)
 KINDS = ("int8", "q8_0", "q4_0")
@@ -80,6 +81,20 @@ def linears(model: nn.Module, component: str) -> dict[str, Linear]:
 
 
 # ----------------------------------------------------------------------------- the same actions
+
+
+@pytest.mark.parametrize("kind", ["int8", "q4_0"])
+def test_low_bit_convolutions_become_floats_and_say_so(case_bundle, tmp_path, monkeypatch, caplog, kind):
+    monkeypatch.setattr(choice, "BALANCE", {80: 1000})
+    path = stored(case_bundle("diffusion-ddim"), RECIPES[kind], tmp_path / "small.gguf")
+    seen = observation("diffusion-ddim", Golden(golden_cases() / "diffusion-ddim"))
+    wanted = load(path, "cpu", "float32", "eager").infer(seen).actions
+    policy = load(path, "cpu", engine="cuda")
+    assert "convolutions become floats" in caplog.text
+    convolutions = [module for module in policy.engine.model.modules() if isinstance(module, Conv1d)]
+    assert len(convolutions) > 10
+    assert not any(module.store.coded for module in convolutions)
+    assert np.abs(policy.infer(seen).actions - wanted).max() <= 1e-3 * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize(

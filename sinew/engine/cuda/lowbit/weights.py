@@ -6,6 +6,7 @@ blocks of 16 bytes, so codes and scales become two tensors when the model is loa
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from sinew.engine.cuda.kernels import weight_only_linear
-from sinew.layers.linear import Linear
+from sinew.layers.linear import Conv1d, Linear
 from sinew.layers.stores.codes import Codes
+from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.store import Held, Store, Tensors
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,19 +89,33 @@ def _scale(held: Held) -> Tensor:
 def keep_codes(model: nn.Module, dtype: torch.dtype) -> None:
     """Give each low-bit linear layer of a loaded model the store :class:`WeightOnly`, in place.
 
+    Low-bit convolutions become floats, because no kernel multiplies them.
+
     BitNet's ternary layers stay unchanged, because rounded activations belong to their architecture.
 
     Args:
         model: The model.
         dtype: Dtype of the products.
     """
+    convolutions = 0
     for layer in model.modules():
-        if not isinstance(layer, Linear) or type(store := layer.store) is not Codes:
+        if not isinstance(layer, Linear | Conv1d) or type(store := layer.store) is not Codes:
+            continue
+        if isinstance(layer, Conv1d):
+            wide = store.widened(layer).unflatten(1, (layer.in_channels, *layer.kernel_size))
+            layer.weight, layer.scale = nn.Parameter(wide.to(dtype), requires_grad=False), None
+            layer.store = PLAIN
+            convolutions += 1
             continue
         codes, scales = split(layer.weight, layer.scale, store)
         layer.store = WeightOnly(store.name, store.width, dtype)
         layer.weight = nn.Parameter(codes, requires_grad=False)
         layer.scale = nn.Parameter(scales, requires_grad=False)
+    if convolutions:
+        log.warning(
+            "engine cuda: %d convolutions become floats, because no kernel multiplies their low-bit weights",
+            convolutions,
+        )
 
 
 def split(weight: Tensor, scale: Tensor | None, store: Codes) -> tuple[Tensor, Tensor]:
