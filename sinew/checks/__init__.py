@@ -210,7 +210,10 @@ def cpu_kernels() -> Check:
         if kernels.halves
         else "low-bit products"
     )
-    return Check("cpu kernels", "ok", f"{halves} by {kernels.kernels} kernels ({kernels.reason})")
+    attention = f"attention over such layers in {kernels.attention}"
+    return Check(
+        "cpu kernels", "ok", f"{halves} and {attention} by {kernels.kernels} kernels ({kernels.reason})"
+    )
 
 
 def memory() -> Check:

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -15,6 +16,7 @@
 
 extern "C" const char* lowbit_kernels(int index);
 extern "C" int lowbit_takes_panels(int index, int format);
+extern "C" const char* lowbit_attention(int index);
 extern "C" int lowbit_multiply(int kernels, int format, const float* x, int64_t rows, int64_t k, float smallest,
                                const int64_t* layers, int count, int threads);
 extern "C" int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const void* row_weights,
@@ -285,20 +287,27 @@ static bool check(int kernels, int format, int64_t rows, int64_t k, int64_t chan
   return true;
 }
 
-// The attention of tiles for one query [size] as x86_amx.cpp defines it: key(j) and value(j) are rows, sees(j) the mask. The result may
-// differ from that of double by `bound`, which follows from the 8 bits of bfloat16.
+// The attention for one query [size] as attend_halves.h defines it, with sums in the order of tiles, or of bfmmla if `odd`: key(j)
+// and value(j) are rows, sees(j) the mask. The result may differ from that of double by `bound`, which follows from the 8 bits of
+// bfloat16.
 template <class Key, class Value, class Sees>
-static std::vector<float> attend_in_tiles(const float* q, int64_t size, int64_t keys, float scale, const Key& key, const Value& value,
-                                          const Sees& sees, double* bound) {
-  const auto half = [](float x) { return to_bf16(normal(x)); };
+static std::vector<float> attend_in_halves(bool odd, const float* q, int64_t size, int64_t keys, float scale, const Key& key,
+                                           const Value& value, const Sees& sees, double* bound) {
+  const auto half = [odd](float x) { return odd ? normal(to_bf16(x)) : to_bf16(normal(x)); };
+  const auto product = [odd](int64_t n, const auto& x, const auto& w) {
+    if (!odd) return in_tiles(n, x, w);
+    const auto padded = [n](const auto& at) { return [n, &at](int64_t i) { return i < n ? at(i) : 0.0f; }; };
+    return in_odd(n, padded(x), padded(w));
+  };
   volatile float factor = scale * 1.44269504f;
   const int64_t padded = round_up(keys, 32);
   std::vector<float> scores(padded, -INFINITY), weights(padded), out(size);
+  std::vector<float> query(size);  // before the sums, which may change the rounding mode
+  for (int64_t d = 0; d < size; ++d) query[d] = half(q[d] * factor);
   double steps = 0, largest = 0;  // of the scores, in natural logarithms; and of the values
   for (int64_t j = 0; j < keys; ++j) {
     double sizes = 0;
-    scores[j] = in_tiles(
-        size, [&](int64_t d) { volatile float scaled = q[d] * factor; return half(scaled); }, [&](int64_t d) { return half(key(j)[d]); });
+    scores[j] = product(size, [&](int64_t d) { return query[d]; }, [&](int64_t d) { return half(key(j)[d]); });
     for (int64_t d = 0; d < size; ++d) {
       sizes += std::fabs(double(q[d]) * key(j)[d] * scale);
       largest = std::fmax(largest, std::fabs(value(j)[d]));
@@ -328,16 +337,16 @@ static std::vector<float> attend_in_tiles(const float* q, int64_t size, int64_t 
   const float inverse = 1 / sums[0];
   const auto place = [](int64_t i) { return i / 32 * 32 + i % 2 * 16 + i % 32 / 2; };
   for (int64_t d = 0; d < size; ++d)
-    out[d] = inverse * in_tiles(padded, [&](int64_t i) { return weights[place(i)]; },
-                                [&](int64_t i) { return place(i) < keys ? half(value(place(i))[d]) : 0.0f; });
+    out[d] = inverse * product(padded, [&](int64_t i) { return weights[place(i)]; },
+                               [&](int64_t i) { return place(i) < keys ? half(value(place(i))[d]) : 0.0f; });
   // A factor has a relative error of 2^-9, so a score has two. Weights differ by twice their largest error, and are rounded.
   *bound = largest * (2 * std::expm1(2 * std::ldexp(steps, -9)) + 3 * std::ldexp(1.0, -9) + 3e-4);
   return out;
 }
 
 // Attention over tensors that end where their last row does, and activations of any length, against double.
-static bool check_between(int kernels) {
-  const int64_t batch = 1 + below(2), queries = 1 + below(30), keys = 1 + below(60), key_heads = 1 + below(2);
+static bool check_between(int kernels, int64_t queries, int64_t keys) {
+  const int64_t batch = 1 + below(2), key_heads = 1 + below(2);
   const int64_t heads = key_heads * (1 + below(3)), size = 1 + below(70), threads = 1 + below(3);
   const bool masked = below(2);
   const auto random_floats = [](int64_t n, float scale) {
@@ -385,10 +394,11 @@ static bool check_between(int kernels) {
         }
         for (double& score : scores) sum += score = std::exp(score - top);
         double bound = 4e-3;
-        std::vector<float> tiles;
-        if (lowbit_takes_panels(kernels, BF16_TILES))
-          tiles = attend_in_tiles(
-              &q[((b * queries + i) * heads + h) * size], size, keys, scale,
+        std::vector<float> halves;
+        const std::string order = lowbit_attention(kernels);
+        if (order == "bf16-tiles" || order == "bf16-odd")
+          halves = attend_in_halves(
+              order == "bf16-odd", &q[((b * queries + i) * heads + h) * size], size, keys, scale,
               [&](int64_t j) { return &k[((b * keys + j) * key_heads + shared) * size]; },
               [&](int64_t j) { return &v[((b * keys + j) * key_heads + shared) * size]; },
               [&](int64_t j) { return !masked || mask[(b * queries + i) * keys + j]; }, &bound);
@@ -396,8 +406,8 @@ static bool check_between(int kernels) {
           for (int64_t j = 0; j < keys; ++j) wanted[d] += scores[j] / sum * v[((b * keys + j) * key_heads + shared) * size + d];
           const double got = out[((b * queries + i) * heads + h) * size + d];
           const double coarse = rounded[((b * queries + i) * heads + h) * size + d];
-          if (!tiles.empty() && !same(tiles[d], float(coarse))) {
-            std::printf("%s attention in tiles: expected %a, got %a\n", lowbit_kernels(kernels), tiles[d], coarse);
+          if (!halves.empty() && !same(halves[d], float(coarse))) {
+            std::printf("%s attention %s: expected %a, got %a\n", lowbit_kernels(kernels), order.c_str(), halves[d], coarse);
             return false;
           }
           if (!(std::fabs(got - wanted[d]) < 1e-5) || !(std::fabs(coarse - wanted[d]) < bound)) {
@@ -679,13 +689,13 @@ static bool check_jpeg(int kernels) {
   return found == wanted;
 }
 
-// Print every set of kernels with the formats of bfloat16 that it computes.
+// Print every set of kernels with the formats of bfloat16 that it computes, and its products in rounded attention.
 static int list_kernels() {
   for (int kernels = 0; lowbit_kernels(kernels) != nullptr; ++kernels) {
     std::printf("%s", lowbit_kernels(kernels));
     for (int format = BF16_PANELS; format < FORMATS; ++format)
       if (lowbit_takes_panels(kernels, format)) std::printf(" %d", format);
-    std::printf("\n");
+    std::printf(", attention %s\n", lowbit_attention(kernels));
   }
   return 0;
 }
@@ -730,7 +740,7 @@ int main(int count, char** arguments) {
               check_layer(kernels, half)))
           return 1;
       if (taken && !check(kernels, format, 1 + below(large ? 70 : 14), k, channels, extreme, 1 + below(3))) return 1;
-      if (!check_between(kernels) || !check_resize(kernels) || !check_jpeg(kernels)) return 1;
+      if (!check_between(kernels, 1 + below(30), 1 + below(60)) || !check_resize(kernels) || !check_jpeg(kernels)) return 1;
       if (!check_resample<uint8_t, uint8_t, int32_t>(kernels) || !check_resample<uint8_t, float, float>(kernels) ||
           !check_resample<float, float, float>(kernels))
         return 1;
@@ -746,6 +756,7 @@ int main(int count, char** arguments) {
                               : check(kernels, format, rows, k, channels, 0, threads)))
         return 1;
     }
+    if (!check_between(kernels, 1 + below(2), 513 + below(60))) return 1;  // more keys than a part of k
     std::printf("%s: %d cases exact\n", lowbit_kernels(kernels), cases);
   }
   return 0;

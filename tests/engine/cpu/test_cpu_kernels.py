@@ -1009,7 +1009,11 @@ def test_arm_kernels_are_exact_under_an_emulator(arm: Emulated) -> None:
 def test_kernels_of_arm_are_chosen_by_the_features_of_the_cpu(arm: Emulated) -> None:
     """Orin's CPU is a Cortex-A78AE, with the instructions of a Cortex-A76; Graviton 2 has a Neoverse N1."""
     fused, odd = (PANELS_NUMBERS[order] for order in (lowbit.BF16_FUSED, lowbit.BF16_ODD))
-    both = ["neon-i8mm " + str(odd), f"neon-dotprod {fused}", "portable"]
+    both = [
+        f"neon-i8mm {odd}, attention bf16-odd",
+        f"neon-dotprod {fused}, attention float32",  # without an instruction for products of bfloat16
+        "portable, attention float32",
+    ]
     for cpu, kernels in (
         ("max", both),
         ("cortex-a76", both[1:]),

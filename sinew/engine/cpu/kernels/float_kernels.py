@@ -4,8 +4,9 @@ Each kernel is an operator with a reference in plain PyTorch, and the two differ
 attention is at most 4e-6 of the largest value, and the error of an activation 4e-7 of its input.
 
 If queries, keys and values come from int8 or bfloat16 products, attention may run with ``rounded=True``. On AVX2 and
-AVX-512, attention then multiplies 16-bit integers, with an error of at most 4e-3 of the largest value. With AMX,
-attention multiplies bfloat16 in tiles, with the error of PyTorch's attention in bfloat16.
+AVX-512, attention then multiplies 16-bit integers, with an error of at most 4e-3 of the largest value. With AMX, and
+on ARM CPUs with ``bfmmla``, attention multiplies bfloat16, with the error of PyTorch's attention in bfloat16. Other ARM
+CPUs multiply float32, because their bfloat16 products would need as many instructions.
 ``tests/engine/cpu/test_float_kernels.py`` compares all kernels with float64.
 """
 
@@ -176,7 +177,7 @@ def differs(floats: FloatKernels) -> str:
             "rounded attention": each.attend(q, *parts, True, k[:, 12:], v[:, 12:]),
         }
         made[name] = attended | {"gelu": activated, "silu": gated}
-    # The bound of rounded attention holds for tiles, which round to the 8 bits of bfloat16.
+    # The bound of rounded attention holds for kernels that round to the 8 bits of bfloat16.
     bounds = dict.fromkeys(made["made"], 1e-5) | {"rounded attention": 2e-2}
     close = (
         (name, torch.allclose(made["made"][name], made["wanted"][name], rtol=bound, atol=bound))

@@ -68,6 +68,8 @@ def load(path: str) -> Any:
     library.lowbit_kernels.restype = ctypes.c_char_p
     library.lowbit_kernels.argtypes = [ctypes.c_int]
     library.lowbit_without_tiles.restype = ctypes.c_char_p
+    library.lowbit_attention.restype = ctypes.c_char_p
+    library.lowbit_attention.argtypes = [ctypes.c_int]
     library.lowbit_takes_panels.argtypes = [ctypes.c_int, ctypes.c_int]
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
     library.lowbit_multiply.argtypes = [

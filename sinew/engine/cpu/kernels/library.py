@@ -45,6 +45,8 @@ class Extension:
         frames: The kernels that resize frames; None if numpy resizes them.
         floats: The kernels between products.
         layers: The kernels of whole layers.
+        attention: The products in attention over layers in bfloat16 or few bits: the order of sums in bfloat16
+            (``lowbit.BF16_TILES`` or ``lowbit.BF16_ODD``), "int16" or "float32".
     """
 
     kernels: str
@@ -56,6 +58,7 @@ class Extension:
     frames: compiled.FrameKernels | None = None
     floats: FloatKernels = float_kernels.REFERENCES
     layers: LayerKernels = layer_kernels.REFERENCES
+    attention: str = "float32"
 
     @property
     def compiled(self) -> bool:
@@ -118,7 +121,10 @@ def _load(asked: str) -> Extension:
     reason = built.reason + measured
     if without_tiles := library.lowbit_without_tiles().decode():
         reason += f"; without amx: {without_tiles}"
-    return Extension(names[index], reason, names, panels, multiply_all, lay_out, frames, floats, layers)
+    attention = library.lowbit_attention(index).decode()
+    return Extension(
+        names[index], reason, names, panels, multiply_all, lay_out, frames, floats, layers, attention
+    )
 
 
 def _faster(library: Any, names: Sequence[str]) -> tuple[int, str]:

@@ -93,6 +93,12 @@ extern "C" PUBLIC const char* lowbit_kernels(int index) {
   return set == nullptr ? nullptr : set->name();
 }
 
+// Return the products of rounded attention (Set::attention) of the index-th set, or null after the last set.
+extern "C" PUBLIC const char* lowbit_attention(int index) {
+  const lowbit::Set* set = lowbit::set_here(index);
+  return set == nullptr ? nullptr : set->attention();
+}
+
 // Return the reason why no set uses the CPU's tile instructions. Return "" if a set uses them, or if the CPU or the
 // library has none.
 extern "C" PUBLIC const char* lowbit_without_tiles() { return lowbit::without_tiles; }

@@ -27,14 +27,21 @@ int attend(const Set& set, const Attention& a, bool rounded, int threads) {
       (a.before < a.keys && (a.own_k == nullptr || a.own_v == nullptr)))
     return 1;
   const FloatKernels* floats = set.floats;
-  const Tiles* tiles = rounded ? set.half_tiles : nullptr;
-  const auto attend = tiles ? tiles->attend : rounded ? floats->attend_rounded : floats->attend;
+  auto attend = rounded ? floats->attend_rounded : floats->attend;
+  int together = floats->rows, tile = floats->tile;  // the numbers of rows that are computed together, at most and at least
+  if (rounded && set.half_tiles != nullptr) {
+    attend = set.half_tiles->attend;
+    together = tile = set.half_tiles->rows;
+  } else if (rounded && set.halves != nullptr && set.halves->attend != nullptr) {
+    attend = set.halves->attend;
+    together = tile = set.halves->rows;
+  }
   // A task computes one key head, because its keys and values are copied to another layout. If there are few key heads,
   // several tasks share the rows of one head.
   const int64_t heads = a.batch * a.key_heads, all = a.rows(), most = (all + 63) / 64;
   int64_t parts = (4 * threads + heads - 1) / heads;
   parts = threads == 1 ? 1 : parts > most ? most : parts;
-  const int64_t rows = round_up((all + parts - 1) / parts, tiles ? tiles->rows : floats->tile);
+  const int64_t rows = round_up((all + parts - 1) / parts, tile);
   std::atomic<int> failed{0};
   Pool::get().run(threads, static_cast<int>(heads * parts), [&](int task) {
     thread_local Buffer buffer;
@@ -42,7 +49,7 @@ int attend(const Set& set, const Attention& a, bool rounded, int threads) {
     const int64_t first = part * rows, last = first + rows < all ? first + rows : all;
     if (first >= last) return;
     try {
-      attend(a, batch, head, first, last, static_cast<char*>(buffer.get(attend_bytes(a, tiles ? tiles->rows : floats->rows))));
+      attend(a, batch, head, first, last, static_cast<char*>(buffer.get(attend_bytes(a, together))));
     } catch (const std::bad_alloc&) {
       failed = 2;
     }

@@ -162,6 +162,9 @@ struct Halves {
   // The kernels use only x, w, w2, out, rows and units of a tile.
   void (*multiply)(const Tile&);
   void (*multiply_two)(const Tile&);  // null if this is not faster
+  // Attention with products of bfloat16 (attend_halves.h). `memory` has attend_bytes() for `rows` rows. Null if the set
+  // has no such attention.
+  void (*attend)(const struct Attention&, int64_t batch, int64_t head, int64_t first, int64_t last, char* memory);
 };
 
 // The last step of a tile: y = add + (sums * scale * inverse + bias) * gate, each operation rounded, in this order.
@@ -195,8 +198,7 @@ struct Tiles {
   void (*multiply)(const Tile&, const Ending* before);  // before: the previous product, or null
   void (*multiply_two)(const Tile&, const Ending* before);
   void (*finish)(const Ending&);
-  // Attention with products of bfloat16, as FloatKernels::attend_rounded. `memory` has attend_bytes() for `rows` rows.
-  // Null for products of int8.
+  // As in Halves; null for products of int8.
   void (*attend)(const struct Attention&, int64_t batch, int64_t head, int64_t first, int64_t last, char* memory);
 };
 
@@ -295,6 +297,13 @@ struct Set {
   const Tiles* tiles;    // for int8; null if the set has no tiles
   const Tiles* half_tiles;  // for bfloat16; null if the set has no tiles
   const char* name() const { return tiles == nullptr ? products->name : tiles->name; }
+  // Return the products of attention whose products may be rounded to 16 bits: an order of sums of bfloat16
+  // (sinew/layers/stores/lowbit.py), integers (attend16.h), or floats that are not rounded.
+  const char* attention() const {
+    if (half_tiles != nullptr) return "bf16-tiles";
+    if (halves != nullptr && halves->attend != nullptr) return "bf16-odd";
+    return floats->attend_rounded == floats->attend ? "float32" : "int16";
+  }
   bool takes(int format) const {
     if (format == BF16_TILES) return half_tiles != nullptr;
     return of_halves(format) ? halves != nullptr && halves->format == format : tiles != nullptr || products->takes_panels();

@@ -1,8 +1,8 @@
 // AMX: products of int8 and bfloat16, and attention, with tiles. In memory, 16 units of a panel (1 KiB) already have the
 // layout of a tile's second operand, so weights need no second layout. Rows of activations are tiles of 16 rows x 64
 // bytes. Up to two tiles of rows are multiplied by two panels at once: four loads for four products.
-#include "kernels.h"
-#include "rows.h"
+#define LOWBIT_VECTOR 64
+#include "attend_halves.h"
 #include "tiles.h"
 
 namespace lowbit {
@@ -35,16 +35,7 @@ inline void dot() {
     tiles::dot_bytes<C, A, B>();
 }
 
-typedef float Floats __attribute__((vector_size(4 * CHANNELS)));
 typedef int32_t Ints __attribute__((vector_size(4 * CHANNELS)));
-typedef uint32_t Words __attribute__((vector_size(4 * CHANNELS)));
-
-template <class T>
-inline T read(const void* from) {
-  T made;
-  std::memcpy(&made, from, sizeof made);
-  return made;
-}
 
 // Finish one row of a tile in one panel.
 template <bool HALVES>
@@ -167,136 +158,53 @@ void round(const float* x, int64_t k, int8_t* out) {
   }
 }
 
-// Attention in bfloat16 (Tiles::attend). Queries times scale * log2(e), keys and values are rounded to bfloat16, and
-// scores are sums in the order of tiles (tiles.h). An attention weight is 2^(score - largest score), computed by power()
-// and rounded to bfloat16, half away from zero. The weights are added in 16 sums, one for each key modulo 16, and these
-// sums as in reduced(). The results are sums in the order of tiles, with the keys 0, 16, 1, 17, ... of each 32 keys,
-// times the inverse of the sum of weights. The error is that of an attention in bfloat16 by PyTorch.
+// The products of attention (attend_halves.h), with 32 queries at a time. A row of scores becomes the row of a tile.
+class Products {
+ public:
+  static constexpr int ROWS = lowbit::ROWS;
+  static void round(const float* x, int64_t k, int8_t* out) { lowbit::round(x, k, out); }
 
-constexpr int PAIR = 2 * CHANNELS;  // keys of two panels, and values of k in one step
+  Products(int64_t padded, int64_t width, int64_t, char* memory)
+      : padded_(padded), width_(width), stride_(row_stride(padded)), queries_(memory),
+        scores_(reinterpret_cast<float*>(memory + 2 * ROWS * width)), out_(scores_ + ROWS * stride_) {}
 
-// Compute 2^x for x at most 0, with a relative error of at most 1.1e-4. Results below 2^-120 are zeros, and NaN stays NaN.
-inline Floats power(Floats x) {
-  const Floats shifted = x + 12582912.0f;  // with 1.5 * 2^23, the nearest whole number is in the low bits
-  const Floats part = x - (shifted - 12582912.0f);
-  const Floats p = ((part * 0.0550090224f + 0.2422113121f) * part + 0.6932829618f) * part + 1.0f;
-  const Floats whole = (Floats)(((Words)shifted << 23) + 0x3f800000);
-  return x < -120.0f ? Floats{} : p * whole;
-}
-
-// Combine the values 8 apart, then those 4, 2 and 1 apart.
-template <class Function>
-inline float reduced(Floats all, const Function& function) {
-  float values[CHANNELS];
-  std::memcpy(values, &all, sizeof values);
-  for (int apart = CHANNELS / 2; apart > 0; apart /= 2)
-    for (int i = 0; i < apart; ++i) values[i] = function(values[i], values[i + apart]);
-  return values[0];
-}
-
-// Replace the scores of one query by attention weights in bfloat16, as the rows of a tile: of each 32 keys, 0, 16, 1, 17
-// and so on. Return the sum of the weights, or NaN if a score is NaN.
-float weights(float* scores, const uint8_t* seen, int64_t keys, int64_t padded) {
-  const float none = -__builtin_inff();
-  if (seen != nullptr)
-    for (int64_t i = 0; i < keys; ++i) scores[i] = seen[i] ? scores[i] : none;
-  for (int64_t i = keys; i < padded; ++i) scores[i] = none;
-  Floats tops[2] = {none - Floats{}, none - Floats{}};  // two maxima, because each comparison waits for the one before
-  for (int64_t i = 0; i < padded; i += PAIR)
-    for (int h = 0; h < 2; ++h) {
-      const Floats score = read<Floats>(scores + i + h * CHANNELS);
-      tops[h] = score > tops[h] ? score : tops[h];
-    }
-  float most = reduced(tops[0] > tops[1] ? tops[0] : tops[1], [](float a, float b) { return a > b ? a : b; });
-  if (most == none) {  // as in the reference, a row without visible keys averages all values
-    for (int64_t i = 0; i < keys; ++i) scores[i] = scores[i] == none ? 0.0f : scores[i];
-    most = 0.0f;
+  float* scores(int64_t row, int64_t panel) const { return scores_ + row * stride_ + panel * CHANNELS; }
+  const float* results(int64_t row, int64_t panel) const { return out_ + row * width_ + panel * CHANNELS; }
+  void weigh(int64_t row, int64_t i, int, Words both) const {
+    std::memcpy(scores_ + row * stride_ + i / 2, &both, sizeof both);
   }
-  Floats sums = {};
-  char* to = reinterpret_cast<char*>(scores);
-  for (int64_t i = 0; i < padded; i += PAIR, to += tiles::BYTES) {
-    Words halves[2];
-    for (int h = 0; h < 2; ++h) {  // the low 16 bits of a NaN are zero, because it comes from bfloat16, so it stays NaN
-      halves[h] = ((Words)power(read<Floats>(scores + i + h * CHANNELS) - most) + 0x8000) & 0xffff0000;
-      sums += (Floats)halves[h];
-    }
-    const Words both = halves[0] >> 16 | halves[1];
-    std::memcpy(to, &both, sizeof both);
+
+  void multiply_keys(const int8_t* lines, int64_t rows, const char* keys) const {
+    pack(lines, 2 * width_, rows, queries_);
+    const int64_t steps = width_ / PAIR, panel = steps * tiles::SIZE;
+    for (int64_t i = 0; i < padded_; i += PAIR, keys += 2 * panel)
+      both({queries_, tiles::BYTES, tiles::SIZE, panel, {keys, keys + panel}, steps, nullptr, bytes(scores_ + i), row_bytes(),
+            CHANNELS * sizeof(float), false},
+           rows);
   }
-  return reduced(sums, [](float a, float b) { return a + b; });
-}
+
+  void multiply_values(int64_t rows, const char* values) const {
+    const int64_t steps = padded_ / PAIR, panel = steps * tiles::SIZE;
+    for (int64_t d = 0; d < width_; d += PAIR, values += 2 * panel)
+      both({bytes(scores_), row_bytes(), tiles::BYTES, tiles::ROWS * row_bytes(), {values, values + panel}, steps, nullptr,
+            bytes(out_ + d), width_ * static_cast<int64_t>(sizeof(float)), CHANNELS * sizeof(float), false},
+           rows);
+  }
+
+ private:
+  static char* bytes(float* p) { return reinterpret_cast<char*>(p); }
+  int64_t row_bytes() const { return stride_ * sizeof(float); }
+  static void both(const Operands& o, int64_t rows) { (rows > tiles::ROWS ? add<true, 2, 2> : add<true, 1, 2>)(o, nullptr); }
+
+  const int64_t padded_, width_, stride_;
+  char* const queries_;  // [ROWS / 16][width / 32] tiles
+  float* const scores_;  // [ROWS][stride]
+  float* const out_;     // [ROWS][width]
+};
 
 void attend(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t last, char* memory) {
-  const int64_t padded = round_up(a.keys, PAIR), width = round_up(a.size, PAIR), steps = width / PAIR;
-  const int64_t stride = row_stride(a.keys), row_bytes = stride * sizeof(float);
-  const auto take = [&](int64_t bytes) {
-    char* at = memory;
-    memory += bytes;
-    return at;
-  };
-  char* keys = take(2 * padded * width);      // [padded / 16][steps] tiles
-  char* values = take(2 * padded * width);    // [width / 16][padded / 32] tiles
-  char* queries = take(2 * ROWS * width);     // [ROWS / 16][steps] tiles
-  float* scores = reinterpret_cast<float*>(take(ROWS * row_bytes));
-  float* out = reinterpret_cast<float*>(take(ROWS * width * sizeof(float)));
-  int8_t* lines = reinterpret_cast<int8_t*>(take(2 * PAIR * width));  // rows in bfloat16, with zeros after `size`
-  std::memset(lines, 0, 2 * PAIR * width);
-  const auto line = [&](int64_t j, const float* from) {
-    if (from != nullptr)
-      round(from, a.size, lines + 2 * j * width);
-    else
-      std::memset(lines + 2 * j * width, 0, 2 * a.size);
-  };
-  for (int64_t i = 0; i < padded; i += CHANNELS) {
-    for (int64_t j = 0; j < CHANNELS; ++j) line(j, i + j < a.keys ? a.key(b, head, i + j) : nullptr);
-    for (int64_t s = 0; s < steps; ++s)
-      transpose(reinterpret_cast<int32_t*>(lines) + s * CHANNELS, width / 2, CHANNELS,
-                reinterpret_cast<int32_t*>(keys + (i / CHANNELS * steps + s) * tiles::SIZE));
-  }
-  for (int64_t i = 0; i < padded; i += PAIR) {
-    for (int64_t j = 0; j < PAIR; ++j) line(j, i + j < a.keys ? a.value(b, head, i + j) : nullptr);
-    const uint16_t* from = reinterpret_cast<uint16_t*>(lines);
-    for (int64_t d = 0; d < width; d += CHANNELS)
-      for (int64_t j = 0; j < CHANNELS; ++j) {
-        const uint16_t *low = from + j * width + d, *high = low + CHANNELS * width;
-        uint32_t pairs[CHANNELS];
-        for (int n = 0; n < CHANNELS; ++n) pairs[n] = low[n] | static_cast<uint32_t>(high[n]) << 16;
-        std::memcpy(values + (d / CHANNELS * (padded / PAIR) + i / PAIR) * tiles::SIZE + j * tiles::BYTES, pairs, sizeof pairs);
-      }
-  }
-  const float factor = a.scale * 1.44269504f;  // log2(e)
   tiles::begin();
-  for (int64_t row = first; row < last; row += ROWS) {
-    const int64_t rows = last - row < ROWS ? last - row : ROWS;
-    const bool two = rows > tiles::ROWS;
-    for (int64_t r = 0; r < rows; ++r) {
-      const float* q = a.query(b, head, row + r);
-      for (int64_t d = 0; d < a.size; ++d) out[d] = q[d] * factor;
-      line(r, out);
-    }
-    pack(lines, 2 * width, rows, queries);
-    for (int64_t i = 0; i < padded; i += PAIR) {
-      const char* panel = keys + i / CHANNELS * steps * tiles::SIZE;
-      const Operands o = {queries, tiles::BYTES, tiles::SIZE, steps * tiles::SIZE, {panel, panel + steps * tiles::SIZE}, steps,
-                          nullptr, reinterpret_cast<char*>(scores + i), row_bytes, CHANNELS * sizeof(float), false};
-      (two ? add<true, 2, 2> : add<true, 1, 2>)(o, nullptr);
-    }
-    float totals[ROWS];
-    for (int64_t r = 0; r < rows; ++r) totals[r] = weights(scores + r * stride, a.seen(b, row + r), a.keys, padded);
-    for (int64_t d = 0; d < width; d += PAIR) {
-      const int64_t next = padded / PAIR * tiles::SIZE;
-      const char* panel = values + d / CHANNELS * next;
-      const Operands o = {reinterpret_cast<char*>(scores), row_bytes, tiles::BYTES, tiles::ROWS * row_bytes, {panel, panel + next},
-                          padded / PAIR, nullptr, reinterpret_cast<char*>(out + d),
-                          width * static_cast<int64_t>(sizeof(float)), CHANNELS * sizeof(float), false};
-      (two ? add<true, 2, 2> : add<true, 1, 2>)(o, nullptr);
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-      const float inverse = 1.0f / totals[r];
-      float* y = a.result(b, head, row + r);
-      for (int64_t d = 0; d < a.size; ++d) y[d] = out[r * width + d] * inverse;
-    }
-  }
+  attend_halves<Products>(a, b, head, first, last, memory);
   tiles::end();
 }
 
