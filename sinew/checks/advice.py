@@ -167,6 +167,7 @@ def _merging(log: RunLog, outcomes: Sequence[Played], unknown: list[str]) -> Adv
     motion: Mapping[str, object] = log.settings.choice.motion or {}
     kind = str(motion.get("kind", "as is"))
     waits = own.held.get(LATE, 0)
+    late = 1e3 * log.settings.period * float(np.mean(log.latencies))
     if method.timed:
         if method.method != "aligned":
             unknown.append(
@@ -179,6 +180,12 @@ def _merging(log: RunLog, outcomes: Sequence[Played], unknown: list[str]) -> Adv
             unknown.append(
                 f"Chunk merging. The robot stood still for {waits} of {own.steps} control steps while it waited. The"
                 " log does not state that actions are targets, so a method that continues may execute them wrongly."
+            )
+        elif not method.stops and late:
+            unknown.append(
+                f"Chunk merging. {own.handover} executes each action {late:.0f} ms too late on average. The log does"
+                " not state that actions are targets, so it does not show whether the robot should continue or wait"
+                " (freeze)."
             )
         return None
     if max(log.latencies) == 0 and not waits:
@@ -194,7 +201,6 @@ def _merging(log: RunLog, outcomes: Sequence[Played], unknown: list[str]) -> Adv
             f" waited for a chunk. With aligned, it holds for {aligned.holds} of {aligned.steps} control steps."
         )
     else:
-        late = 1e3 * log.settings.period * float(np.mean(log.latencies))
         text = (
             f"actions are {kind} targets, and {own.handover} executes each of them {late:.0f} ms too late on average,"
             " because it starts a chunk at its first action, however old its frame is."

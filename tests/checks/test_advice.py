@@ -228,6 +228,18 @@ def test_a_robot_that_waits_continues_only_if_actions_are_targets(motion: str) -
     assert any(text.startswith("Chunk merging.") for text in result.unknown) != targets
 
 
+def test_late_actions_of_an_unknown_kind_are_named() -> None:
+    """As of blocks with naive: a log without a motion does not show whether waiting or continuing is right."""
+    result = advised(log_of("naive", "8", "as is"))
+    assert flags(result) == []
+    assert any(
+        text.startswith("Chunk merging. naive executes each action 100 ms too late")
+        for text in result.unknown
+    )
+    at_once = advised(log_of("naive", "8", "as is", latencies=[0] * 9, waits=[(0, 0)] * 9))
+    assert not any(text.startswith("Chunk merging.") for text in at_once.unknown)
+
+
 def test_targets_that_are_executed_late_are_aligned() -> None:
     result = advised(log_of("naive", "8"))
     assert flags(result) == ["--handover aligned"]
