@@ -200,6 +200,21 @@ def test_pen_catch_has_a_window():
     assert {catch(s) for s in range(4)} == {"caught"}
 
 
+def test_pen_falls_from_the_given_heights():
+    """Half the height leaves less time until the jaws have to close."""
+    low, usual = pen.PenEnv(heights=(0.13, 0.13)), pen.PenEnv()
+    for seed in range(8):
+        low.reset(seed=seed)
+        usual.reset(seed=seed)
+        assert low.drop.height == 0.13
+        assert 0.26 <= usual.drop.height <= 0.34
+        assert low.drop.release == usual.drop.release  # the other draws of the seed stay
+        assert low.drop.best_command < usual.drop.best_command
+    for heights in ((0.0, 0.3), (0.3, 0.2), (0.3, 0.4)):
+        with pytest.raises(ValueError, match="heights: expected a range above 0 and below 0.37 metres"):
+            pen.PenEnv(heights=heights)
+
+
 def test_pen_never_catches_by_waiting_with_closed_jaws():
     env = pen.PenEnv()
     env.reset(seed=0)

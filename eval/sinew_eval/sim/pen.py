@@ -28,7 +28,10 @@ CONTROL_HZ = 60
 GRAVITY = 9.81
 PEN_LENGTH = 0.16
 PEN_WIDTH = 0.014
-DROP = (0.26, 0.34)  # range of the height of the pen's lower end above the jaws before the release, in metres
+DROP = (
+    0.26,
+    0.34,
+)  # usual range of the height of the pen's lower end above the jaws before the release, in metres
 RELEASE = (0.40, 0.90)  # range of the release time, in seconds
 CLOSING_TIME = 0.075  # time from fully open to fully closed jaws, in seconds
 TOUCH = 0.2  # opening at which the jaws touch the pen; 1 is fully open
@@ -81,8 +84,12 @@ class PenEnv(gymnasium.Env):
         image_size: Width and height of a frame, in pixels.
         camera_fps: Frames per second, a divisor of 60.
         camera_delay: Seconds from exposure until the frame arrives.
+        heights: Range of the height of the pen's lower end above the jaws before the release, in metres.
         render_mode: Gymnasium's render mode.
         render_size: Width and height of a rendered picture, in pixels.
+
+    Raises:
+        ValueError: The camera cannot show the heights.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": CONTROL_HZ}  # noqa: RUF012 - gymnasium requires it
@@ -96,9 +103,16 @@ class PenEnv(gymnasium.Env):
         image_size: int = 64,
         camera_fps: int = 30,
         camera_delay: float = 0.0,
+        heights: tuple[float, float] = DROP,
         render_mode: str | None = None,
         render_size: int = 256,
     ):
+        low, high = self.heights = float(heights[0]), float(heights[1])
+        if not 0.0 < low <= high < _VIEW[1]:
+            raise ValueError(
+                f"heights: expected a range above 0 and below {_VIEW[1]:g} metres, which the camera shows, got"
+                f" {low:g} to {high:g}"
+            )
         self.image_size, self.camera = image_size, DelayedCamera(camera_fps, camera_delay, CONTROL_HZ)
         self.render_mode, self.render_size = render_mode, render_size
         pixels = spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
@@ -118,7 +132,7 @@ class PenEnv(gymnasium.Env):
         rng = self.np_random
         self.drop = DropEpisode(
             release=float(rng.uniform(*RELEASE)),
-            height=float(rng.uniform(*DROP)),
+            height=float(rng.uniform(*self.heights)),
             lateral=float(rng.uniform(-0.01, 0.01)),
             camera_z=float(rng.uniform(-0.012, 0.012)),
             camera_x=float(rng.uniform(-0.01, 0.01)),
