@@ -37,6 +37,7 @@ from sinew_perf.success import SCHEMA
 
 from benchmarks import pen_streams
 from benchmarks.handovers import figure as handovers
+from benchmarks.truth import advised_run, stored
 from research.vla_perf.__main__ import main as vla_perf
 from sinew.cli import main as sinew
 from sinew.core import figures
@@ -44,7 +45,6 @@ from sinew.core.statistics import wilson
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs" / "figures"
-TRUTH = ROOT / "benchmarks" / "results" / "truth"
 BLOCKS = ROOT / "sinew" / "assets" / "blocks.gguf"
 FILMED_SEED = 5003
 PAGE = ROOT / "research" / "log" / "measurements-closed-loop.md"
@@ -264,12 +264,6 @@ def measured_delays(path: Path) -> None:
     figures.save(figure, path)
 
 
-def truth(name: str) -> list[dict[str, Any]]:
-    """Return the rows of a comparison of benchmarks.truth."""
-    rows: list[dict[str, Any]] = json.loads((TRUTH / f"{name}.json").read_text())["rows"]
-    return rows
-
-
 def played(row: dict[str, Any]) -> tuple[float, float, float]:
     """Return the success of played episodes with its interval, each from 0 to 1."""
     return row["wins"] / row["episodes"], *row["interval"]
@@ -319,7 +313,7 @@ def need_success(path: Path) -> None:
 
 def need_truth(path: Path) -> None:
     """Draw the success that `sinew perf need --success` predicts, and the success of new episodes."""
-    rows = truth("need")
+    rows = stored("need")
 
     def label(row: dict[str, Any]) -> str:
         mean, _, deviation = row["latency"].removeprefix("normal:").removesuffix("ms").partition(",")
@@ -334,17 +328,11 @@ def need_truth(path: Path) -> None:
 
 def advice_truth(path: Path) -> None:
     """Draw the success with the settings of a recorded run, and with the settings of its advice."""
-    (_, _, *names), *rows = table_before(path.name, ROOT / "docs" / "recordings.md")
-    labels = [f"{run}\nadvice: {advice}".replace("`", "") for run, advice, *_ in rows]
-    rates = [[success_of(cell) for cell in cells] for _, _, *cells in rows]
-    columns = dict(zip(names, map(list, zip(*rates, strict=True)), strict=True))
-    side_by_side(path, labels, columns, "advice from recordings")
-
-
-def success_of(cell: str) -> tuple[float, float, float]:
-    """Read a success rate with its interval, such as "98 (93 to 99)", in percent. Returns shares from 0 to 1."""
-    rate, low, high = (float(number) / 100 for number in re.findall(r"[\d.]+", cell))
-    return rate, low, high
+    rows = [row for row in stored("advise") if "advised" in row]
+    labels = [f"{run}\nadvice: {advice}".replace("`", "") for run, advice in map(advised_run, rows)]
+    pairs = {"as recorded": "before", "as advised": "after"}
+    series = {name: [played(row[key]) for row in rows] for name, key in pairs.items()}
+    side_by_side(path, labels, series, "advice from recordings")
 
 
 def film(path: Path) -> None:

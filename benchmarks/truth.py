@@ -1,12 +1,18 @@
 """Compare predictions and advice of Sinew with played episodes: the built-in tasks in simulated time.
 
-    python -m benchmarks.truth need|advise|delays|skip [--episodes N] [--out FOLDER]
+    python -m benchmarks.truth need|advise|delays|height|skip|fp8|views|choose|warm [--episodes N] [--out FOLDER]
 
 * ``need``: success that `sinew perf need --success` predicts at a latency, and the success of new episodes
 * ``advise``: success with the settings of a recorded run, and with the settings that `sinew recording advise` prints
   for its recording
 * ``delays``: success of a robot with a late camera that states no times, by the ``camera_delay`` of its settings
+* ``height``: success of the pen by the height of its fall, with a camera that is two frames late
 * ``skip``: success of policies without some layers (`sinew skip`)
+* ``fp8``: success of policies with the language model in FP8, by the references of the kernels of engine cuda
+* ``views``: success and computed views if a camera's view is computed only when its rule needs it (`refresh`)
+* ``choose``: cost of the modes that `sinew perf choose` chooses, and of always the same mode, in new episodes
+* ``warm``: the first answer after a pause of servers with and without `--keep-warm-s`. It runs by the clock, on a
+  socket, and N is the number of pairs for each pause (benchmarks.keep_warm)
 
 All variants of a comparison play the same seeds with the same noise. The results are stored in
 benchmarks/results/truth. The figures in docs/figures are drawn from them (benchmarks.figures).
@@ -21,15 +27,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import torch
 from sinew_client.control import AS_IS, SimulatedPace
 from sinew_client.control.listeners.keep import Keep
+from sinew_client.control.listeners.views import ViewRule
 from sinew_client.control.run import Run
 from sinew_eval.episodes.adapters import make_env
 from sinew_eval.episodes.robot import SimulatedRobot
@@ -37,9 +45,12 @@ from sinew_eval.episodes.runner import Episode, EpisodeSettings, run_episode, se
 from sinew_eval.episodes.settings import Latency
 from sinew_eval.episodes.sources import Simulated
 from sinew_eval.report.stats import mcnemar, paired_difference
+from sinew_perf.choosing import Mode, select
 from sinew_perf.success import LatencySpread, Way
 
 from benchmarks.handovers import draw_when_asked
+from benchmarks.keep_warm import warm
+from benchmarks.paired import median_interval
 from benchmarks.side_by_side import SideBySide
 from sinew.cli.run_leader import FrameKeeper
 from sinew.core import machine
@@ -53,7 +64,6 @@ TASKS = {
     "blocks": ("blocks", "sinew/Blocks-v0", 20.0),
     "shove": ("blocks", "sinew/BlocksShove-v0", 20.0),
 }
-LIMIT = 400  # largest number of control steps of an episode
 FIRST = 30_000  # first seed: no policy was trained, and no surface was measured with the seeds from here on
 
 # The measured curve of `need`: for each latency in control steps, the successes of 100 episodes
@@ -62,21 +72,50 @@ FIRST = 30_000  # first seed: no policy was trained, and no surface was measured
 CURVE = {0: 98, 2: 98, 5: 96, 6: 98, 8: 63, 11: 22, 12: 10, 14: 1, 17: 0}
 ASKED = ((87, 0), (110, 0), (142, 0), (90, 30), (125, 20))
 
-# A recorded run: the task, and the settings that are not good. The last has limits that are too low for the task.
+# A recorded run: the task, and the settings that are not good. "velocity" is a limit that is too low for the task.
+# "shove" is the task of the blocks in which the named block is moved during the episode.
 RECORDED: tuple[tuple[str, dict[str, str]], ...] = (
+    ("pen", {"replan": "full", "latency": "17ms", "handover": "aligned"}),
     ("pen", {"replan": "2", "latency": "33ms", "handover": "naive"}),
     ("pen", {"replan": "2", "latency": "33ms", "handover": "freeze"}),
-    ("pen", {"replan": "full", "latency": "17ms"}),
-    ("blocks", {"replan": "8", "latency": "50ms", "velocity": "0.5"}),
-    ("shove", {"replan": "full", "latency": "50ms"}),
+    ("shove", {"replan": "full", "latency": "50ms", "handover": "freeze"}),
+    ("shove", {"replan": "16", "latency": "50ms", "handover": "freeze"}),
+    ("shove", {"replan": "full", "latency": "200ms", "handover": "aligned"}),
+    ("shove", {"replan": "8", "latency": "100ms", "handover": "naive"}),
+    ("shove", {"replan": "8", "latency": "50ms", "handover": "freeze", "velocity": "0.5"}),
+    ("blocks", {"replan": "full", "latency": "50ms", "handover": "freeze"}),
+    ("blocks", {"replan": "8", "latency": "50ms", "handover": "freeze", "velocity": "0.5"}),
 )
 RECORDED_EPISODES, RECORDED_FIRST = 8, 20_000
+# Played in addition where the command advises nothing: settings that are known to be good for the task.
+GOOD = {
+    "pen": {"replan": "2", "handover": "aligned"},
+    "blocks": {"replan": "8", "handover": "freeze"},
+    "shove": {"replan": "8", "handover": "freeze"},
+}
 
 # Delays of the camera setting in s, for a camera that is two frames late at 30 Hz. A frame is at most one control step
 # older, so its mean age is 75 ms.
 CAMERA_S, SETTINGS_S = 2 / 30, (0.0, 0.075, 0.072, 0.078)
 
+# Heights of the pen in metres, and pairs of the camera's delay in s and the policy's latency. The second pair is from
+# "Running VLAs at Real-time Speed" with two views.
+HEIGHTS_M = (0.18, 0.22, 0.24, 0.26, 0.28, 0.30, 0.34)
+HEIGHT_DELAYS = ((0.0, "0"), (CAMERA_S, "27.3ms"), (CAMERA_S, "67ms"))
+
 SKIPPED = ("", "vision=1", "vision=2", "vision=0", "language=2+3,expert=2+3", "language=0+1,expert=0+1")
+
+FP8_REPLAN = {"pen": "2", "blocks": "8", "shove": "8"}
+
+RULES = (
+    "all", "front:every:4", "front:change:4", "front:never", "wrist:change:8", "wrist:every:2", "wrist:every:4",
+)  # fmt: skip
+VIEWS_REPLAN = 4
+
+# Modes of the pen: latency, cost of an attempt, and share of attempts in which the mode is available.
+MODES = {"robot": ("50ms", 1.0, 1.0), "edge": ("100ms", 0.3, 0.99), "cloud": ("normal:125,20ms", 0.1, 0.97)}
+FAILURE_COSTS = (0.3, 0.6, 1.0, 5.0, 20.0, 200.0, 1000.0)
+MEASURED_FIRST = 20_000  # first seed of the episodes from which a mode is chosen
 
 
 class Unstated(gymnasium.Wrapper):
@@ -100,7 +139,8 @@ def play(
     policy: SideBySide,
     seeds: Sequence[int],
     conduct: EpisodeSettings,
-    camera_delay: float | None = None,
+    options: Mapping[str, Any] | None = None,
+    stated: bool = True,
 ) -> list[bool]:
     """Play episodes of a task. Returns the outcome of each seed.
 
@@ -109,22 +149,22 @@ def play(
         policy: The policy.
         seeds: Seeds of the episodes.
         conduct: Settings of the episodes.
-        camera_delay: Delay of a camera whose frames have no stated age, in seconds. None for the task's own camera.
+        options: Options of the environment.
+        stated: False if the robot does not state how old its frames are.
     """
 
     def episode(seed: int) -> Episode:
-        options = {"max_episode_steps": LIMIT} if camera_delay is None else {"camera_delay": camera_delay}
-        env, adapter = make_env(TASKS[task][1], env_options=options)
+        env, adapter = make_env(TASKS[task][1], env_options=dict(options or {}))
         draw_when_asked(env)
-        return run_episode(env if camera_delay is None else Unstated(env), adapter, policy, conduct, seed)
+        return run_episode(env if stated else Unstated(env), adapter, policy, conduct, seed)
 
     return [each.success for each in policy.play(episode, seeds)]
 
 
-def opened(task: str, bundle: Path | None = None) -> SideBySide:
-    """Load the policy of a task for many episodes at once, on the engine plan with one thread."""
+def opened(task: str, bundle: Path | None = None, engine: str = "plan") -> SideBySide:
+    """Load the policy of a task for many episodes at once, with one thread."""
     torch.set_num_threads(1)
-    return SideBySide(load(str(bundle or ASSETS / f"{TASKS[task][0]}.gguf"), "cpu", engine="plan", threads=1))
+    return SideBySide(load(str(bundle or ASSETS / f"{TASKS[task][0]}.gguf"), "cpu", engine=engine, threads=1))
 
 
 def share(won: Sequence[bool]) -> dict[str, Any]:
@@ -167,7 +207,11 @@ def need(episodes: int) -> Iterator[dict[str, Any]]:
 
 
 def advise(episodes: int) -> Iterator[dict[str, Any]]:
-    """Record a run with settings that are not good, take the printed advice, and play both settings."""
+    """Record a run with settings that are not good, take the printed advice, and play both settings.
+
+    Without advice that changes a setting, settings that are known to be good are played instead ("missed"), so that the
+    result shows what the recording could not determine.
+    """
     for task, settings in RECORDED:
         policy = opened(task)
         with tempfile.TemporaryDirectory() as folder:
@@ -181,15 +225,20 @@ def advise(episodes: int) -> Iterator[dict[str, Any]]:
         if "velocity" in settings and clipped:
             del changed["velocity"]  # the advice about limits is a text, which names the limit to raise
         seeds = range(FIRST, FIRST + episodes)
-        before, after = (play(task, policy, seeds, conduct_of(each)) for each in (settings, changed))
-        yield {
+        before = play(task, policy, seeds, conduct_of(settings))
+        row = {
             "task": task,
             "recorded": settings,
             "advice": [f"{each['topic']}: {each['flags']}" for each in advice["advice"]],
             "unknown": [text.split(".")[0] for text in advice["unknown"]],
             "clipped": clipped,
-            "advised": changed,
             "before": share(before),
+        }
+        followed = changed != settings
+        other = changed if followed else settings | GOOD[task]
+        after = play(task, policy, seeds, conduct_of(other))
+        yield row | {
+            "advised" if followed else "missed": other,
             "after": share(after),
             **difference(after, before),
         }
@@ -199,7 +248,7 @@ def advice_for(task: str, policy: SideBySide, settings: Mapping[str, str], folde
     """Record episodes in simulated time, as `sinew run --record --frames` does, and return the printed advice."""
     name, env_id, hz = TASKS[task]
     log, frames = folder / "run.jsonl", folder / "frames"
-    env, adapter = make_env(env_id, env_options={"max_episode_steps": LIMIT})
+    env, adapter = make_env(env_id)
     conduct = conduct_of(settings)
 
     def recorded(seed: int) -> None:
@@ -243,7 +292,7 @@ def conduct_of(settings: Mapping[str, str]) -> EpisodeSettings:
     return EpisodeSettings(
         0 if replan == "full" else replan,
         Latency(settings["latency"]),
-        settings.get("handover", "aligned"),
+        settings["handover"],
         envelope=limits,
     )
 
@@ -254,9 +303,25 @@ def delays(episodes: int) -> Iterator[dict[str, Any]]:
     none: list[bool] = []
     for setting in SETTINGS_S:
         conduct = EpisodeSettings("2", Latency("33ms"), "aligned", envelope={"camera_delay": setting})
-        won = play("pen", policy, range(FIRST, FIRST + episodes), conduct, CAMERA_S)
+        won = play("pen", policy, range(FIRST, FIRST + episodes), conduct, {"camera_delay": CAMERA_S}, False)
         none = none or won
         yield {"camera_delay": setting, "played": share(won), **difference(won, none)}
+
+
+def height(episodes: int) -> Iterator[dict[str, Any]]:
+    """Let pens fall from several heights, with several delays of the camera and of the policy."""
+    policy = opened("pen")
+    for camera, latency in HEIGHT_DELAYS:
+        conduct = EpisodeSettings("2", Latency(latency), "aligned")
+        for above in HEIGHTS_M:
+            options = {"camera_delay": camera, "heights": (above, above)}
+            won = play("pen", policy, range(FIRST, FIRST + episodes), conduct, options)
+            yield {
+                "camera_delay": round(camera, 4),
+                "latency": latency,
+                "height_m": above,
+                "played": share(won),
+            }
 
 
 def skip(episodes: int) -> Iterator[dict[str, Any]]:
@@ -276,7 +341,151 @@ def skip(episodes: int) -> Iterator[dict[str, Any]]:
             yield {"skipped": layers, "played": share(won), **difference(won, whole)}
 
 
-IDEAS = {"need": (need, 200), "advise": (advise, 100), "delays": (delays, 100), "skip": (skip, 50)}
+def fp8(episodes: int) -> Iterator[dict[str, Any]]:
+    """Play with the language model in FP8, on engine cuda. On a CPU, the references of its kernels compute."""
+    for task in TASKS:
+        conduct, seeds = EpisodeSettings(FP8_REPLAN[task]), range(FIRST, FIRST + episodes)
+        whole = play(task, opened(task, engine="cuda"), seeds, conduct)
+        with tempfile.TemporaryDirectory() as folder:
+            won = play(task, with_fp8(task, Path(folder)), seeds, conduct)
+        yield {"task": task, "before": share(whole), "after": share(won), **difference(won, whole)}
+
+
+def with_fp8(task: str, folder: Path) -> SideBySide:
+    """Load the policy of a task on engine cuda, with its language model in FP8."""
+    bundle = folder / "fp8.gguf"
+    line = ("quantize", str(ASSETS / f"{TASKS[task][0]}.gguf"), "--recipe", "language=fp8", "--episodes", "0")
+    sinew(*line, "--out", str(bundle))
+    return opened(task, bundle, "cuda")
+
+
+def views(episodes: int) -> Iterator[dict[str, Any]]:
+    """Play with an older frame of a camera in the requests that do not need its newest frame, by the rule.
+
+    The policy has stored the features of the older frame (``sinew.load(reuse=True)``), so its vision tower does not run
+    for this view. The rule "all" always uses all newest frames.
+    """
+    policy = load("blocks", reuse=True, engine="plan", threads=1)
+    policy.warm_up()
+    for task in ("blocks", "shove"):
+        whole: list[dict[str, Any]] = []
+        for text in RULES:
+            env, _ = make_env(TASKS[task][1])
+            draw_when_asked(env)
+            rule = None if text == "all" else ViewRule(text)
+            played = [play_views(policy, env, rule, seed) for seed in range(FIRST, FIRST + episodes)]
+            whole = whole or played
+            won, base = ([each["won"] for each in one] for one in (played, whole))
+            ratio = [own["vision_ms"] / other["vision_ms"] for own, other in zip(played, whole, strict=True)]
+            yield {
+                "task": task,
+                "rule": text,
+                "played": share(won),
+                "requests_per_episode": round(float(np.mean([each["requests"] for each in played])), 1),
+                "views_per_episode": round(float(np.mean([each["views"] for each in played])), 1),
+                "vision_time_of_all": [round(each, 3) for each in median_interval(ratio)],
+                **difference(won, base),
+            }
+
+
+def play_views(policy: Any, env: Any, rule: ViewRule | None, seed: int) -> dict[str, Any]:
+    """Play an episode. Returns its outcome, and the requests, computed views and milliseconds of the vision stage."""
+    observation, info = env.reset(seed=seed)
+    if rule is not None:
+        rule.reset()
+    found, ends = {"won": False, "requests": 0, "views": 0, "vision_ms": 0.0}, False
+    while not ends:
+        frames = {name: frame() for name, frame in observation["images"].items()}
+        if rule is not None:
+            frames[rule.camera] = rule.frame(frames[rule.camera])
+        chunk = policy.infer({**observation, "images": frames, "seed": 1000 * seed + found["requests"]})
+        found["requests"] += 1
+        found["views"] += len(frames) - chunk.timing.reused_views
+        found["vision_ms"] += chunk.timing.vision_ms
+        for action in chunk.actions[:VIEWS_REPLAN]:
+            low, high = env.action_space.low, env.action_space.high
+            observation, _, done, timeout, info = env.step(action.clip(low, high))
+            ends = bool(done or timeout or info["is_success"])
+            if ends:
+                break
+    return found | {"won": bool(info["is_success"])}
+
+
+def choose(episodes: int) -> Iterator[dict[str, Any]]:
+    """Choose a mode from the episodes of some seeds, and compare its cost in new episodes with the other modes."""
+    policy = opened("pen")
+    modes, new = [], {}
+    for name, (latency, cost, available) in MODES.items():
+        conduct = EpisodeSettings("2", Latency(latency), "aligned", motion=dict(AS_IS))
+        measured, new[name] = (
+            play("pen", policy, range(first, first + episodes), conduct) for first in (MEASURED_FIRST, FIRST)
+        )
+        modes.append(Mode(name, sum(measured), episodes, cost, available))
+        yield {
+            "mode": name,
+            "latency": latency,
+            "cost": cost,
+            "available": available,
+            "measured": share(measured),
+            "played": share(new[name]),
+        }
+    for failure in FAILURE_COSTS:
+        chosen = select(modes, failure)
+        # The cost of each new episode in each mode, in expectation over the availability of the mode.
+        costs = {
+            name: MODES[name][1] + (1.0 - MODES[name][2] * np.array(won)) * failure
+            for name, won in new.items()
+        }
+        mode = chosen.chosen.mode.name
+        yield {
+            "failure_cost": failure,
+            "chosen": mode,
+            "sure": chosen.sure,
+            "expected": round(chosen.chosen.expected, 4),
+            "realised": {name: round(float(each.mean()), 4) for name, each in costs.items()},
+            "more_than_chosen": {
+                name: mean_interval(each - costs[mode]) for name, each in costs.items() if name != mode
+            },
+        }
+
+
+def mean_interval(values: np.ndarray) -> list[float]:
+    """Return the mean of paired differences with its 95 % interval, by the normal approximation."""
+    mean, half = float(values.mean()), 1.96 * float(values.std(ddof=1)) / len(values) ** 0.5
+    return [round(each, 4) for each in (mean, mean - half, mean + half)]
+
+
+def stored(idea: str) -> list[dict[str, Any]]:
+    """Return the rows of a stored comparison."""
+    rows: list[dict[str, Any]] = json.loads((RESULTS / f"{idea}.json").read_text())["rows"]
+    return rows
+
+
+def advised_run(row: dict[str, Any]) -> tuple[str, str]:
+    """Return the settings of a recorded run and the advice for it, as a page states them."""
+    settings = row["recorded"]
+    flags = [f"`--replan {settings['replan']}`", f"`--handover {settings['handover']}`", settings["latency"]]
+    if "velocity" in settings:
+        flags.append(f"velocity limit {settings['velocity']}")
+    task = {"shove": "moved block"}.get(row["task"], row["task"])
+    advice = [f"`{text.partition(': ')[2]}`" for text in row["advice"] if text.partition(": ")[2]]
+    if "velocity" in settings and "velocity" not in row.get("advised", settings):
+        advice.append("raise the limit")
+    return f"{task}, {', '.join(flags)}", ", ".join(advice) or "none"
+
+
+# The function of each comparison, and its usual number of episodes.
+IDEAS: dict[str, tuple[Callable[[int], Iterator[dict[str, Any]]], int]] = {
+    "need": (need, 200),
+    "advise": (advise, 100),
+    "delays": (delays, 100),
+    "height": (height, 100),
+    "skip": (skip, 50),
+    "fp8": (fp8, 100),
+    "views": (views, 50),
+    "choose": (choose, 200),
+    "warm": (warm, 14),
+}
 
 
 def main() -> None:
@@ -284,7 +493,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("idea", choices=IDEAS)
-    parser.add_argument("--episodes", type=int, help="episodes of each variant")
+    parser.add_argument("--episodes", type=int, help="episodes of each variant, or pairs of each pause")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     run, episodes = IDEAS[arguments.idea]
@@ -297,6 +506,7 @@ def main() -> None:
         about = {
             "command": f"python -m benchmarks.truth {arguments.idea} --episodes {episodes}",
             "cpu": machine.cpu_model(),
+            "instructions": machine.instructions(),
             "load": [round(each, 1) for each in os.getloadavg()],
             "cpu_s": round(time.process_time()),
         }
