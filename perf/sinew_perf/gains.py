@@ -37,13 +37,13 @@ BITS_WON = (
 
 VISION = "vision"
 LEFT_OUT = 4  # one of this many vision layers is left out
-# These numbers are from research/log/2026-11-29.md (section "Layers left out").
+# These numbers are from benchmarks/results/truth/skip.json (eval/tests/test_truth.py compares them).
 SKIPPING = (
-    "other actions: of 40 episodes, blocks won 39, 35 or 22 without one of its three vision layers; `sinew skip` ranks"
+    "other actions: of 50 episodes, blocks won 49, 48 or 23 without one of its three vision layers; `sinew skip` ranks"
     " yours"
 )
 LANGUAGE_LOSES = (
-    "blocks won 0 of 40 episodes without two of its four language layers; `sinew skip` tries yours"
+    "blocks won 0 of 50 episodes without two of its four language layers; `sinew skip` tries yours"
 )
 
 
