@@ -1,8 +1,8 @@
 """Time every policy family at its published size on one CPU: all engines, with memory, and what `sinew perf` predicts.
 
-    python -m benchmarks.every_family OUT [--only smolvla] [--rows eager --rows int8] [--threads 1]
+    python -m benchmarks.every_family OUT [--only smolvla] [--rows eager --rows int8] [--threads 1] [--cpu "a name"]
     python -m benchmarks.every_family OUT --peer PYTHON --rows lerobot
-    python -m benchmarks.every_family OUT --page docs/speed-by-family.md
+    python -m benchmarks.every_family benchmarks/results/every_family --page docs/speed-by-family.md
 
 The weights are random, so the actions mean nothing, but every product is computed. A bundle is made from the family's
 ``published.json``: weights of its published type, identity normalisation and a tokenizer of one word. Each row runs in
@@ -13,7 +13,8 @@ one chunk, the peak memory and the seconds from the start of its process to the 
 ``python -m benchmarks.peers --how`` states how to make its environment.
 
 Results are written to OUT/every_family.json after each row. A second call measures only the missing rows. ``--page``
-measures nothing and writes the page from that file. The repository has it in benchmarks/results/every_family.json.
+measures nothing and writes the page from all JSON files in OUT, one for each CPU. The repository has them in
+benchmarks/results/every_family.
 """
 
 from __future__ import annotations
@@ -56,9 +57,12 @@ from sinew.models.base import Model
 from sinew.steps.image.base import ImageRecipe
 from sinew.steps.prompt.text import Text
 
+# On a CPU without bfloat16 instructions, PyTorch multiplies bfloat16 far slower than float32 (1 to 8 GFLOP/s instead of
+# 60 on a Zen 3). These rows then compute in float32.
+NATIVE = "native" if machine.half_units("bf16") else "fp32"
 ROWS = {  # row -> (precision of all components, engine, compute type)
-    "eager": ("", "eager", "native"),
-    "plan": ("", "plan", "native"),
+    "eager": ("", "eager", NATIVE),
+    "plan": ("", "plan", NATIVE),
     "onnx": ("", "onnx", "fp32"),
     "int8": ("int8", "cpu", "fp32"),
     "4bit": ("q4_0", "cpu", "fp32"),
@@ -81,28 +85,36 @@ PAGE = """# Speed by policy family
 
 On this page you choose an engine and a precision for your policy family before you download a checkpoint. The tables
 show what one action chunk costs on a CPU, at the published sizes. The weights are random, so the tables show nothing
-about success. `python -m benchmarks.every_family OUT` measures the tables, and
-`python -m benchmarks.every_family OUT --page docs/speed-by-family.md` writes this page.
+about success. `python -m benchmarks.every_family OUT` measures one CPU, and
+`python -m benchmarks.every_family benchmarks/results/every_family --page docs/speed-by-family.md` writes this page.
 
-The CPU is an {cpu} with {threads} compute thread. Other programs used the machine during the measurement (load
-{low:.0f} to {high:.0f} on {cores} cores). Processor time changes little with the load, but the seconds until the first
-chunk do.
+There is one section for each kind of CPU, with up to three tables.
 
-## Processor seconds for one chunk
+**Processor seconds for one chunk:**
 
 * **GFLOP**: the number of operations of a chunk, as `sinew perf` counts them.
-* **at product rate**: the processor seconds of these operations at the rate of a large PyTorch product, which is
-  {float32:.0f} GFLOP/s in float32, and {bfloat16:.0f} GFLOP/s in bfloat16.
-* **eager**, **plan**: these engines compute in the type of the checkpoint.
+* **at product rate**: the processor seconds of these operations at the highest rate of a large PyTorch product in the
+  type in which `eager` computes.
+* **eager**, **plan**: these engines compute in the type of the checkpoint, which is bfloat16 for most policies. On a
+  CPU without bfloat16 instructions, they compute in float32.
 * **onnx**: this engine computes in float32 with its own products, which can be faster than those of PyTorch.
 * **cpu**: this engine multiplies weights of 8 or 4 bits.
-* **LeRobot**: LeRobot 0.6.1's own policy of the same size, without the processing of the observation. SmolVLA, pi0 and
-  pi0.5 compute in bfloat16 there, and the others in float32.
-"""
-MEMORY = """## Memory and the first chunk
+* **LeRobot**: LeRobot 0.6.1's own policy of the same size, without the processing of the observation. SmolVLA computes
+  in bfloat16 there, pi0 and pi0.5 in the type of `eager`, and the others in float32.
 
-The columns of the engines show the peak memory of the process in MiB. The last two columns show the seconds from the
-start of the process to the first chunk, for `eager`, and for `cpu` with int8 weights."""
+**Parts of a chunk:** the share of the vision encoder, of the prefix (the language model) and of the action head in the
+time of one chunk with int8 weights, or with `eager` if `cpu` did not run.
+
+**Memory and the first chunk:** the columns of the engines show the peak memory of the process in MiB. The last two
+columns show the seconds from the start of the process to the first chunk, for `eager`, and for `cpu` with int8 weights.
+"""
+SECTION = """## {cpu}
+
+The CPU has the instructions `{instructions}`, and each process has {threads} compute thread. Other programs used the
+machine during the measurement (load {low:.0f} to {high:.0f}). Processor time changes little with the load, but the
+seconds until the first chunk do. A large PyTorch product reaches {float32:.0f} GFLOP/s in float32 and
+{bfloat16:.0f} GFLOP/s in bfloat16."""
+PARTS = ("vision", "prefix", "head")
 WORD = "w"
 MOST_RATE_S = 3.0  # a CPU without products in bfloat16 takes five seconds for each
 GIB = 1 << 30
@@ -261,7 +273,8 @@ def alone(call: Any, *arguments: Any) -> dict[str, Any]:
 
 def alone_in_lerobot(name: str, threads: int, runs: int, peer: Path, lerobot: Path) -> dict[str, Any]:
     """Time LeRobot's own policy in a process of another environment. Return its result, or why it failed."""
-    command = [peer, "-m", "benchmarks.lerobot_alone", name, str(threads), str(runs)]
+    dtype = "bfloat16" if NATIVE == "native" else "float32"
+    command = [peer, "-m", "benchmarks.lerobot_alone", name, str(threads), str(runs), dtype]
     ended = subprocess.run(
         command, check=False, cwd=ROOT, env=environment(lerobot), capture_output=True, text=True
     )
@@ -285,11 +298,19 @@ def operations(name: str) -> float:
     return sum(count * program.trace.flops(stage) for stage, count in counts.items()) / 1e9
 
 
-def graphs_gib(name: str) -> float:
-    """Return the memory that an export to ONNX Runtime needs: the weights in float32, once read and once written."""
+def too_large(name: str, row: str) -> str:
+    """Return the reason why this machine has too little memory for a row; "" if it has enough.
+
+    An export to ONNX Runtime needs the weights in float32 twice: once read and once written.
+    """
     size = published(name)
     numbers = sum(each.numel() for each in build_on_meta(size.architecture, size.config).parameters())
-    return 2 * 4 * numbers / GIB
+    floats = 4 * numbers / GIB
+    if row == "onnx" and 2 * floats > machine.memory()[0] / GIB:
+        return f"the export needs about {2 * floats:.0f} GiB of memory, because its graphs are float32"
+    if ROWS[row][2] == "fp32" and not ROWS[row][0] and floats > machine.memory()[0] / GIB:
+        return f"the weights need about {floats:.0f} GiB of memory, because this CPU has no bfloat16 instructions"
+    return ""
 
 
 def product_rate(dtype: torch.dtype) -> float:
@@ -317,50 +338,68 @@ def cell(row: dict[str, Any], key: str, digits: int = 3) -> str:
     )
 
 
-def written(results: dict[str, Any]) -> str:
-    """Return the page: one table of times, one of memory, and the reasons of the rows that did not run."""
+def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
+    """Return the lines of a table of numbers with an empty line before it."""
+    marks = "|".join(["---", *["--:"] * (len(head) - 1)])
+    return ["", f"| {' | '.join(head)} |", f"|{marks}|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def shares(rows: dict[str, Any]) -> list[str]:
+    """Return the percentages of the parts of a chunk and the row that they come from; [] if no row has parts."""
+    for row in ("int8", "eager"):
+        parts = rows.get(row, {}).get("stages_ms", ())
+        if sum(parts):
+            return [*(f"{100 * part / sum(parts):.0f} %" for part in parts), LABELS[row]]
+    return []
+
+
+def section(results: dict[str, Any]) -> str:
+    """Return the section of one CPU: its tables, and the reasons of the rows that did not run."""
     results = {name: results[name] for name in presets() if name in results}
     some = next(iter(results.values()))
-    rates = {kind: some["rates"][kind] for kind in ("float32", "bfloat16")}
-    loads = [row["load"] for result in results.values() for row in result["rows"].values() if "load" in row]
-    about = {"low": min(loads), "high": max(loads), "cores": machine.cores().logical}
-    lines = [PAGE.format(cpu=some["cpu"], threads=some["threads"], **about, **rates)]
-    lines += [
-        "| policy | GFLOP | at product rate | " + " | ".join(LABELS.values()) + " |",
-        "|---|" + "--:|" * (2 + len(LABELS)),
-    ]
+    every = list(results.values())
+    loads = [row["load"] for result in every for row in result["rows"].values() if "load" in row]
+    rates = {kind: max(result["rates"][kind] for result in every) for kind in ("float32", "bfloat16")}
+    about = {key: some[key] for key in ("cpu", "instructions", "threads")}
+    lines = [SECTION.format(**about, low=min(loads), high=max(loads), **rates)]
+    times = []
     for name, result in results.items():
-        rate = rates["float32" if name in FLOAT32 else "bfloat16"]
+        half = name not in FLOAT32 and "bf16" in result["rows"].get("eager", {}).get("about", "bf16")
+        bound = result["gflop"] / rates["bfloat16" if half else "float32"]
         cells = [cell(result["rows"].get(row, {}), "cpu_s") for row in LABELS]
-        bound = f"{result['gflop'] / rate:.2g}"
-        lines.append(f"| {result['title']} | {result['gflop']:.0f} | {bound} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        MEMORY,
-        "",
-        "| policy | bundle, MiB | " + " | ".join(LABELS.values()) + " | first chunk, eager | int8 |",
-    ]
-    lines.append("|---|" + "--:|" * (3 + len(LABELS)))
-    for result in results.values():
+        times.append([result["title"], f"{result['gflop']:.0f}", f"{bound:.2g}", *cells])
+    lines += ["", "### Processor seconds for one chunk"]
+    lines += table(["policy", "GFLOP", "at product rate", *LABELS.values()], times)
+    lines += ["", "### Parts of a chunk"]
+    parts = [[result["title"], *found] for result in every if (found := shares(result["rows"]))]
+    lines += table(["policy", *PARTS, "engine"], parts)
+    lines += ["", "### Memory and the first chunk"]
+    memory = []
+    for result in every:
         rows = result["rows"]
         cells = [cell(rows.get(row, {}), "peak_mib") for row in LABELS]
         cells += [cell(rows.get(row, {}), "ready_s", 2) for row in ("eager", "int8")]
-        lines.append(f"| {result['title']} | {result['bundle_mib']} | {' | '.join(cells)} |")
+        memory.append([result["title"], str(result["bundle_mib"]), *cells])
+    lines += table(["policy", "bundle, MiB", *LABELS.values(), "first chunk, eager", "int8"], memory)
     reasons: dict[str, list[str]] = {}
-    for result in results.values():
+    for result in every:
         for row, measured in result["rows"].items():
             if "reason" in measured:
                 reasons.setdefault(measured["reason"], []).append(f"{result['title']} ({LABELS[row]})")
     if absent := [published(name).title for name in presets() if name not in (*results, *SAME)]:
         lines += ["", f"Not measured yet: {', '.join(absent)}."]
     if reasons:
-        lines += [
-            "",
-            "These engines did not run:",
-            "",
-        ]
+        lines += ["", "These engines did not run:", ""]
         lines += [f"* {', '.join(who)}: {reason}" for reason, who in reasons.items()]
     return "\n".join(lines) + "\n"
+
+
+def written(folder: Path) -> str:
+    """Return the page from all result files of a folder, one for each CPU."""
+    files = sorted(folder.glob("*.json"), key=lambda file: (-len(json.loads(file.read_text())), file.name))
+    if not files:
+        raise SystemExit(f"{folder}: no results (*.json) in this folder; measure first, without --page")
+    return "\n".join([PAGE, *(section(json.loads(file.read_text())) for file in files)])
 
 
 def main(
@@ -372,6 +411,7 @@ def main(
     threads: int = 1,
     runs: int = 1,
     page: Path | None = None,
+    cpu: str = "",
     peer: Path | None = None,
     lerobot: Path = ROOT / ".venv-clients" / "lerobot-0.6.1",
 ) -> None:
@@ -384,14 +424,15 @@ def main(
         threads: Compute threads of each process.
         runs: Number of timed chunks.
         page: Write this page from the results and measure nothing.
+        cpu: Name of the CPU on the page. Default: its model, as the system names it.
         peer: Python of an environment with LeRobot and transformers. None measures no row ``lerobot``.
         lerobot: Folder of LeRobot's package.
     """
+    if page is not None:
+        page.write_text(written(out))
+        return
     store = out / "every_family.json"
     results: dict[str, Any] = json.loads(store.read_text()) if store.exists() else {}
-    if page is not None:
-        page.write_text(written(results))
-        return
     out.mkdir(parents=True, exist_ok=True)
     for name in only or [name for name in presets() if name not in SAME]:
         result = results.setdefault(name, {"title": published(name).title, "rows": {}})
@@ -409,11 +450,10 @@ def main(
         rates = {str(dtype)[6:]: round(product_rate(dtype), 1) for dtype in (torch.float32, torch.bfloat16)}
         result |= {"gflop": round(operations(name), 1), "rates": rates}
         result |= {"bundle_mib": bundle.stat().st_size >> 20, "threads": threads}
-        result |= {"cpu": machine.cpu_model(), "instructions": machine.instructions()}
+        result |= {"cpu": cpu or machine.cpu_model(), "instructions": machine.instructions()}
         for row in missing:
             precision, path = ROWS[row][0], bundle
-            if row == "onnx" and (need := graphs_gib(name)) > machine.memory()[0] / GIB:
-                reason = f"the export needs about {need:.0f} GiB of memory, because its graphs are float32"
+            if reason := too_large(name, row):
                 result["rows"][row] = {"reason": reason}
                 continue
             if precision and Bundle(bundle).lowbit:  # BitVLA: `cpu` computes with its own ternary weights

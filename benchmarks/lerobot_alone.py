@@ -1,10 +1,11 @@
 """Time one of LeRobot's own policies with random weights, for the column "LeRobot" of benchmarks/every_family.py.
 
-    PYTHON -m benchmarks.lerobot_alone NAME THREADS RUNS
+    PYTHON -m benchmarks.lerobot_alone NAME THREADS RUNS DTYPE
 
 PYTHON belongs to an environment with LeRobot 0.6.1 and transformers (``python -m benchmarks.peers --how``). The policy
 has the published size, as LeRobot's own configuration makes it. The observation is already normalised and tokenised, so
-only the model is timed. The last line of the output is JSON.
+only the model is timed. DTYPE is "bfloat16" or "float32", for the policies whose configuration has this choice (pi0 and
+pi0.5). The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 IMAGES, STATE, TOKENS = "observation.images", "observation.state", "observation.language"
 SMOLVLM = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
 CLIP = "openai/clip-vit-base-patch16"
-PI = {"cameras": 3, "frame": (224, 224), "state": 32, "action": 32, "config": {"dtype": "bfloat16"}}
+PI = {"cameras": 3, "frame": (224, 224), "state": 32, "action": 32, "typed": True}
 # Size of the vision and language model of X-VLA (Florence-2 large), as its checkpoints state it.
 FLORENCE = {
     "projection_dim": 1024,
@@ -99,16 +100,17 @@ def replace_downloads() -> None:
     AutoProcessor.from_pretrained = lambda *_, **__: SimpleNamespace(tokenizer=ids)
 
 
-def build_policy(about: dict[str, Any]) -> Any:
-    """Return LeRobot's policy of published size with random weights."""
+def build_policy(about: dict[str, Any], dtype: str) -> Any:
+    """Return LeRobot's policy of published size with random weights, in ``dtype`` if its configuration has a type."""
     import torch
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.policies.factory import get_policy_class, make_policy_config
 
-    more = {"pretrained_backbone_weights": None} if about["type"] in ("act", "diffusion", "vqbet") else {}
-    config = make_policy_config(
-        about["type"], device="cpu", push_to_hub=False, **more, **about.get("config", {})
+    more: dict[str, Any] = (
+        {"pretrained_backbone_weights": None} if about["type"] in ("act", "diffusion", "vqbet") else {}
     )
+    more |= about.get("config", {}) | ({"dtype": dtype} if "typed" in about else {})
+    config = make_policy_config(about["type"], device="cpu", push_to_hub=False, **more)
     for number in range(about["cameras"]):
         config.input_features[f"{IMAGES}.camera{number}"] = PolicyFeature(
             FeatureType.VISUAL, (3, *about["frame"])
@@ -116,7 +118,7 @@ def build_policy(about: dict[str, Any]) -> Any:
     config.input_features[STATE] = PolicyFeature(FeatureType.STATE, (about["state"],))
     config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (about["action"],))}
     # The largest policies would not fit the memory in float32 before LeRobot rounds them.
-    half = about.get("config", {}).get("dtype") == "bfloat16"
+    half = "typed" in about and dtype == "bfloat16"
     torch.set_default_dtype(torch.bfloat16 if half else torch.float32)
     policy = get_policy_class(about["type"])(config).eval()
     torch.set_default_dtype(torch.float32)
@@ -142,7 +144,7 @@ def observation_of(about: dict[str, Any]) -> dict[str, Any]:
     return batch
 
 
-def measure(name: str, threads: int, runs: int, began: float) -> dict[str, Any]:
+def measure(name: str, threads: int, runs: int, dtype: str, began: float) -> dict[str, Any]:
     """Return the processor seconds of one chunk, the peak memory, and the seconds to the first chunk."""
     import torch
 
@@ -152,7 +154,7 @@ def measure(name: str, threads: int, runs: int, began: float) -> dict[str, Any]:
     torch.set_num_threads(threads)
     replace_downloads()
     about = POLICIES[name]
-    policy, batch = build_policy(about), observation_of(about)
+    policy, batch = build_policy(about, dtype), observation_of(about)
 
     def infer() -> Any:
         with torch.inference_mode():
@@ -180,4 +182,4 @@ def measure(name: str, threads: int, runs: int, began: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), time.time())))
+    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], time.time())))
