@@ -244,8 +244,18 @@ def advise(episodes: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def advice_for(task: str, policy: SideBySide, settings: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """Record episodes in simulated time, as `sinew run --record --frames` does, and return the printed advice."""
+def record(task: str, policy: SideBySide, settings: Mapping[str, str], folder: Path) -> tuple[Path, Path]:
+    """Record episodes in simulated time, as `sinew run --record --frames` does in real time.
+
+    Args:
+        task: Key of ``TASKS``.
+        policy: The task's policy.
+        settings: Settings of the run: replan, latency and handover.
+        folder: Existing folder for the recording.
+
+    Returns:
+        The decision log, and the folder of the observations.
+    """
     name, env_id, hz = TASKS[task]
     log, frames = folder / "run.jsonl", folder / "frames"
     env, adapter = make_env(env_id)
@@ -270,8 +280,14 @@ def advice_for(task: str, policy: SideBySide, settings: Mapping[str, str], folde
             run.run()
 
     policy.play(recorded, [RECORDED_FIRST])
-    again = ["--frames", str(frames), "--policy", name, "--episodes", str(RECORDED_EPISODES), "--draws", "2"]
-    text = sinew("recording", "advise", str(log), *again, "--engine", "onnx", "--json")
+    return log, frames
+
+
+def advice_for(task: str, policy: SideBySide, settings: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """Record episodes in simulated time, and return the advice that `sinew recording advise` prints."""
+    log, frames = record(task, policy, settings, folder)
+    again = ["--frames", str(frames), "--policy", TASKS[task][0], "--episodes", str(RECORDED_EPISODES)]
+    text = sinew("recording", "advise", str(log), *again, "--draws", "2", "--engine", "onnx", "--json")
     found: dict[str, Any] = json.loads(text.splitlines()[-1])
     return found
 
