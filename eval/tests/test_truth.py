@@ -71,8 +71,49 @@ def skip_cells(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"| {row['skipped'] or 'nothing'} | {percent(row['played'])} |{lost}|"
 
 
+def view_cells(rows: list[dict[str, Any]]) -> Iterator[str]:
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        cells = ["all views" if rule == "all" else f"`{rule}`"]
+        for task in truth.RULES:
+            own = [row for row in rows if row["task"] == task and row["rule"] == rule]
+            cells += [
+                cell for row in own for cell in (percent(row["played"]), f"{row['views_per_episode']:.1f}")
+            ]
+        yield f"| {' | '.join(cells)} |" + " | |" * (5 - len(cells) > 0)
+
+
+def advice_cells(rows: list[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        rates = " | ".join(percent(row[name]) for name in ("before", "after"))
+        yield f"| {' | '.join(truth.advised_run(row))} | {rates} | {points(row)} |"
+
+
+def warm_cells(rows: list[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        first = row["first_of_steady"]
+        cells = [first["without"]["cpu_ms"], first["with"]["cpu_ms"], row["with_of_without"]["first_cpu_ms"]]
+        text = " | ".join(f"{middle:.2f} ({low:.2f} to {high:.2f})" for middle, low, high in cells)
+        yield f"| {row['policy']} | {row['pause_s']:g} s | {text} |"
+
+
+def choice_cells(rows: list[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        if "chosen" in row:
+            more = row["more_than_chosen"]
+            cells = (
+                "{:+.3g} ({:.3g} to {:.3g})".format(*more[mode]) if mode in more else "-"
+                for mode in truth.MODES
+            )
+            sure = "yes" if row["sure"] else "no"
+            yield f"| {row['failure_cost']:g} | {row['chosen']} | {sure} | {' | '.join(cells)} |"
+
+
 PAGES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], Iterator[str]]]] = {
     "skip": ("low-bit.md", skip_cells),
+    "views": ("engines.md", view_cells),
+    "advise": ("recordings.md", advice_cells),
+    "warm": ("engines.md", warm_cells),
+    "choose": ("perf.md", choice_cells),
 }
 
 
@@ -82,6 +123,29 @@ def test_the_page_states_the_stored_figures(name: str) -> None:
     text = (truth.ROOT / "docs" / page).read_text(encoding="utf-8")
     for line in cells(truth.stored(name)):
         assert line in text
+
+
+def test_the_page_states_the_vision_time_of_a_rule() -> None:
+    rows = {(row["task"], row["rule"]): row for row in truth.stored("views")}
+    every, whole = rows["blocks", "front:every:4"], rows["blocks", "all"]
+    shorter = 1 - every["vision_ms_per_episode"] / whole["vision_ms_per_episode"]
+    text = (truth.ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    assert f"its vision time is {100 * shorter:.0f} % shorter" in text
+
+
+def test_the_stored_outcomes_support_each_advice() -> None:
+    """No advice of a recorded run made the robot worse, and most of it made the robot better."""
+    advised = [row for row in truth.stored("advise") if "advised" in row]
+    assert all(row["difference"][2] >= 0 for row in advised)
+    assert sum(row["difference"][1] > 0 for row in advised) >= len(advised) - 1
+
+
+def test_a_choice_that_is_sure_costs_least_in_new_episodes() -> None:
+    choices = [row for row in truth.stored("choose") if "chosen" in row]
+    assert sum(row["sure"] for row in choices) >= 3
+    for row in choices:
+        if row["sure"]:
+            assert min(row["realised"], key=row["realised"].get) == row["chosen"]
 
 
 def test_keeping_a_server_warm_costs_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
