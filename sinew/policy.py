@@ -112,8 +112,9 @@ class Policy(DescribedPolicy, OpenPolicy):
         self.engine_name, self.device = self.choice.engine, self.facts.device
         self.dtype = self.choice.options.dtype
         self.unbatched = self.capabilities.why_not(Capability.BATCH)
-        # With an engine that supports streams, another run may start between two steps of a run.
-        self.pauses = Capability.STREAM not in self.capabilities.refusals
+        # With an engine that supports streams, another run may start between two steps of a run, unless one graph
+        # contains all steps.
+        self.pauses = Capability.STREAM not in self.capabilities.refusals and not self.facts.one_graph
         # Clients of vla.cpp pad states and actions to these widths.
         self.padded_state_dim = processing.padded_state_dim
         self.padded_action_dim = processing.padded_action_dim

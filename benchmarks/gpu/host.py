@@ -59,7 +59,7 @@ def stamped(engine: Any) -> Iterator[list[int]]:
     places = (
         (program, "write", True, True),
         (recorded, "replay", False, True),
-        (engine, "_wait", False, True),
+        (engine.prefix_stream, "wait", False, True),
     )
     before = [(each, name, each.__dict__.get(name), getattr(each, name)) for each, name, *_ in places]
 

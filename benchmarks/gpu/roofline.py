@@ -125,7 +125,7 @@ def launch_work(engine: Any) -> Counted:
         for name in PRODUCTS:
             held.enter_context(noting(name))
         held.enter_context(torch.inference_mode())
-        held.enter_context(engine._on_stream())  # noqa: SLF001 - the engine replays on this stream
+        held.enter_context(engine.prefix_stream.current())  # the engine replays on this stream
         program.chunk()
     return found
 

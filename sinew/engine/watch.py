@@ -42,7 +42,8 @@ class Watch:
         trace: Receives the results of the stages of a single observation.
         apart: True makes an engine that runs all stages as one graph run each stage separately.
         between: Called after each step of the solver and after each token. Another run may begin during this call
-            unless ``facts.refusals`` has STREAM. An exception that ``between`` raises ends the run.
+            unless ``facts.refusals`` has STREAM or ``facts.one_graph`` is True. Another ``solve`` may begin unless
+            ``facts.refusals`` has STREAM. An exception that ``between`` raises ends the run.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """The two loops that compute for all streams: one thread computes prefixes (the model's result for a frame), and one
 thread runs heads (actions from a prefix).
 
-Each thread has its own pool of compute threads, so on a CPU a head runs at the same time as a prefix. In both
-loops, streams take turns by cost: the owner that has used the least time comes first. The cost of a head run is the
-number of its actions times the number of its evaluations, and a prefix costs 1. A much cheaper head run may run
-between two evaluations of another one. No stream is computed more often than its rate, by this machine's clock.
-Streams leave a share of the time to requests.
+Each thread has its own pool of compute threads, so on a CPU a head runs at the same time as a prefix. On a GPU, the
+engine runs them on two CUDA streams. In both loops, streams take turns by cost: the owner that has used the least time
+comes first. The cost of a head run is the number of its actions times the number of its evaluations, and a prefix costs
+1. A much cheaper head run may run between two evaluations of another one. No stream is computed more often than its
+rate, by this machine's clock. Streams leave a share of the time to requests.
 """
 
 from __future__ import annotations

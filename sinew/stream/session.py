@@ -382,7 +382,9 @@ class Session:
             solved = self._made.solve(
                 context, prefix.noise, prefix.steps, state, prefix.frame_time, origin, pause
             )
-            rows = self._made.nodes(processor.finish(solved, state), prefix.frame_time, origin)
+            normalized = not self.policy.facts.world_units
+            chunk = processor.finish(solved, state, normalized=normalized)
+            rows = self._made.nodes(chunk, prefix.frame_time, origin)
             self._made.handed(rows, origin, self.runs)
         now = self._clock()
         self.runs += 1

@@ -171,7 +171,7 @@ class Chunks:
         origin: int,
         pause: Callable[[], None] | None = None,
     ) -> np.ndarray:
-        """Compute a chunk in model units, which continues the waypoints that were sent before.
+        """Compute a chunk in the units of the engine, which continues the waypoints that were sent before.
 
         Args:
             context: The results of vision tower and language model for the frame.
@@ -183,7 +183,7 @@ class Chunks:
             pause: Called after each evaluation.
 
         Returns:
-            The chunk, float32 [H, A] in model units.
+            The chunk, float32 [H, A] in model units, or in robot units if the engine converts them.
         """
         options = self._continuation(state, frame_time, origin)
         if options is None:

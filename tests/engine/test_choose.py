@@ -383,8 +383,8 @@ def test_a_stream_gets_an_engine_that_runs_it(rolling_bundle: Path) -> None:
     for engine, guidance, words in (
         (
             "cuda",
-            "none",
-            "stream: expected engine cpu, onnx, plan or eager, which can run read and solve at the same time",
+            "guided",
+            r"stream: expected a guidance of none, no-jacobian, ramp on engine cuda, got guided",
         ),
         (
             "onnx",
@@ -395,10 +395,13 @@ def test_a_stream_gets_an_engine_that_runs_it(rolling_bundle: Path) -> None:
         with pytest.raises(SinewError, match=words):
             choose(bundle, engine, "cpu", stream=guidance)
     assert choose(bundle, "onnx", "cpu", stream="ramp").engine == "onnx"
-    with pytest.raises(
-        SinewError,
-        match="engine cpu, plan or eager, which denoises each action at its own time, got engine onnx",
-    ):
-        choose(Bundle(rolling_bundle), "onnx", "cpu", stream="none")
+    assert choose(bundle, "cuda", "cpu", stream="ramp").engine == "cuda"
+    for engine in ("onnx", "cuda"):
+        with pytest.raises(
+            SinewError,
+            match=f"engine cpu, plan or eager, which denoises each action at its own time, got engine {engine}",
+        ):
+            choose(Bundle(rolling_bundle), engine, "cpu", stream="none")
     options = EngineOptions("cuda:0", "fp32")
     assert "where both share one CUDA stream" in unstreamed(BACKENDS["plan"], bundle, options, "none")
+    assert not unstreamed(BACKENDS["cuda"], bundle, options, "none")

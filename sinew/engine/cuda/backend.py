@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sinew.core.hints import option
+from sinew.core.registry import model_class
 from sinew.engine import prepared as findings
 from sinew.engine.backend import LOWBIT, Backend, EngineOptions, Suitability, unproved
 from sinew.engine.capability import Capability, Refusal
@@ -17,7 +18,7 @@ class Cuda(Backend):
     name, opens = "cuda", "sinew.engine.cuda.open:open_cuda"
     follows = LOWBIT | {"fp8"}
     stores_half = False
-    capabilities = frozenset({Capability.BATCH, Capability.GUIDE, Capability.AUDIT})
+    capabilities = frozenset({Capability.BATCH, Capability.GUIDE, Capability.STREAM, Capability.AUDIT})
     guides = ("no-jacobian", "ramp")  # the graphs have no Jacobian and no denoising time per action
 
     def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
@@ -30,7 +31,14 @@ class Cuda(Backend):
         return Suitability(against, preparable=options.kind == "cuda")
 
     def streams(self, bundle: Bundle, options: EngineOptions) -> Refusal | None:
-        return self.lacking(Capability.STREAM)
+        if bundle.manifest.config.get("rolling"):
+            return self.lacking(Capability.ROLL)
+        from sinew.models.base import AutoregressiveModel
+
+        if issubclass(model_class(bundle.manifest.architecture), AutoregressiveModel):
+            # The CPU reads each token, and the graph of a token changes the context.
+            return Refusal(f"a head with solver steps on engine {self.name}", "one that generates tokens")
+        return None
 
     def device(self) -> tuple[str, str]:
         return (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,13 +24,14 @@ from sinew.engine.cuda.frames import fits
 from sinew.engine.cuda.fused.fuse import fuse
 from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.fused.ops import Ops, PlainOps, References
-from sinew.engine.cuda.graphs import Calls, GraphRecorder, Graphs, Kept
+from sinew.engine.cuda.graphs import RECORDING, GraphRecorder, Kept
 from sinew.engine.cuda.lowbit.choice import NOTHING, LowbitChoice
 from sinew.engine.cuda.options import CudaOptions
-from sinew.engine.cuda.program import Key, Program
+from sinew.engine.cuda.program import ApartHead, ContextPart, Head, Key, Prefix, Program, copied
+from sinew.engine.cuda.streams import FIRST, EngineStream
 from sinew.engine.cuda.units import RobotUnits
 from sinew.engine.eager.engine import precision_of
-from sinew.engine.engine import Audited, Engine, Facts
+from sinew.engine.engine import Audited, Context, Engine, Facts
 from sinew.engine.plan.plan import Plan
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.engine.watch import Watch
@@ -40,11 +41,19 @@ from sinew.processing import ModelInputs
 from sinew.processing.normalize import Normalizer
 
 
+@dataclass(frozen=True, slots=True)
+class CudaContext:
+    """The context of a batch of observations, in the parts that one program computes."""
+
+    parts: tuple[ContextPart, ...]
+
+
 class CudaEngine(Engine):
     """Runs a planned model for one observation, or for a batch of observations.
 
-    One CUDA graph contains all stages. Therefore :meth:`solve` computes the whole chunk, and :meth:`read` only passes
-    the inputs on.
+    :meth:`run` replays one CUDA graph with all stages. :meth:`read` and :meth:`solve` run on two CUDA streams, so two
+    threads may call them at the same time (:mod:`.streams`). An autoregressive head has only :meth:`run`: :meth:`read`
+    passes the inputs on.
 
     Args:
         plan: A plan that was made with the rewrites of ``fuse.ON_CUDA``. It is not changed.
@@ -55,7 +64,7 @@ class CudaEngine(Engine):
         options: The options.
         scales: For each FP8 layer's name, the scale of its input.
         lowbit: The components whose low-bit weights ``plan`` keeps, with reasons. By default, none.
-        recorder: Records the programs. By default, CUDA graphs on a GPU, and calls on a CPU.
+        recorder: Records the programs of both streams. By default, CUDA graphs on a GPU, and calls on a CPU.
     """
 
     def __init__(
@@ -80,20 +89,23 @@ class CudaEngine(Engine):
             else RobotUnits(actions, device)
         )
         on_gpu = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if on_gpu else None
+        self.prefix_stream = EngineStream(device, recorder=recorder)
+        self.head_stream = EngineStream(device, FIRST, recorder)
         self.ops = _ops(device, options)
         self.plan = fuse(plan, self.ops, options.fp8, scales)
         self.model: Any = self.plan.model
         in_fp8 = dict.fromkeys(options.fp8, "fp8")
-        if recorder is None:
-            recorder = Calls() if self.stream is None else Graphs(self.stream)
-        self.recorder = recorder
         self.programs: Kept[Key, Program] = Kept(options.max_graphs, self._program)
+        self.prefixes: Kept[Key, Prefix] = Kept(options.max_graphs, self._prefix)
+        self.heads: Kept[Key, ApartHead] = Kept(options.max_graphs, self._head)
         shape, dtype = self.model.noise_shape, torch.float32
         if self.units is not None:
             shape, dtype = (shape[0], self.units.dim), self.units.dtype
-        # For any number of observations that one program computes.
-        self._chunks = torch.empty(options.largest_batch, *shape, dtype=dtype, pin_memory=on_gpu)
+        # For any number of observations that one program computes: the actions of the prefix stream, which also runs
+        # whole programs, and of the head stream.
+        self._chunks, self._apart_chunks = (
+            torch.empty(options.largest_batch, *shape, dtype=dtype, pin_memory=on_gpu) for _ in range(2)
+        )
         if on_gpu:
             torch.cuda.current_stream(device).synchronize()  # wait for the copies of the weights
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -107,6 +119,7 @@ class CudaEngine(Engine):
             takes_frames=fits(processing.image, self.model),
             world_units=self.units is not None,
             one_graph=not isinstance(self.model, AutoregressiveModel),
+            head_reads_state=self.model.head_reads_state,
             chooses_tokens=self.model.chooses_tokens,
             notes=(describe(device), *lowbit.notes.values()),
         )
@@ -115,14 +128,10 @@ class CudaEngine(Engine):
     def threads(self) -> int:
         return torch.get_num_threads()
 
-    def read(self, inputs: ModelInputs, watch: Watch | None = None) -> ModelInputs:
-        """Return the inputs unchanged, because :meth:`solve` computes all stages."""
-        return inputs
-
     @torch.inference_mode()
-    def solve(
+    def run(
         self,
-        context: ModelInputs,
+        inputs: ModelInputs,
         noise: np.ndarray,
         steps: int,
         guidance: Guidance | None = None,
@@ -141,22 +150,80 @@ class CudaEngine(Engine):
             float32 [B, H, A] in model units. With ``actions``, [B, H, action_dim] un-normalised, in the precision of
                 the recipe's convention.
         """
-        if guidance is not None and getattr(guidance, "jacobian", True):
-            expected = f"engine {either(engines_that(guides=('guided',)))}, which has a Jacobian"
-            raise SinewError(f"guidance: expected {expected}, got engine cuda")
-        watch, parts = watch or Watch(), self.options.parts(len(context.tokens))
-        with self._on_stream(), self._rows(watch, self.recorder.calls):
+        _check(guidance)
+        watch, parts, stream = watch or Watch(), self.options.parts(len(inputs.tokens)), self.prefix_stream
+        with stream.current(), self._rows(watch, stream.recorder.calls):
             if len(parts) == 1:
-                return self._solve(context, noise, steps, guidance, watch)
-            whole: Any = guidance
-            guides = [None if whole is None else whole.part(rows) for rows in parts]
-            chunks = [
-                self._solve(context.part(rows), noise[rows], steps, guide, watch)
-                for rows, guide in zip(parts, guides, strict=True)
-            ]
-            return np.concatenate(chunks)
+                return self._run(inputs, noise, steps, guidance, watch)
+            return np.concatenate(
+                [
+                    self._run(inputs.part(rows), noise[rows], steps, _part(guidance, rows), watch)
+                    for rows in parts
+                ]
+            )
 
-    def _solve(
+    @torch.inference_mode()
+    def read(self, inputs: ModelInputs, watch: Watch | None = None) -> CudaContext | ModelInputs:
+        """Compute the context on the prefix stream, and wait for it.
+
+        The watch gets the time of vision and language model as one "prefix", unless it requires separate stages.
+        """
+        if isinstance(self.model, AutoregressiveModel):
+            return inputs
+        watch, parts, stream = watch or Watch(), self.options.parts(len(inputs.tokens)), self.prefix_stream
+        watch.begin()
+        with stream.current(), self._rows(watch, stream.recorder.calls):
+            context = CudaContext(
+                tuple(self._read(inputs if len(parts) == 1 else inputs.part(rows), watch) for rows in parts)
+            )
+        # Another thread may submit work now, so wait for the event and not for the stream.
+        if (ready := context.parts[-1].ready) is not None:
+            ready.synchronize()
+        if not watch.apart:
+            watch.lap("prefix")
+        return context
+
+    @torch.inference_mode()
+    def solve(
+        self,
+        context: CudaContext | ModelInputs,
+        noise: np.ndarray,
+        steps: int,
+        guidance: Guidance | None = None,
+        watch: Watch | None = None,
+    ) -> np.ndarray:
+        """Compute actions from a context on the head stream, and wait for them.
+
+        The watch gets the time of all solver steps as one "step", as in :meth:`run`.
+
+        Returns:
+            As in :meth:`run`.
+        """
+        if isinstance(context, ModelInputs):
+            return self.run(context, noise, steps, guidance, watch)
+        _check(guidance)
+        watch, stream, chunks, first = watch or Watch(), self.head_stream, [], 0
+        with stream.current(), self._rows(watch, stream.recorder.calls):
+            for part in context.parts:
+                rows = slice(first, first := first + part.key.batch)
+                guide = guidance if len(context.parts) == 1 else _part(guidance, rows)
+                chunks.append(self._solve(part, noise[rows], steps, guide, watch))
+        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+
+    @torch.inference_mode()
+    def renew(self, context: CudaContext | ModelInputs, state: np.ndarray) -> CudaContext | ModelInputs:
+        if isinstance(context, ModelInputs) or not self.facts.head_reads_state:
+            return context
+        parts, first, stream = [], 0, self.head_stream
+        with stream.current():
+            for part in context.parts:
+                rows = slice(first, first := first + part.key.batch)
+                stream.follow(part.ready)
+                parts.append(replace(part, tensors=self.model.renew(part.tensors, self.place(state[rows]))))
+            stream.wait()
+        return CudaContext(tuple(parts))
+
+    def _run(
         self, inputs: ModelInputs, noise: np.ndarray, steps: int, guidance: Guidance | None, watch: Watch
     ) -> np.ndarray:
         """Compute the actions of as many observations as one program may have."""
@@ -164,13 +231,46 @@ class CudaEngine(Engine):
         watch.check()
         if program.speaks:
             return self._speak(program, inputs, noise, watch)
-        if guidance is not None:
-            self._guided(program, inputs, noise, guidance, watch)
-        elif watch.apart:
-            self._by_stages(program, inputs, noise, watch)
-        else:
-            self._whole(program, inputs, noise, watch)
-        return self._chunks[: program.key.batch].numpy().copy()
+        if guidance is None and not watch.apart:
+            return self._whole(program, inputs, noise, watch)
+        program.write(inputs, noise)
+        self._stages(program, watch, watch.apart)
+        return self._steps(program, None, guidance, watch, self.prefix_stream, self._chunks)
+
+    def _read(self, inputs: ModelInputs, watch: Watch) -> ContextPart:
+        """Submit the prefix of as many observations as one program may have."""
+        key, stream = self._key(inputs, 0), self.prefix_stream
+        if key not in self.prefixes:
+            stream.wait()  # the prefix that is removed for a new one may still be computed
+        prefix = self.prefixes[key]
+        if prefix.uploaded is not None:
+            prefix.uploaded.synchronize()
+        try:
+            prefix.write(inputs)
+        finally:
+            prefix.uploaded = stream.event()
+        self._stages(prefix, watch, watch.apart)
+        return ContextPart(key, copied(prefix.recorded("read").result), stream.event())
+
+    def _solve(
+        self,
+        part: ContextPart,
+        noise: np.ndarray,
+        steps: int,
+        guidance: Guidance | None,
+        watch: Watch,
+    ) -> np.ndarray:
+        stream = self.head_stream
+        # The sizes of the frames have no effect on the sizes of the context.
+        head = self.heads[replace(part.key, sizes=(), steps=steps)]
+        watch.begin()
+        stream.follow(part.ready)
+        head.load(part.tensors)
+        head.write(noise)
+        if guidance is not None or watch.apart:
+            return self._steps(head, part.tensors, guidance, watch, stream, self._apart_chunks)
+        head.recorded("solution").replay()
+        return self._fetched(head, watch, stream, self._apart_chunks)
 
     def _key(self, inputs: ModelInputs, steps: int) -> Key:
         return Key.of(inputs, self.options.bucket(inputs.tokens.shape[1]), steps)
@@ -205,18 +305,27 @@ class CudaEngine(Engine):
 
     def prepare(self, key: Key) -> None:
         """Record the graphs for a key before an observation needs them."""
-        with torch.inference_mode(), self._on_stream():
+        with torch.inference_mode(), self.prefix_stream.current():
             self.programs[key].record()
-            self._wait()
+            self.prefix_stream.wait()
 
-    def _whole(self, program: Program, inputs: ModelInputs, noise: np.ndarray, watch: Watch) -> None:
+    def _whole(self, program: Program, inputs: ModelInputs, noise: np.ndarray, watch: Watch) -> np.ndarray:
         recorded = program.recorded("chunk")
         watch.begin()
         program.write(inputs, noise)
         recorded.replay()
-        program.fetch(self._chunks)
-        self._wait()  # one wait is enough: copies and graph run on one stream
+        return self._fetched(program, watch, self.prefix_stream, self._chunks)
+
+    def _fetched(self, head: Head, watch: Watch, stream: EngineStream, chunks: Tensor) -> np.ndarray:
+        """Copy the actions of a graph that was replayed to the CPU.
+
+        The result is a copy, because ``watch`` may begin another run.
+        """
+        head.fetch(chunks)
+        stream.wait()  # one wait is enough: copies and graph run on one stream
+        actions: np.ndarray = chunks[: head.key.batch].numpy().copy()
         watch.lap("step")
+        return actions
 
     def _speak(self, program: Program, inputs: ModelInputs, noise: np.ndarray, watch: Watch) -> np.ndarray:
         """Generate chunks, [B, H, A], token by token.
@@ -225,16 +334,8 @@ class CudaEngine(Engine):
         """
         program.record()
         program.write(inputs, noise)
-        self._wait()
-        watch.begin()
-        for name, lap in (("vision", "vision"), ("read", "prefix")):
-            program.recorded(name).replay()
-            self._wait()
-            watch.lap(lap)
+        self._stages(program, watch, True)
         context, first = program.recorded("read").result
-        if watch.trace is not None:
-            watch.trace.vision = as_array(program.recorded("vision").result[0])
-            watch.trace.prefix = named_arrays(context)
 
         def more(spoken: Spoken) -> Spoken:
             program.recorded("next").replay()
@@ -253,89 +354,108 @@ class CudaEngine(Engine):
             watch.trace.head.append(chunks[0])
         return chunks
 
-    def _by_stages(self, program: Program, inputs: ModelInputs, noise: np.ndarray, watch: Watch) -> None:
-        program.write(inputs, noise)
-        trace = watch.trace
-        with self._rows(watch, not self.recorder.calls) as notes:
-            if notes is not None:
-                program.read_plainly()
-        for index, name in enumerate(("vision", "read", *["step"] * program.key.steps)):
-            recorded, step = program.recorded(name), index - 2
-            if step == 0:
-                program.begin()
-            if step >= 0:
-                program.time_embedding.copy_(program.time_embeddings[step])
-            self._wait()
-            watch.begin()
-            recorded.replay()
-            if step >= 0:
-                program.advance(step)
-            self._wait()
-            if trace is not None and step >= 0:
-                trace.head.append(as_array(recorded.result[0]))
-            elif trace is not None and name == "read":
-                trace.prefix = named_arrays(recorded.result)
-            elif trace is not None:
-                trace.vision = as_array(recorded.result[0])
-            watch.lap({"read": "prefix"}.get(name, name))
-        if trace is not None:
-            trace.head.append(as_array(program.x[0]))
-        program.finish()
-        program.fetch(self._chunks)
-        self._wait()
+    def _stages(self, prefix: Prefix, watch: Watch, apart: bool) -> None:
+        """Replay the graphs of vision and language model on the prefix stream.
 
-    def _guided(
-        self, program: Program, inputs: ModelInputs, noise: np.ndarray, guidance: Guidance, watch: Watch
-    ) -> None:
-        """Replay the graphs of vision, prefix and each solver step separately.
-
-        The guidance changes each step's output.
+        Args:
+            prefix: The prefix. Its inputs are written.
+            watch: Gets the times and results of the stages.
+            apart: True waits for each stage, so that its time is known.
         """
-        program.write(inputs, noise)
-        watch.begin()
+        stream, trace = self.prefix_stream, watch.trace
+        with self._rows(watch, not stream.recorder.calls) as notes:
+            if notes is not None:
+                prefix.read_plainly()
         for name, lap in (("vision", "vision"), ("read", "prefix")):
-            program.recorded(name).replay()
+            recorded = prefix.recorded(name)
+            if apart:
+                stream.wait()
+                watch.begin()
+            recorded.replay()
+            if not apart:
+                continue
+            stream.wait()
+            if trace is not None and name == "vision":
+                trace.vision = as_array(recorded.result[0])
+            elif trace is not None:
+                trace.prefix = named_arrays(recorded.result[0] if prefix.speaks else recorded.result)
             watch.lap(lap)
-        # Record before x is set, because recording runs the step and changes x.
-        step = program.recorded("step")
+
+    def _steps(
+        self,
+        head: Head,
+        context: Context | None,
+        guidance: Guidance | None,
+        watch: Watch,
+        stream: EngineStream,
+        chunks: Tensor,
+    ) -> np.ndarray:
+        """Replay the graph of each solver step separately, because a guidance changes each step's output, or because
+        the watch needs each step.
+
+        Args:
+            head: The head. Its noise is written.
+            context: The context that the head has to load. None if the head reads it where the prefix has written it.
+            guidance: Changes the outputs.
+            watch: Gets the times and results of the steps.
+            stream: The stream.
+            chunks: Memory of the CPU for the actions.
+        """
+        trace, step = watch.trace, head.recorded("step")
 
         def act(x: Tensor, time_embedding: Tensor) -> Tensor:
-            program.x.copy_(x)
-            program.time_embedding.copy_(time_embedding)
+            if isinstance(head, ApartHead):
+                head.load(context)  # another solution may have begun between two steps
+            head.x.copy_(x)
+            head.time_embedding.copy_(time_embedding)
+            if watch.apart:
+                stream.wait()
+                watch.begin()
             step.replay()
+            if trace is not None:
+                trace.head.append(as_array(step.result[0]))
             return step.result.clone()  # type: ignore[no-any-return]
 
-        start = program.staging.device["noise"]
-        program.x.copy_(
-            solve(act, start, program.steps, program.time_embeddings, lambda: watch.lap("step"), guidance)
-        )
-        program.finish()
-        program.fetch(self._chunks)
-        self._wait()
+        def after_step() -> None:
+            if watch.apart:
+                stream.wait()
+            watch.lap("step")
+
+        start = head.noise if context is None else head.noise.clone()
+        x = solve(act, start, head.steps, head.time_embeddings, after_step, guidance)
+        if trace is not None:
+            trace.head.append(as_array(x[0]))
+        head.x.copy_(x)
+        head.finish()
+        head.fetch(chunks)
+        stream.wait()
+        actions: np.ndarray = chunks[: head.key.batch].numpy().copy()
+        return actions
 
     def place(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def _program(self, key: Key) -> Program:
-        return Program(key, self.plan, self.ops, self.processing, self.recorder, self.device, self.units)
+        with self._making(self.prefix_stream) as recorder:
+            return Program(key, self.plan, self.ops, self.processing, recorder, self.device, self.units)
+
+    def _prefix(self, key: Key) -> Prefix:
+        with self._making(self.prefix_stream) as recorder:
+            return Prefix(key, self.plan, self.ops, self.processing, recorder, self.device)
+
+    def _head(self, key: Key) -> ApartHead:
+        with self._making(self.head_stream) as recorder:
+            return ApartHead(key, self.plan, recorder, self.device, self.units)
 
     @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Use the engine's CUDA stream, and make cuBLAS add partial sums in float32.
+    def _making(self, stream: EngineStream) -> Iterator[GraphRecorder]:
+        """Inside the ``with`` block, this thread makes buffers for the recorder of ``stream``.
 
-        A recording contains both settings.
+        The solver's tables are in the plan, for both streams, so they are complete when the block ends.
         """
-        if self.stream is None:
-            yield
-            return
-        flags = torch.backends.cuda.matmul
-        before = flags.allow_bf16_reduced_precision_reduction
-        flags.allow_bf16_reduced_precision_reduction = False
-        try:
-            with torch.cuda.stream(self.stream):
-                yield
-        finally:
-            flags.allow_bf16_reduced_precision_reduction = before
+        with RECORDING:
+            yield stream.recorder
+            stream.wait()
 
     def _rows(self, watch: Watch, noted: bool) -> AbstractContextManager[dict[str, np.ndarray] | None]:
         """Record in a trace which rows of embedding tables the model reads inside the ``with`` block, if ``noted``
@@ -344,9 +464,21 @@ class CudaEngine(Engine):
             return nullcontext()
         return recorded_rows(self.model, watch.trace.rows)
 
-    def _wait(self) -> None:
-        if self.stream is not None:
-            self.stream.synchronize()
+
+def _check(guidance: Guidance | None) -> None:
+    """Check that this engine supports a guidance.
+
+    Raises:
+        SinewError: The guidance needs the Jacobian of the head.
+    """
+    if guidance is not None and getattr(guidance, "jacobian", True):
+        expected = f"engine {either(engines_that(guides=('guided',)))}, which has a Jacobian"
+        raise SinewError(f"guidance: expected {expected}, got engine cuda")
+
+
+def _part(guidance: Any, rows: slice) -> Guidance | None:
+    """Return the guidance of a part of a batch."""
+    return None if guidance is None else guidance.part(rows)
 
 
 def _ops(device: torch.device, options: CudaOptions) -> Ops:

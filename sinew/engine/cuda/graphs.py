@@ -6,6 +6,7 @@ A cache of limited size stores one set of recordings per key.
 from __future__ import annotations
 
 import gc
+import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -18,6 +19,9 @@ import torch
 NVTX = hasattr(torch._C, "_nvtx")  # noqa: SLF001 - False for builds without CUDA or without NVTX
 # Number of runs before a recording. The first run compiles kernels and allocates memory. The second run does neither.
 WARM_UPS = 2
+# One thread records at a time. A recording begins with a wait for the whole device, which CUDA forbids while another
+# thread records. And a table that a model makes at its first use is complete before another thread can find it.
+RECORDING = threading.RLock()
 
 
 class StageRange:
@@ -105,9 +109,10 @@ class Calls(GraphRecorder):
 class Graphs(GraphRecorder):
     """CUDA graphs, recorded on ``stream``. Replays must be on the same stream.
 
-    Whole programs share their intermediate memory. No two of them run at the same time, none reads values that another
-    program left, and the caller provides the memory for the results. Recordings whose results are read by other
-    recordings get their own memory pool, so that no other program overwrites the results.
+    Whole programs share their intermediate memory, which no other stream's recorder uses. No two of them run at the
+    same time, none reads values that another program left, and the caller provides the memory for the results.
+    Recordings whose results are read by other recordings get their own memory pool, so that no other program overwrites
+    the results.
     """
 
     calls = False
@@ -116,25 +121,26 @@ class Graphs(GraphRecorder):
         self.stream = stream
         # PyTorch frees a memory pool when no graph uses the pool. This graph is stored so that the shared pool stays.
         self._first = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._first, stream=stream, capture_error_mode="thread_local"):
+        with RECORDING, torch.cuda.graph(self._first, stream=stream, capture_error_mode="thread_local"):
             self._kept = torch.zeros(1, device=stream.device)
         self.shared = self._first.pool()
 
     def record(self, program: Callable[[], Any], apart: bool = False) -> RecordedGraph:
-        # Run the program on the recording's stream first, because cuBLAS allocates a workspace for each stream.
-        for _ in range(WARM_UPS):
-            program()
-        self.stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        pool = None if apart else self.shared
-        # With this mode, other threads may allocate memory on the device or pin memory during the recording.
-        mode = "thread_local"
-        with (
-            no_collection(),
-            torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=mode),
-        ):
-            result = program()
-        return RecordedGraph(graph.replay, result)
+        with RECORDING:
+            # Run the program on the recording's stream first, because cuBLAS allocates a workspace for each stream.
+            for _ in range(WARM_UPS):
+                program()
+            self.stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            pool = None if apart else self.shared
+            # With this mode, other threads may allocate memory on the device or pin memory during the recording.
+            mode = "thread_local"
+            with (
+                no_collection(),
+                torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=mode),
+            ):
+                result = program()
+            return RecordedGraph(graph.replay, result)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 Fake tensors contain no values. Every operation on them makes the checks of a GPU: the operands are on one device, and
 no tensor of the host is used instead of a tensor of the device. Streams and graphs of ``torch.cuda`` are replaced by
-classes that count. Kernel launches check the devices of their arguments.
+classes that count. Kernel launches check the devices of their arguments. A case with two CUDA streams also checks that
+no memory that the kernels of one stream read or write, except the weights, is an argument of a kernel of the other.
 
 A CPU build of PyTorch lacks the guard that switches between devices, so this module compiles one (``GUARD``).
 ``python -m tests.engine.cuda.fake_device FOLDER`` prints a line for each case. The last line is JSON.
@@ -15,7 +16,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from sinew_perf.program import preset
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from sinew.bundle.schema import Normalization
 from sinew.engine.cuda.engine import CudaEngine
@@ -47,7 +49,8 @@ namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::De
 """
 # model -> number of views, tokens of the prompt, size of the image
 MODELS = {"pi0.5": (3, 200, 224), "pi0": (2, 0, 224), "smolvla": (2, 48, 512)}
-# model, and options of the engine. With "apart", the stages run one by one.
+# model, and options of the engine. With "apart", the stages run one by one. With "streams", prefix and head run on two
+# CUDA streams, and then the whole chunk.
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("pi0.5", {}),
     ("pi0.5", {"apart": True}),
@@ -56,24 +59,68 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("smolvla", {"apart": True}),
     ("smolvla", {"kernels": False}),
     ("smolvla", {"fp8": ("language.mlp",)}),
+    ("pi0", {"streams": True}),
+    ("pi0.5", {"streams": True}),
 ]
 QUICK = [
-    case for number, case in enumerate(CASES) if number in (1, 2, 3, 5)
+    case for number, case in enumerate(CASES) if number in (1, 2, 3, 5, 7)
 ]  # contains every model and every option
 counted: Counter[str] = Counter()
+log: list[str] = []  # operations on streams, events and graphs
+arguments: dict[str, list[torch.Tensor]] = {}  # for each stream, the tensors of its launches
 
 
 class Stream:
-    def __init__(self, device: Any = None):
-        self.device = GPU
+    made = 0
+
+    def __init__(self, device: Any = None, priority: int = 0):
+        Stream.made += 1
+        self.device, self.cuda_stream = GPU, Stream.made
+        self.name = "head" if priority < 0 else "prefix"
 
     def synchronize(self) -> None:
         counted["synchronize"] += 1
+        log.append(f"wait for {self.name}")
+
+    def record_event(self) -> Event:
+        log.append(f"{self.name} records")
+        return Event()
+
+    def wait_event(self, event: Event) -> None:
+        log.append(f"{self.name} follows")
+
+
+class Event:
+    def synchronize(self) -> None:
+        log.append("wait for an event")
+
+
+class Default(Stream):
+    """The stream of a thread that has chosen none."""
+
+    def __init__(self) -> None:
+        self.cuda_stream, self.name = 0, "default"
+
+
+current: list[Stream] = [Default()]
+
+
+@contextmanager
+def on(stream: Stream) -> Iterator[None]:
+    current.append(stream)
+    try:
+        yield
+    finally:
+        current.pop()
 
 
 class Graph:
+    stream: Stream
+
     def replay(self) -> None:
         counted["replay"] += 1
+        assert current[-1] is self.stream, "a replay on another stream than the recording"
+        log.append(f"{current[-1].name} replays")
 
     def pool(self) -> tuple[int, int]:
         return 0, 1
@@ -84,8 +131,9 @@ def capture(
     graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
 ) -> Iterator[None]:
     assert capture_error_mode in ("global", "thread_local", "relaxed")
-    before = counted["synchronize"]
-    yield
+    before, graph.stream = counted["synchronize"], stream
+    with on(stream):
+        yield
     assert counted["synchronize"] == before, "a wait while a graph is captured"
     counted["capture"] += 1
 
@@ -94,6 +142,7 @@ def launch(made: Launch) -> None:
     for name, value in made.arguments.items():
         if isinstance(value, torch.Tensor):
             assert value.device == GPU, f"{made.kernel}: {name} on {value.device}"
+            arguments.setdefault(current[-1].name, []).append(value)
     counted["launch"] += 1
 
 
@@ -113,8 +162,8 @@ def stand_in(folder: Path) -> None:
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "a fake GPU",
         "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
-        "current_stream": lambda device=None: SimpleNamespace(synchronize=lambda: None),
-        "stream": lambda stream: nullcontext(),
+        "current_stream": lambda device=None: current[-1],
+        "stream": on,
         "Stream": Stream,
         "CUDAGraph": Graph,
         "graph": capture,
@@ -150,7 +199,7 @@ def on_the_gpu(name: str) -> Any:
 def case(name: str, options: dict[str, Any]) -> dict[str, Any]:
     views, tokens, side = MODELS[name]
     options = dict(options)
-    apart = options.pop("apart", False)
+    apart, streams = options.pop("apart", False), options.pop("streams", False)
     statistics = {"mean": (0.0,) * 7, "std": (1.0,) * 7}
     actions = Normalizer(Normalization("mean_std", statistics, convention="openpi"), 7, "action")
     plan = Plan.of(on_the_gpu(name), rewrites=ON_CUDA)
@@ -169,10 +218,43 @@ def case(name: str, options: dict[str, Any]) -> dict[str, Any]:
         tuple(np.zeros((480, 640, 3), np.uint8) for _ in range(views)),
     )
     counted.clear()
-    chunk, _ = run_one(engine, inputs, np.zeros(shape.noise, np.float32), 10, apart=apart)
+    arguments.clear()
+    noise = np.zeros(shape.noise, np.float32)
+    report = two_streams(engine, inputs, noise) if streams else {}
+    chunk, _ = run_one(engine, inputs, noise, 10, apart=apart)
     program = engine.programs[engine.programs.keys()[-1]]
     assert program.actions.device == GPU
-    return {"shape": chunk.shape, **counted}
+    if streams:
+        report |= {"shared": shared(engine), "streams": sorted(arguments)}
+    return {"shape": chunk.shape, **report, **counted}
+
+
+def two_streams(engine: CudaEngine, inputs: ModelInputs, noise: np.ndarray) -> dict[str, Any]:
+    """Run prefix and head on two CUDA streams, twice. Return the operations of the second time."""
+    context = engine.read(inputs.batched())
+    engine.solve(context, noise[None], 10)
+    log.clear()
+    context = engine.read(inputs.batched())
+    log.append("read returns")
+    engine.solve(context, noise[None], 10)
+    log.append("solve returns")
+    return {"order": list(log)}
+
+
+def shared(engine: CudaEngine) -> list[str]:
+    """Return the tensors that kernels of both streams get, except weights and the solver's tables."""
+    constants = [
+        *engine.model.parameters(),
+        *engine.model.buffers(),
+        *tree_leaves(engine.plan.time_embeddings(10)),
+    ]
+    known = {each.untyped_storage()._cdata for each in constants if isinstance(each, torch.Tensor)}
+    prefix = {each.untyped_storage()._cdata for each in arguments["prefix"]} - known
+    return [
+        f"{each.dtype} {list(each.shape)}"
+        for each in arguments["head"]
+        if each.untyped_storage()._cdata in prefix
+    ]
 
 
 def main(folder: Path, quick: bool = False) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """The operations of :mod:`.ops` as Triton kernels on a GPU.
 
 The functions allocate their results. During a recording, the results are memory of the graph's own pool, whose
-addresses do not change. Kernels that split one sum between several programs share one workspace, because launches of
-one stream do not overlap.
+addresses do not change. Kernels that split one sum between several programs share the workspace of their CUDA stream,
+because launches of one stream do not overlap. Launches of two streams do, so each stream has its own workspace.
 """
 
 from __future__ import annotations
@@ -33,8 +33,21 @@ from sinew.layers.decoder import KeyValue
 class Kernels(Ops):
     def __init__(self, device: torch.device):
         self.rows = RowKernels()
-        # Twice the size that the published models need in float32, whose tiles are small: 64 MiB.
-        self.workspace = Workspace(2 * PARTS, 2 * BLOCKS, device)
+        self._device = device
+        self._workspaces: dict[int, Workspace] = {}  # key: the CUDA stream, 0 without one
+
+    @property
+    def workspace(self) -> Workspace:
+        """The workspace of the current CUDA stream. A recording contains its address.
+
+        The first launch on a stream allocates it. This is always a run before a recording (:data:`graphs.WARM_UPS`).
+        """
+        on_gpu = self._device.type == "cuda"
+        stream = torch.cuda.current_stream(self._device).cuda_stream if on_gpu else 0
+        if stream not in self._workspaces:
+            # Twice the size that the published models need in float32, whose tiles are small: 64 MiB.
+            self._workspaces[stream] = Workspace(2 * PARTS, 2 * BLOCKS, self._device)
+        return self._workspaces[stream]
 
     def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
         out = weight.new_empty(len(x), len(weight))

@@ -24,7 +24,8 @@ class HeadStep(nn.Module, ABC):
     buffers. The engine then counts them in its memory, and the audit of a recording covers them.
 
     Engines call :meth:`forward` while they record a CUDA graph. So it allocates only memory of the recording, copies
-    nothing from the CPU and reads no value of the device.
+    nothing from the CPU and reads no value of the device. Two recordings may run at the same time, on two CUDA streams.
+    So what a launch writes, such as the counters of its barriers, is memory of the recording and no buffer.
 
     Args:
         model: The fused model.
