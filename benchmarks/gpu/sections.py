@@ -26,6 +26,7 @@ from benchmarks.gpu.models import MODELS, TARGETS
 from benchmarks.gpu.repeats import repeats
 from benchmarks.gpu.roofline import work
 from benchmarks.gpu.session import NotHere, Row, Session, shrunk, still_there
+from benchmarks.gpu.streams import streams
 from benchmarks.gpu.sweep import sweep
 from benchmarks.gpu.timeline import timeline
 
@@ -202,6 +203,7 @@ SECTIONS: dict[str, tuple[Callable[[Session], None], float]] = {
         for what, run, seconds in (("ladder", ladder, 120), ("timeline", timeline, 60))
     },
     **{f"library {name}": (partial(library, name), 60) for name in ORDER},
+    **{f"streams {name}": (partial(streams, name), 60) for name in ORDER},
     **{f"repeats {name}": (partial(repeats, name), 40) for name in MODELS},
     "ladder groot": (partial(ladder, "groot"), 120),
     "timeline groot": (partial(timeline, "groot"), 60),

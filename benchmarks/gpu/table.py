@@ -36,6 +36,7 @@ def markdown(document: Record) -> str:
         _hosts(ladder),
         _profiled(sections),
         _libraries(sections),
+        _streams(sections),
         _compared(sections),
         _clocks(sections),
         _launches(sections, ceilings),
@@ -235,6 +236,26 @@ def _libraries(sections: Record) -> str:
     )
     text = table((*facts, *(way.removesuffix("_us") for way in ways)), rows)
     return _titled("Products beside the library's", f"{note}\n\n{text}" if text else "")
+
+
+def _streams(sections: Record) -> str:
+    """Return the rows of every section ``streams``: the rate, and the latency of a head or of an answer."""
+    rows = [
+        (
+            name.partition(" ")[2],
+            row["what"],
+            *(f"{row[rate]:.1f}" if rate in row else "-" for rate in ("prefix_hz", "head_hz", "answers_hz")),
+            *(_ms(row[latency]) for latency in ("p50_ms", "p95_ms", "p99_ms", "max_ms")),
+            row.get("late_heads", "-"),
+        )
+        for name in sections
+        if name.startswith("streams ")
+        for row in _rows(sections, name)
+        if "p50_ms" in row
+    ]
+    heads = ("model", "what", "prefixes a second", "heads a second", "answers a second")
+    heads = (*heads, "p50, ms", "p95, ms", "p99, ms", "max, ms", "late heads")
+    return _titled("Two CUDA streams", table(heads, rows))
 
 
 def _compared(sections: Record) -> str:

@@ -17,9 +17,11 @@ from benchmarks.gpu import library as libraries
 from benchmarks.gpu.clocks import FIELDS, Clocks
 from benchmarks.gpu.models import MODELS, TARGETS, processing, random_model, samples
 from benchmarks.gpu.rungs import Engine, cuda_engine, plan_of
+from benchmarks.gpu.sections import SECTIONS
 from benchmarks.gpu.session import Session, shrunk
 from benchmarks.gpu.table import markdown
 from sinew.engine.cuda import engine as engines
+from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.kernels import weight_only_linear
 from sinew.engine.cuda.lowbit.weights import WeightOnly
@@ -97,6 +99,34 @@ def test_all_files_of_a_run_are_one_archive(tmp_path: Path) -> None:
         assert tar.getnames() == ["a-pi0.json.gz", "a.json", "a.md"]
 
 
+# ----------------------------------------------------------------------------- two CUDA streams
+
+
+def test_prefixes_and_heads_are_measured_on_two_streams() -> None:
+    rows: list[dict] = []
+    SECTIONS["streams pi0"][0](Session(CPU, 1500.0, rows.append, tiny=True))
+    bits, prefix, head, paced, free, alone, both = rows
+    assert bits == {"what": "the bits of one graph", "equal": True}
+    assert [row["what"] for row in (prefix, head)] == ["prefix alone", "head alone"]
+    assert paced["what"] == "prefixes at 30 Hz, heads at 480 Hz"
+    for row in (paced, free):
+        assert min(row["prefix_hz"], row["head_hz"], row["prefix"]["calls"]) > 0
+    for row in (alone, both):
+        assert (row["differ"], row["answers_hz"] > 0) == (0, True)
+    text = markdown(
+        {"gpu": "x", "date": "2026-11-30", "sections": {"streams pi0": {"status": "done", "rows": rows}}}
+    )
+    assert "## Two CUDA streams" in text
+    assert text.count("| pi0 |") == len(rows) - 1
+
+
+def test_actions_that_differ_fail_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    solve = CudaEngine.solve
+    monkeypatch.setattr(CudaEngine, "solve", lambda *arguments, **options: solve(*arguments, **options) + 1)
+    with pytest.raises(RuntimeError, match="differ from the actions of one graph"):
+        SECTIONS["streams pi0"][0](Session(CPU, 1500.0, lambda row: None, tiny=True))
+
+
 # ----------------------------------------------------------------------------- the host
 
 
@@ -122,7 +152,7 @@ def test_the_parts_of_a_chunk_on_the_host_follow_each_other(
     for part, owner, name in (
         ("copy", program, "write"),
         ("launch", program.recorded("chunk"), "replay"),
-        ("wait", made.engine, "_wait"),
+        ("wait", made.engine.prefix_stream, "wait"),
     ):
         real = getattr(owner, name)
 
@@ -135,7 +165,7 @@ def test_the_parts_of_a_chunk_on_the_host_follow_each_other(
             rows[part] = host.host_row(made, inputs, 3)
     assert program.recorded("chunk").replay is replay
     assert "write" not in vars(program)
-    assert "_wait" not in vars(made.engine)
+    assert "wait" not in vars(made.engine.prefix_stream)
     for part, row in rows.items():
         assert list(row) == [f"{each}_us" for each in host.PARTS]
         assert row[f"{part}_us"] > 1e6 * delay
