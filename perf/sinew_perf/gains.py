@@ -371,7 +371,7 @@ def _under(
     """
     if machine.kind != "cpu":
         without["a stream"] = (
-            f"engine {ON_GPU} does not support it: both of its loops would share one stream of the GPU"
+            f"engine {ON_GPU} runs prefix and head on two CUDA streams, but nobody has measured them at the same time"
         )
         without["batches"] = f"no batch of engine {ON_GPU} was ever measured on a GPU"
         without["--reuse"] = f"engine {ON_GPU} stores no prefix"
