@@ -53,6 +53,7 @@ def stream(
     names = hardware or ("rtx4090", "h200", "thor", "agx-orin")
     # Check the names before the slow import of torch.
     machines = load_machines(names, data)
+    from sinew_perf.gains import ON_GPU
     from sinew_perf.memory import missing, too_large
     from sinew_perf.program import PublishedProgram
     from sinew_perf.roofline import seconds
@@ -116,8 +117,8 @@ def stream(
     console.print(table)
     console.print(
         f"image to motion: includes {camera_ms:g} ms of the camera and {actuation_ms:g} ms of the actuator; "
-        "at once: an upper bound that no measured scheduler has reached; engine cuda runs both loops at once, on two "
-        "CUDA streams, and nobody has measured it on a GPU",
+        "at once: an upper bound that no measured scheduler has reached; "
+        f"engine {ON_GPU} runs both loops at once, on two CUDA streams, and nobody has measured it on a GPU",
         highlight=False,
         soft_wrap=True,
     )

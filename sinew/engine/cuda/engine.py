@@ -27,7 +27,7 @@ from sinew.engine.cuda.fused.ops import Ops, PlainOps, References
 from sinew.engine.cuda.graphs import RECORDING, GraphRecorder, Kept
 from sinew.engine.cuda.lowbit.choice import NOTHING, LowbitChoice
 from sinew.engine.cuda.options import CudaOptions
-from sinew.engine.cuda.program import ApartHead, ContextPart, Head, Key, Prefix, Program, copied
+from sinew.engine.cuda.program import ApartHead, ContextPart, HeadProgram, Key, PrefixProgram, Program, copied
 from sinew.engine.cuda.streams import FIRST, EngineStream
 from sinew.engine.cuda.units import RobotUnits
 from sinew.engine.eager.engine import precision_of
@@ -96,7 +96,7 @@ class CudaEngine(Engine):
         self.model: Any = self.plan.model
         in_fp8 = dict.fromkeys(options.fp8, "fp8")
         self.programs: Kept[Key, Program] = Kept(options.max_graphs, self._program)
-        self.prefixes: Kept[Key, Prefix] = Kept(options.max_graphs, self._prefix)
+        self.prefixes: Kept[Key, PrefixProgram] = Kept(options.max_graphs, self._prefix)
         self.heads: Kept[Key, ApartHead] = Kept(options.max_graphs, self._head)
         shape, dtype = self.model.noise_shape, torch.float32
         if self.units is not None:
@@ -316,7 +316,7 @@ class CudaEngine(Engine):
         recorded.replay()
         return self._fetched(program, watch, self.prefix_stream, self._chunks)
 
-    def _fetched(self, head: Head, watch: Watch, stream: EngineStream, chunks: Tensor) -> np.ndarray:
+    def _fetched(self, head: HeadProgram, watch: Watch, stream: EngineStream, chunks: Tensor) -> np.ndarray:
         """Copy the actions of a graph that was replayed to the CPU.
 
         The result is a copy, because ``watch`` may begin another run.
@@ -354,7 +354,7 @@ class CudaEngine(Engine):
             watch.trace.head.append(chunks[0])
         return chunks
 
-    def _stages(self, prefix: Prefix, watch: Watch, apart: bool) -> None:
+    def _stages(self, prefix: PrefixProgram, watch: Watch, apart: bool) -> None:
         """Replay the graphs of vision and language model on the prefix stream.
 
         Args:
@@ -383,7 +383,7 @@ class CudaEngine(Engine):
 
     def _steps(
         self,
-        head: Head,
+        head: HeadProgram,
         context: Context | None,
         guidance: Guidance | None,
         watch: Watch,
@@ -439,9 +439,9 @@ class CudaEngine(Engine):
         with self._making(self.prefix_stream) as recorder:
             return Program(key, self.plan, self.ops, self.processing, recorder, self.device, self.units)
 
-    def _prefix(self, key: Key) -> Prefix:
+    def _prefix(self, key: Key) -> PrefixProgram:
         with self._making(self.prefix_stream) as recorder:
-            return Prefix(key, self.plan, self.ops, self.processing, recorder, self.device)
+            return PrefixProgram(key, self.plan, self.ops, self.processing, recorder, self.device)
 
     def _head(self, key: Key) -> ApartHead:
         with self._making(self.head_stream) as recorder:

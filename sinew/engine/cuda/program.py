@@ -1,9 +1,9 @@
 """The program that the CUDA engine records for one observation, or for a batch of observations.
 
 Its inputs and its chunk have fixed memory addresses. A :class:`Program` computes all stages on one CUDA stream. If two
-streams share the work (:mod:`.streams`), a :class:`Prefix` computes vision and language model on the first stream, and
-an :class:`ApartHead` computes the action head on the second stream. The three own their memory: none writes a tensor
-that another one reads.
+streams share the work (:mod:`.streams`), a :class:`PrefixProgram` computes vision and language model on the first
+stream, and an :class:`ApartHead` computes the action head on the second stream. The three own their memory: none writes
+a tensor that another one reads.
 
 While the program runs, the CPU reads no value, and no constant is copied from the CPU's memory. The program depends
 only on the key (the sizes of an observation). Tables of the solver's times and of the resize are made when the program
@@ -105,7 +105,7 @@ class Recordings:
         return self._recorded[name]
 
 
-class Prefix(Recordings):
+class PrefixProgram(Recordings):
     """The input buffers of one key, and the recordings of vision and language model.
 
     Args:
@@ -225,7 +225,7 @@ class Prefix(Recordings):
         return self.model.read(image_tokens, *(tensors[name] for name in Inputs._fields[1:]))
 
 
-class Head(Recordings):
+class HeadProgram(Recordings):
     """The buffers of one key's solver, and the recordings of the action head.
 
     Args:
@@ -283,7 +283,7 @@ class Head(Recordings):
         self.finish()
 
 
-class ApartHead(Head):
+class ApartHead(HeadProgram):
     """The action head alone, for a CUDA stream of its own. It copies a context into its own memory before it reads it.
 
     Args:
@@ -340,7 +340,7 @@ class ApartHead(Head):
         self._solve(self._context)
 
 
-class Program(Prefix, Head):
+class Program(PrefixProgram, HeadProgram):
     """Buffers with fixed addresses for one key, and the recordings of all stages.
 
     Recordings are made at first use.
@@ -369,8 +369,8 @@ class Program(Prefix, Head):
 
         With None, they stay in model units.
         """
-        Head.__init__(self, key, plan, recorder, device, units)
-        Prefix.__init__(self, key, plan, ops, processing, recorder, device, self.noises)
+        HeadProgram.__init__(self, key, plan, recorder, device, units)
+        PrefixProgram.__init__(self, key, plan, ops, processing, recorder, device, self.noises)
         self.noise = self.staging.device["noise"]
 
     @property

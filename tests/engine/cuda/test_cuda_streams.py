@@ -255,7 +255,7 @@ def forget_the_wait(engine: CudaEngine) -> None:
 
 
 def forget_the_upload(engine: CudaEngine) -> None:
-    programs.Prefix.uploaded = property(lambda prefix: None, lambda prefix, event: None)
+    programs.PrefixProgram.uploaded = property(lambda prefix: None, lambda prefix, event: None)
 
 
 def share_the_head(engine: CudaEngine) -> None:
@@ -278,7 +278,7 @@ FAULTS = [
 def test_a_missing_order_is_found(open_case, order, monkeypatch, fault):
     case = open_case("pi0-2cam")
     monkeypatch.setattr(engines, "copied", engines.copied)  # restored after the fault
-    monkeypatch.setattr(programs.Prefix, "uploaded", None, raising=False)
+    monkeypatch.setattr(programs.PrefixProgram, "uploaded", None, raising=False)
     engine = case.engine(Frozen())
     members = batched(robots(case, 1))
     engine.solve(engine.read(members[0][0]), members[0][1], STEPS)
