@@ -102,7 +102,7 @@ HEIGHT_DELAYS = ((0.0, "0"), (CAMERA_S, "27.3ms"), (CAMERA_S, "67ms"))
 
 SKIPPED = ("", "vision=1", "vision=2", "vision=0", "language=2+3,expert=2+3", "language=0+1,expert=0+1")
 
-FP8_REPLAN = {"pen": "2", "shove": "8"}
+FP8_REPLAN = {"pen": "2"}
 
 FRONT = ("all", "front:every:4", "front:change:4", "front:never")
 RULES = {"blocks": (*FRONT, "wrist:every:2", "wrist:every:4"), "shove": FRONT}

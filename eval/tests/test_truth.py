@@ -167,6 +167,15 @@ def test_a_policy_in_fp8_catches_the_pen(tmp_path: Path) -> None:
     assert sum(truth.play("pen", policy, range(6), EpisodeSettings("2"))) >= 4
 
 
+def test_the_page_states_the_success_in_fp8() -> None:
+    (row,) = truth.stored("fp8")
+    text = (truth.ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert (
+        f"caught {row['before']['wins']} of 100 pens\nin float32, and {row['after']['wins']} of 100 with"
+        in text
+    )
+
+
 def test_the_lever_of_perf_gains_states_the_stored_outcomes() -> None:
     wins = {row["skipped"]: row["played"]["wins"] for row in truth.stored("skip")}
     vision = [wins[f"vision={layer}"] for layer in (1, 2, 0)]
