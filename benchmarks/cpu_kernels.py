@@ -24,7 +24,7 @@ import torch
 from sinew.bundle.quant import FORMATS, quantize
 from sinew.core import machine
 from sinew.engine.cpu.kernels.library import extension
-from sinew.layers.stores.lowbit import PANELS, TINY, lay_out
+from sinew.layers.stores.lowbit import TINY, lay_out
 
 SHAPES = [
     (300, 2560, 6912),
@@ -65,9 +65,9 @@ def main() -> None:
                 [None],
             )
             sides[name] = lambda x=rows, t=tensors, n=name: found.multiply_all(x, *t, n, TINY)
-            if name == "int8" and PANELS in found.panels:
-                laid: Any = ([lay_out(tensors[0][0])], *tensors[1:])
-                sides[PANELS] = lambda x=rows, t=laid: found.multiply_all(x, *t, PANELS, TINY)
+            if name == "int8" and (integers := found.integers):
+                laid: Any = ([lay_out(tensors[0][0], integers)], *tensors[1:])
+                sides[integers] = lambda x=rows, t=laid, n=integers: found.multiply_all(x, *t, n, TINY)
         if halves := found.halves:
             half: Any = ([lay_out(wide.bfloat16())], [None], [None])
             sides[halves] = lambda x=rows, t=half, n=halves: found.multiply_all(x, *t, n, TINY)

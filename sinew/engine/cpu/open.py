@@ -22,7 +22,7 @@ from sinew.layers.linear import Conv1d, Linear
 from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Bf16Panels, Codes, Panels
 from sinew.layers.stores.half import Half
-from sinew.layers.stores.lowbit import HALVES, PANELS, LayOut, lies_in_panels
+from sinew.layers.stores.lowbit import HALVES, INTEGERS, LayOut, lies_in_panels
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     """Return the engine "cpu" for a bundle. It multiplies low-bit weights as they are stored, or bfloat16 weights."""
     kernels, half = extension(), options.dtype == "bf16"
-    order = kernels.halves if half else PANELS
-    if order is None:
+    order = kernels.halves if half else kernels.integers
+    if half and order is None:
         kernels_text = f"{kernels.kernels} kernels ({kernels.reason})"
         raise SinewError(
             f"engine cpu: expected compiled products of bf16, got {kernels_text}; use engine plan"
@@ -40,7 +40,7 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     if half:
         options = replace(options, storage="bf16")
     model, where = open_model(bundle, options, "cpu", lowbit=COMPONENTS)
-    if order in kernels.panels:
+    if order is not None:
         lay_out_codes(model, order, kernels.lay_out, bundle.copied)
     rewrites = set(ON_CPU) - {"sigmoid-gelu"}
     plan = Plan.of(model, bundle.manifest.spec.solver_steps, rewrites, in_place=True)
@@ -53,15 +53,15 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
 
 def lay_out_codes(
     model: nn.Module,
-    order: str = PANELS,
+    order: str,
     lay_out: LayOut = lowbit.lay_out_into,
     copied: Callable[[Tensor], object] = lambda _: None,
 ) -> int:
     """Reorder the weights of a model's linear layers in memory, so that the kernels can read them.
 
-    With order PANELS, int8 weights become :class:`Panels`. With an order in HALVES, bfloat16 weights under float32
-    become :class:`Bf16Panels`. Each weight is copied out of the bundle's memory map. A weight whose size does not
-    divide into panels is left unchanged.
+    With an order in INTEGERS, int8 weights become :class:`Panels`. With an order in HALVES, bfloat16 weights under
+    float32 become :class:`Bf16Panels`. Each weight is copied out of the bundle's memory map. A weight whose size does
+    not divide into panels is left unchanged.
 
     Args:
         model: The model.
@@ -79,11 +79,11 @@ def lay_out_codes(
         if not lies_in_panels(*layer.weight.shape):
             continue
         store, weight = layer.store, layer.weight
-        if type(store) is Codes and store.name == "int8" and order == PANELS:
-            panels, store = torch.empty_like(weight), Panels(store.name, store.width, store.scales)
-            lay_out(weight, panels)
+        if type(store) is Codes and store.name == "int8" and order in INTEGERS:
+            panels, store = torch.empty_like(weight), Panels(store.name, store.width, store.scales, order)
+            lay_out(weight, panels, order)
         elif isinstance(store, Half) and weight.dtype == torch.bfloat16 and order in HALVES:
-            panels, store = lowbit.lay_out(weight), Bf16Panels("bf16", weight.shape[1], sums=order)
+            panels, store = lowbit.lay_out(weight), Bf16Panels("bf16", weight.shape[1], laid=order)
         else:
             continue
         layer.weight, layer.store = nn.Parameter(panels, requires_grad=False), store

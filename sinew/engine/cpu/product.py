@@ -9,7 +9,7 @@ import torch
 from sinew.bundle.quant import FORMATS
 from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.measured import ROWS, WIDTH
-from sinew.layers.stores.lowbit import BF16_PANELS, PANELS, lay_out, lowbit_linear
+from sinew.layers.stores.lowbit import BF16_PANELS, lay_out, lowbit_linear
 
 
 def compiled_product(kind: str) -> Callable[[], object]:
@@ -18,7 +18,6 @@ def compiled_product(kind: str) -> Callable[[], object]:
     Args:
         kind: "bf16", or the name of a low-bit format (:data:`sinew.bundle.quant.FORMATS`).
     """
-    panels = extension().panels
     x = torch.full((ROWS, WIDTH), 0.5)
     if kind == "bf16":
         laid = lay_out(torch.full((WIDTH, WIDTH), 0.5, dtype=torch.bfloat16))
@@ -28,6 +27,6 @@ def compiled_product(kind: str) -> Callable[[], object]:
     weight = torch.zeros(WIDTH, stored.row_bytes(WIDTH), dtype=torch.uint8)
     scale = None if stored.group else torch.ones(WIDTH)
     order = kind
-    if kind == "int8" and PANELS in panels:
-        weight, order = lay_out(weight), PANELS
+    if kind == "int8" and (integers := extension().integers):
+        weight, order = lay_out(weight, integers), integers
     return lambda: lowbit_linear(x, weight, scale, None, order)

@@ -86,17 +86,22 @@ class Codes(Store):
 class Panels(Codes):
     """A store of int8 weights in the memory layout that the compiled kernels read, so that no product has to
     convert the layout.
+
+    Attributes:
+        laid: The memory layout, one of :data:`lowbit.INTEGERS`.
     """
+
+    laid: str = PANELS
 
     @property
     def order(self) -> str:
-        return PANELS
+        return self.laid
 
     def take(self, held: Held, ids: Tensor | tuple[int, ...]) -> Tensor:
         return self.widened(held)[torch.as_tensor(ids, device=held.weight.device)]
 
     def widened(self, held: Held) -> Tensor:
-        return super().widened(Tensors(laid_back(held.weight), held.scale))
+        return super().widened(Tensors(laid_back(held.weight, self.laid), held.scale))
 
 
 @dataclass(frozen=True)
@@ -106,14 +111,10 @@ class Bf16Panels(Panels):
     Activations are rounded to bfloat16, and products are added in float32.
 
     Attributes:
-        sums: The order in which products are added, one of :data:`lowbit.HALVES`.
+        laid: The order in which products are added, one of :data:`lowbit.HALVES`. Their memory layout is the same.
     """
 
-    sums: str = BF16_PANELS
-
-    @property
-    def order(self) -> str:
-        return self.sums
+    laid: str = BF16_PANELS
 
     def widened(self, held: Held) -> Tensor:
         return dequantize(held.weight, None, self.order, self.width)

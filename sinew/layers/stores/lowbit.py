@@ -37,6 +37,9 @@ import torch
 from torch import Tensor
 
 PANELS = "int8-panels"  # int8 in the order of lay_out, for kernels that read this order
+FOURS = "int8-fours"  # the same with signed codes, for sdot on ARM
+EIGHTS = "int8-eights"  # signed codes, with 8 neighbouring values of k, for smmla on ARM
+INTEGERS = (PANELS, FOURS, EIGHTS)
 BF16_PANELS = "bf16-panels"  # bfloat16 in the order of lay_out
 BF16_TILES = "bf16-tiles"  # the layout of BF16_PANELS; products are added in another order
 BF16_FUSED = "bf16-fused"  # the same layout, in the order of fused multiply-adds
@@ -47,9 +50,7 @@ HALVES = (
     BF16_ODD,
     BF16_FUSED,
 )  # summation orders of bfloat16, on each CPU the faster one first
-# The number of output channels in a panel, and the number of neighbouring values of k in a panel. k is the
-# number of inputs.
-CHANNELS, TOGETHER = 16, 4
+CHANNELS = 16  # output channels in a panel
 TILE = 32  # values of k in one tile of bfloat16
 LARGEST = 127  # An int8 activation is at most this number.
 TINY = 1e-30  # The largest activation of a row counts as at least this number.
@@ -68,8 +69,8 @@ def codes(weight: Tensor, name: str, k: int) -> Tensor:
     """
     if name == "int8":
         return weight.view(torch.int8)
-    if name == PANELS:
-        return laid_back(weight).view(torch.int8)
+    if name in INTEGERS:
+        return laid_back(weight, name).view(torch.int8)
     # sinew.bundle.quant requires gguf, which may be missing on a machine that uses only a GPU.
     from sinew.bundle.quant import FORMATS
 
@@ -93,42 +94,53 @@ def lies_in_panels(rows: int, k: int) -> bool:
     return rows % CHANNELS == 0 and k % 8 == 0
 
 
-def lay_out(weight: Tensor) -> Tensor:
+def lay_out(weight: Tensor, order: str = PANELS) -> Tensor:
     """Reorder a weight for the kernels.
 
-    A panel has 16 channels. An int8 panel is [k / 4][16][4], and its codes are stored with an offset of 128, as
-    unsigned numbers, because ``vpdpbusd`` multiplies unsigned numbers. A bfloat16 panel is [k / 2][16][2].
+    A panel has 16 channels. An int8 panel is [k / 4][16][4]. In the order :data:`PANELS`, its codes are stored with an
+    offset of 128, as unsigned numbers, because ``vpdpbusd`` multiplies unsigned numbers. In the order :data:`EIGHTS`, a
+    panel is [k / 8][16][8]. A bfloat16 panel is [k / 2][16][2].
 
     Args:
         weight: int8 codes as uint8 [N, k], or bfloat16 [N, k].
+        order: The order of int8 codes, one of :data:`INTEGERS`.
 
     Returns:
-        uint8 [N, k] in the order of :data:`PANELS`, or uint8 [N, 2 k] in the order of :data:`BF16_PANELS`.
+        uint8 [N, k] in the given order, or uint8 [N, 2 k] in the order of :data:`BF16_PANELS`.
     """
-    laid = _turned(weight.view(torch.int32), CHANNELS).view(torch.uint8)
-    return laid if weight.dtype == torch.bfloat16 else laid ^ 0x80
+    if weight.dtype == torch.bfloat16:
+        return _turned(weight.view(torch.int32), CHANNELS).view(torch.uint8)
+    laid = _turned(weight.view(_unit(order)), CHANNELS).view(torch.uint8)
+    return laid ^ 0x80 if order == PANELS else laid
+
+
+def _unit(order: str) -> torch.dtype:
+    """Return the integer type of a unit, the neighbouring values of k of one channel."""
+    return torch.int64 if order == EIGHTS else torch.int32
 
 
 def _turned(units: Tensor, height: int) -> Tensor:
-    """Transpose each block of ``height`` rows of 32-bit numbers [N, M].
+    """Transpose each block of ``height`` rows of units [N, M].
 
     A second call with a height of M / 16 reverses the first call.
     """
-    return units.view(len(units) // CHANNELS, height, -1).transpose(1, 2).contiguous().view(units.shape)
+    turned = units.view(len(units) // CHANNELS, height, -1).transpose(1, 2)
+    # A copy, because contiguous() would keep the strides of a side of length 1, and view() rejects them for bytes.
+    return turned.clone(memory_format=torch.contiguous_format).view(units.shape)
 
 
-def lay_out_into(weight: Tensor, panels: Tensor) -> None:
+def lay_out_into(weight: Tensor, panels: Tensor, order: str = PANELS) -> None:
     """Write the result of :func:`lay_out` for ``weight`` to ``panels``, which has the same shape."""
-    panels.copy_(lay_out(weight))
+    panels.copy_(lay_out(weight, order))
 
 
-def laid_back(weight: Tensor) -> Tensor:
+def laid_back(weight: Tensor, order: str = PANELS) -> Tensor:
     """Convert int8 weights from the memory layout of the kernels (:func:`lay_out`) back to plain rows."""
-    return _laid_back(weight ^ 0x80)
+    return _laid_back(weight ^ 0x80 if order == PANELS else weight, _unit(order))
 
 
-def _laid_back(panels: Tensor) -> Tensor:
-    return _turned(panels.view(torch.int32), panels.shape[1] // TOGETHER).view(torch.uint8)
+def _laid_back(panels: Tensor, unit: torch.dtype = torch.int32) -> Tensor:
+    return _turned(panels.view(unit), panels.shape[1] // unit.itemsize).view(torch.uint8)
 
 
 def group_scales(weight: Tensor, k: int) -> Tensor:
@@ -324,7 +336,7 @@ def reference_all(
     return [reference(x, weight, scale, bias, name, smallest) for weight, scale, bias in layers]
 
 
-LayOut = Callable[[Tensor, Tensor], None]
+LayOut = Callable[..., None]  # as lay_out_into
 MultiplyAll = Callable[
     [Tensor, Sequence[Tensor], "Sequence[Tensor | None]", "Sequence[Tensor | None]", str, float], list[Tensor]
 ]

@@ -76,7 +76,7 @@ static Layer layer(int format, int64_t channels, int64_t k, int extreme) {
   made.s.assign(channels, std::vector<float>(groups));
   for (int64_t c = 0; c < channels; ++c) {
     uint8_t* row = made.stored.data() + c * row_bytes(format, k);
-    for (int64_t b = 0; b < row_bytes(format, k) && format != INT8_PANELS; ++b) row[b] = uint8_t(below(256));
+    for (int64_t b = 0; b < row_bytes(format, k) && !of_panels(format); ++b) row[b] = uint8_t(below(256));
     for (int g = 0; g < groups; ++g) {
       made.s[c][g] = made.scale.size() == 1 ? made.scale[0] : made.scale.empty() ? 0 : made.scale[c];
       if (!TRAITS[format].group) continue;
@@ -99,10 +99,11 @@ static Layer layer(int format, int64_t channels, int64_t k, int extreme) {
         code = extreme ? 15 * (extreme - 1) : below(16);
         *at = uint8_t((*at & ~(15 << shift)) | code << shift);
         made.w[c][i] = code - 8;
-      } else if (format == INT8_PANELS) {
-        at = made.stored.data() + c / CHANNELS * CHANNELS * k + (i / 4 * CHANNELS + c % CHANNELS) * 4 + i % 4;
+      } else if (of_panels(format)) {
+        const int unit = format == INT8_EIGHTS ? 8 : 4;
+        at = made.stored.data() + c / CHANNELS * CHANNELS * k + (i / unit * CHANNELS + c % CHANNELS) * unit + i % unit;
         code = extreme ? 255 * (extreme - 1) - 128 : below(256) - 128;
-        *at = uint8_t(code + 128);
+        *at = uint8_t(code + (format == INT8_PANELS ? 128 : 0));
         made.w[c][i] = code;
       } else {
         at = format == INT8 ? row + i : row + i / 32 * 34 + 2 + i % 32;
@@ -237,7 +238,7 @@ static bool check(int kernels, int format, int64_t rows, int64_t k, int64_t chan
   const auto address = [](const void* p) { return static_cast<int64_t>(reinterpret_cast<intptr_t>(p)); };
   const int64_t scale_at = weights.scale.empty() ? 0 : address(weights.scale.data());
   // And a second layer of the first rows, without bias: whole panels where they lie so.
-  const int64_t first = format == INT8_PANELS ? CHANNELS * below(int(channels / CHANNELS) + 1) : below(int(channels) + 1);
+  const int64_t first = of_panels(format) ? CHANNELS * below(int(channels / CHANNELS) + 1) : below(int(channels) + 1);
   std::vector<float> y2(rows * first, 1e9f);
   const int64_t scales = int64_t(weights.scale.size());
   const int64_t given[12] = {address(weights.stored.data()), scale_at, biased ? address(bias.data()) : 0, address(y.data()),
@@ -689,11 +690,11 @@ static bool check_jpeg(int kernels) {
   return found == wanted;
 }
 
-// Print every set of kernels with the formats of bfloat16 that it computes, and its products in rounded attention.
+// Print every set of kernels with the formats of panels that it computes, and its products in rounded attention.
 static int list_kernels() {
   for (int kernels = 0; lowbit_kernels(kernels) != nullptr; ++kernels) {
     std::printf("%s", lowbit_kernels(kernels));
-    for (int format = BF16_PANELS; format < FORMATS; ++format)
+    for (int format = INT8_PANELS; format < FORMATS; ++format)
       if (lowbit_takes_panels(kernels, format)) std::printf(" %d", format);
     std::printf(", attention %s\n", lowbit_attention(kernels));
   }
@@ -728,11 +729,11 @@ int main(int count, char** arguments) {
       int64_t k = large ? 256 + below(1024) : 1 + below(200);
       if (TRAITS[format].group) k = round_up(k, 32);
       int64_t channels = 1 + below(large ? 80 : 40);
-      if (format == INT8_PANELS) {
+      if (of_panels(format)) {
         k = round_up(k, 8);
         channels = round_up(channels, CHANNELS);
       }
-      const bool taken = format != INT8_PANELS || lowbit_takes_panels(kernels, format);
+      const bool taken = !of_panels(format) || lowbit_takes_panels(kernels, format);
       for (int half = BF16_PANELS; half < FORMATS; ++half)
         if (lowbit_takes_panels(kernels, half) &&
             !(check_halves(kernels, half, 1 + below(large && half < BF16_FUSED ? 70 : 30), 8 * (1 + below(large ? 100 : 9)), CHANNELS * (1 + below(6)),
@@ -747,7 +748,7 @@ int main(int count, char** arguments) {
       if (taken && !check_layer(kernels, format)) return 1;
     }
     // Rows that are longer than a part of k, panels that are no pair, and a last block of few rows.
-    for (const int format : {TERNARY, INT8, INT8_PANELS, BF16_PANELS, BF16_TILES, BF16_FUSED, BF16_ODD}) {
+    for (const int format : {TERNARY, INT8, INT8_PANELS, INT8_FOURS, INT8_EIGHTS, BF16_PANELS, BF16_TILES, BF16_FUSED, BF16_ODD}) {
       const int64_t rows = 33 + below(8), k = 8 * (520 + below(600)), channels = CHANNELS * (9 + 2 * below(2)), threads = 1 + below(3);
       if (format >= INT8_PANELS && !lowbit_takes_panels(kernels, format)) continue;
       // The formats of ARM have no parts of k, and an emulator adds their products slowly.

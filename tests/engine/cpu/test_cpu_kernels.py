@@ -53,7 +53,6 @@ from tests import processes
 from tests.serve.test_server import serving
 
 PEN = Path(__file__).resolve().parents[3] / "sinew" / "assets" / "pen.gguf"
-INT8_PANELS = PANELS_NUMBERS[lowbit.PANELS]
 EXACT = Path(__file__).with_name("exact.cpp")
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -138,28 +137,27 @@ def test_every_kernel_equals_the_reference_in_every_bit(
 )
 @settings(deadline=None, max_examples=100)
 def test_weights_that_were_laid_out_give_the_same_bits(all_kernels, rows, groups, panels, kind, seed) -> None:
-    """On every instruction set that multiplies them so; the others say that it makes no sense."""
+    """In every order and on every instruction set that multiplies it; the others say that it makes no sense."""
     x, weight, scale, bias, name, smallest = problem("int8", rows, 8 * groups, 16 * panels, kind, seed)
     wanted = lowbit.reference(x, weight, scale, bias, name, smallest).nan_to_num(nan=1e30)
-    laid = lowbit.lay_out(weight)
-    library = next(iter(all_kernels.values())).args[0]
-    for index, name in enumerate(compiled.kernel_names(library)):
-        if library.lowbit_takes_panels(index, INT8_PANELS):
+    for order in lowbit.INTEGERS:
+        laid = lowbit.lay_out(weight, order)
+        assert torch.equal(lowbit.laid_back(laid, order), weight)
+        computed = lowbit.reference(x, laid, scale, bias, order, smallest)
+        assert torch.equal(computed.nan_to_num(nan=1e30), wanted)
+        for name, multiply in all_kernels.items():
+            library, index = multiply.args
             made = torch.full_like(weight, 99)
-            compiled._lay_out(library, index, weight, made)
-            assert torch.equal(made, laid), name
-    assert torch.equal(lowbit.laid_back(laid), weight)
-    assert torch.equal(
-        lowbit.reference(x, laid, scale, bias, lowbit.PANELS, smallest).nan_to_num(nan=1e30), wanted
-    )
-    for multiply in all_kernels.values():
-        library, index = multiply.args
-        if library.lowbit_takes_panels(index, INT8_PANELS):
-            made = multiply(x, laid, scale, bias, lowbit.PANELS, smallest)
-            assert torch.equal(made.nan_to_num(nan=1e30), wanted)
-        else:
-            with pytest.raises(RuntimeError, match="the kernel rejected its arguments"):
-                multiply(x, laid, scale, bias, lowbit.PANELS, smallest)
+            if library.lowbit_takes_panels(index, PANELS_NUMBERS[order]):
+                compiled._lay_out(library, index, weight, made, order)
+                assert torch.equal(made, laid), name
+                computed = multiply(x, laid, scale, bias, order, smallest)
+                assert torch.equal(computed.nan_to_num(nan=1e30), wanted)
+            else:
+                with pytest.raises(RuntimeError, match="the kernel rejected its arguments"):
+                    compiled._lay_out(library, index, weight, made, order)
+                with pytest.raises(RuntimeError, match="the kernel rejected its arguments"):
+                    multiply(x, laid, scale, bias, order, smallest)
 
 
 @given(
@@ -298,13 +296,14 @@ def test_panels_stand_for_what_they_were_laid_out_from() -> None:
     assert torch.equal(store.take(lying, (3, 31)), half[[3, 31]].float())
     assert (store.kind, store.size(lying)) == ("bf16", (32, 64))
     _, weight, scale, *_ = problem("int8", 5, 64, 32, "plain", 1)
-    plain, panels = Codes("int8", 64, len(scale)), Panels("int8", 64, len(scale))
-    held, laid = Tensors(weight, scale), Tensors(lowbit.lay_out(weight), scale)
-    assert torch.equal(panels.widened(laid), plain.widened(held))
-    for ids in ((3, 31), torch.tensor([[0, 5], [5, 2]])):
-        assert torch.equal(panels.take(laid, ids), plain.take(held, ids))
-    assert (panels.kind, panels.size(laid)) == (plain.kind, plain.size(held))
-    assert apart([SimpleNamespace(store=plain), SimpleNamespace(store=panels)]) == "several formats"
+    plain, held = Codes("int8", 64, len(scale)), Tensors(weight, scale)
+    for order in lowbit.INTEGERS:
+        panels, laid = Panels("int8", 64, len(scale), order), Tensors(lowbit.lay_out(weight, order), scale)
+        assert torch.equal(panels.widened(laid), plain.widened(held))
+        for ids in ((3, 31), torch.tensor([[0, 5], [5, 2]])):
+            assert torch.equal(panels.take(laid, ids), plain.take(held, ids))
+        assert (panels.kind, panels.size(laid)) == (plain.kind, plain.size(held))
+        assert apart([SimpleNamespace(store=plain), SimpleNamespace(store=panels)]) == "several formats"
 
 
 side = st.integers(1, 90)
@@ -736,13 +735,13 @@ def test_a_library_that_computes_something_else_is_found_out() -> None:
             each * (1 if arguments[4] != wrong else 1 + 2e-7) for each in lowbit.reference_all(*arguments)
         ]
 
-    both = (lowbit.PANELS, *lowbit.HALVES)
+    both = (*lowbit.INTEGERS, *lowbit.HALVES)
     assert compiled.differs(lowbit.reference_all, lowbit.lay_out_into, both) == ""
     assert compiled.differs(partial(off_in, "q8_0"), lowbit.lay_out_into, both) == "q8_0"
     for order in both:
         assert compiled.differs(partial(off_in, order), lowbit.lay_out_into, ()) == ""
         assert compiled.differs(partial(off_in, order), lowbit.lay_out_into, both) == order
-    unturned = compiled.differs(lowbit.reference_all, lambda rows, panels: panels.copy_(rows), both)
+    unturned = compiled.differs(lowbit.reference_all, lambda rows, panels, _: panels.copy_(rows), both)
     assert unturned == lowbit.PANELS
 
 
@@ -1008,11 +1007,13 @@ def test_arm_kernels_are_exact_under_an_emulator(arm: Emulated) -> None:
 @pytest.mark.kernels
 def test_kernels_of_arm_are_chosen_by_the_features_of_the_cpu(arm: Emulated) -> None:
     """Orin's CPU is a Cortex-A78AE, with the instructions of a Cortex-A76; Graviton 2 has a Neoverse N1."""
-    fused, odd = (PANELS_NUMBERS[order] for order in (lowbit.BF16_FUSED, lowbit.BF16_ODD))
+    fused, odd, fours, eights = (
+        PANELS_NUMBERS[order] for order in (lowbit.BF16_FUSED, lowbit.BF16_ODD, lowbit.FOURS, lowbit.EIGHTS)
+    )
     both = [
-        f"neon-i8mm {odd}, attention bf16-odd",
-        f"neon-dotprod {fused}, attention float32",  # without an instruction for products of bfloat16
-        "portable, attention float32",
+        f"neon-i8mm {eights} {odd}, attention bf16-odd",
+        f"neon-dotprod {fours} {fused}, attention float32",  # without an instruction for products of bfloat16
+        f"portable {fours}, attention float32",
     ]
     for cpu, kernels in (
         ("max", both),

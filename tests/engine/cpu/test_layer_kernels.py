@@ -17,7 +17,14 @@ from sinew.bundle.quant import FORMATS, pack_ternary
 from sinew.engine.cpu.kernels import build, float_kernels, layer_kernels
 from sinew.engine.cpu.kernels import library as compiled
 from sinew.engine.cpu.kernels.float_kernels import FloatKernels
-from sinew.engine.cpu.kernels.layer_kernels import ACTIONS, Finish, LayerKernels, NormOf, Projection
+from sinew.engine.cpu.kernels.layer_kernels import (
+    ACTIONS,
+    PANELS_NUMBERS,
+    Finish,
+    LayerKernels,
+    NormOf,
+    Projection,
+)
 from sinew.engine.cpu.open import lay_out_codes
 from sinew.layers.linear import Linear, hold
 from sinew.layers.rope import Rotation
@@ -28,12 +35,12 @@ from sinew.layers.stores.codes import codes
 class Kernels(NamedTuple):
     layers: LayerKernels
     floats: FloatKernels
-    panels: bool
+    panels: str | None
 
 
 @pytest.fixture(scope="module")
 def all_kernels() -> dict[str, Kernels]:
-    """The halves of every instruction set that this CPU has, its activations, and whether it takes panels."""
+    """The halves of every instruction set that this CPU has, its activations, and its order of int8 weights."""
     built = build.build()
     if built.path is None:
         pytest.skip(built.reason)
@@ -42,7 +49,7 @@ def all_kernels() -> dict[str, Kernels]:
         name: Kernels(
             LayerKernels.compiled(library, index),
             FloatKernels.compiled(library, index),
-            bool(library.lowbit_takes_panels(index, layer_kernels.PANELS_NUMBERS[lowbit.PANELS])),
+            next((o for o in lowbit.INTEGERS if library.lowbit_takes_panels(index, PANELS_NUMBERS[o])), None),
         )
         for name, index in zip(compiled.kernel_names(library), count())
     }
@@ -224,12 +231,17 @@ def test_weights_in_panels_and_threads_do_not_change_a_bit(all_kernels) -> None:
         return [*each.layers.project(before, x, rotate), each.layers.finish(behind, x, attended)]
 
     wanted = {name: both(each) for name, each in all_kernels.items()}
-    lay_out_codes(nn.ModuleList(layers))  # a half notices that its weights were exchanged
+    plain = [(one.weight, one.store) for one in layers]
     threads = torch.get_num_threads()
     try:
         for name, each in all_kernels.items():
-            if not each.panels:
+            if each.panels is None:
                 continue
+            for one, (weight, store) in zip(layers, plain, strict=True):
+                one.weight, one.store = weight, store
+            lay_out_codes(
+                nn.ModuleList(layers), each.panels
+            )  # a half notices that its weights were exchanged
             for torch_threads in (1, 3):
                 torch.set_num_threads(torch_threads)
                 assert all(map(torch.equal, both(each), wanted[name])), (name, torch_threads)

@@ -76,7 +76,10 @@ def load(path: str) -> Any:
         *(ctypes.c_int, ctypes.c_int, pointer, integer, integer),  # kernels, format, x, rows, k
         *(ctypes.c_float, pointer, ctypes.c_int, ctypes.c_int),  # smallest, layers, number of layers, threads
     ]
-    library.lowbit_lay_out.argtypes = [ctypes.c_int, pointer, pointer, integer, integer, ctypes.c_int]
+    library.lowbit_lay_out.argtypes = [
+        *(ctypes.c_int, ctypes.c_int, pointer, pointer),  # kernels, format, weights, panels
+        *(integer, integer, ctypes.c_int),  # channels, k, threads
+    ]
     library.lowbit_resize.argtypes = [ctypes.c_int, *[pointer] * 8]
     library.lowbit_resample.argtypes = library.lowbit_jpeg.argtypes = [ctypes.c_int, *[pointer] * 5]
     library.lowbit_attend.argtypes = [ctypes.c_int, *[pointer] * 8, ctypes.c_float, ctypes.c_int]

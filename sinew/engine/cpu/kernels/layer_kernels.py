@@ -36,10 +36,12 @@ from sinew.layers.stores.codes import Codes, codes, together
 # Numbers of these orders in kernels.h, after the numbers of FORMATS.
 PANELS_NUMBERS = {
     lowbit.PANELS: 4,
-    lowbit.BF16_PANELS: 5,
-    lowbit.BF16_TILES: 6,
-    lowbit.BF16_FUSED: 7,
-    lowbit.BF16_ODD: 8,
+    lowbit.FOURS: 5,
+    lowbit.EIGHTS: 6,
+    lowbit.BF16_PANELS: 7,
+    lowbit.BF16_TILES: 8,
+    lowbit.BF16_FUSED: 9,
+    lowbit.BF16_ODD: 10,
 }
 ACTIONS = {"gelu_tanh": 2, "gelu_tanh_times": 3, "silu_times": 4}  # number of each activation in product.h
 

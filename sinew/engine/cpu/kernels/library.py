@@ -39,7 +39,7 @@ class Extension:
         kernels: The instruction set of the kernels, or "reference".
         reason: The reason why these kernels were chosen, as text.
         available: All instruction sets that this CPU can run, the best first.
-        panels: The orders of weights (``lowbit.PANELS`` and ``lowbit.HALVES``) that the kernels multiply.
+        panels: The orders of weights (``lowbit.INTEGERS`` and ``lowbit.HALVES``) that the kernels multiply.
         multiply_all: Computes the low-bit products.
         lay_out: Brings int8 weights into panels.
         frames: The kernels that resize frames; None if numpy resizes them.
@@ -72,6 +72,14 @@ class Extension:
         None if no kernel multiplies bfloat16.
         """
         return next((order for order in lowbit.HALVES if order in self.panels), None)
+
+    @property
+    def integers(self) -> str | None:
+        """Return the order of int8 weights that the kernels multiply without a conversion (:data:`lowbit.INTEGERS`).
+
+        None if the kernels convert int8 weights in each product.
+        """
+        return next((order for order in lowbit.INTEGERS if order in self.panels), None)
 
 
 @cache
@@ -185,7 +193,7 @@ def _multiply_all(
     return results
 
 
-def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None:
+def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor, order: str = lowbit.PANELS) -> None:
     """Compute :func:`sinew.layers.stores.lowbit.lay_out_into` with compiled kernels.
 
     Raises:
@@ -198,7 +206,7 @@ def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None
             f" {list(panels.shape)}"
         )
     arguments = weight.data_ptr(), panels.data_ptr(), *weight.shape, torch.get_num_threads()
-    check("panels", library.lowbit_lay_out(kernels, *arguments))
+    check("panels", library.lowbit_lay_out(kernels, number_of(order), *arguments))
 
 
 def differs(
@@ -232,14 +240,15 @@ def differs(
         arguments = (x, weight, scale, None, name, lowbit.TINY)
         if not torch.equal(multiply(*arguments), lowbit.reference(*arguments)):
             return name
-        if name == "int8" and lowbit.PANELS in panels:
+        for order in (each for each in lowbit.INTEGERS if name == "int8" and each in panels):
             rows, scales = weight[:32].contiguous(), None if scale is None else scale[:32].contiguous()
             expected = lowbit.reference(x, rows, scales, None, name, lowbit.TINY)
             panel = torch.empty_like(rows)
-            lay_out(rows, panel)
-            operands = (x, panel, scales, None, lowbit.PANELS, lowbit.TINY)
-            if not torch.equal(panel, lowbit.lay_out(rows)) or not torch.equal(multiply(*operands), expected):
-                return lowbit.PANELS
+            lay_out(rows, panel, order)
+            operands = (x, panel, scales, None, order, lowbit.TINY)
+            laid = torch.equal(panel, lowbit.lay_out(rows, order))
+            if not laid or not torch.equal(multiply(*operands), expected):
+                return order
     for order in (each for each in lowbit.HALVES if each in panels):
         x, weight = torch.randn(13, 40, generator=random), torch.randn(48, 40, generator=random)
         operands = (x, lowbit.lay_out(weight.bfloat16()), None, None, order, lowbit.TINY)

@@ -22,10 +22,13 @@ struct Multiply {
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < 4; ++v) out[r][v] = vdupq_n_f32(0);
     for (int g = 0; g < t.groups; ++g) {
+      const int32_t* offsets = t.offsets + g * t.width;
       int32x4_t sums[PAIRS][8];  // [row 0 channel 0, row 0 channel 1, row 1 channel 0, row 1 channel 1]
 #pragma GCC unroll 4
-      for (int p = 0; p < PAIRS; ++p)
-        for (int c = 0; c < 8; ++c) sums[p][c] = vdupq_n_s32(0);
+      for (int p = 0; p < PAIRS; ++p) {
+        const int32x4_t least = vcombine_s32(vdup_n_s32(-offsets[2 * p]), vdup_n_s32(2 * p + 1 < R ? -offsets[2 * p + 1] : 0));
+        for (int c = 0; c < 8; ++c) sums[p][c] = least;
+      }
       for (int u = 0; u < t.units; ++u, x += 16 * PAIRS, w += 8 * CHANNELS) {
         int8x16_t rows[PAIRS];
 #pragma GCC unroll 4
@@ -37,16 +40,14 @@ struct Multiply {
           for (int p = 0; p < PAIRS; ++p) sums[p][c] = vmmlaq_s32(sums[p][c], rows[p], codes);
         }
       }
-      for (int r = 0; r < R; ++r) {
-        const int32x4_t offset = vdupq_n_s32(t.offsets[g * t.width + r]);
+      for (int r = 0; r < R; ++r)
         for (int v = 0; v < 4; ++v) {
           const int64x2_t a = vreinterpretq_s64_s32(sums[r / 2][2 * v]);
           const int64x2_t b = vreinterpretq_s64_s32(sums[r / 2][2 * v + 1]);
           const int32x4_t sum = vreinterpretq_s32_s64(r % 2 ? vzip2q_s64(a, b) : vzip1q_s64(a, b));
           const float32x4_t scales = vld1q_f32(t.scales + g * CHANNELS + 4 * v);
-          out[r][v] = vaddq_f32(out[r][v], vmulq_f32(vcvtq_f32_s32(vsubq_s32(sum, offset)), scales));
+          out[r][v] = vaddq_f32(out[r][v], vmulq_f32(vcvtq_f32_s32(sum), scales));
         }
-      }
     }
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < 4; ++v) vst1q_f32(t.out + r * CHANNELS + 4 * v, out[r][v]);

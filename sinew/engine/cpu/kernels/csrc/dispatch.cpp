@@ -81,7 +81,7 @@ const Set* set_here(int index) {
 
 }  // namespace lowbit
 
-// Return 1 if the index-th set of kernels computes INT8_PANELS, or a format of bfloat16.
+// Return 1 if the index-th set of kernels computes a format of panels.
 extern "C" PUBLIC int lowbit_takes_panels(int index, int format) {
   const lowbit::Set* set = lowbit::set_here(index);
   return set != nullptr && set->takes(format);

@@ -4,8 +4,9 @@
 // channels. Weights are read as the bundle stores them, row by row, and expanded to a panel of codes just before the
 // multiplication. A panel serves all rows of activations, so expanding costs little with many rows, and no second copy
 // of the weights is needed. With few rows, expanding would cost as much as the products. INT8_PANELS are therefore
-// weights that were converted to panels once. BF16_PANELS are panels of bfloat16 weights, whose activations are not
-// rounded to integers. Their unit is two bfloat16 values (Halves).
+// weights that were converted to panels once: unsigned codes in units of 4, as vpdpbusd multiplies them. INT8_FOURS and
+// INT8_EIGHTS are the same with signed codes in units of 4 and 8, for sdot and smmla on ARM. BF16_PANELS are panels of
+// bfloat16 weights, whose activations are not rounded to integers. Their unit is two bfloat16 values (Halves).
 //
 //   codes     w = code - offset, and sum(x * w) = sum(x * code) - offset * sum(x), exact in integers
 //   unit      adjacent values of k: 4 (8 with i8mm), or 2 for products of 16 bits
@@ -30,12 +31,15 @@ enum Format : int {
   Q8_0 = 2,
   Q4_0 = 3,
   INT8_PANELS = 4,
-  BF16_PANELS = 5,
-  BF16_TILES = 6,
-  BF16_FUSED = 7,
-  BF16_ODD = 8,
-  FORMATS = 9
+  INT8_FOURS = 5,
+  INT8_EIGHTS = 6,
+  BF16_PANELS = 7,
+  BF16_TILES = 8,
+  BF16_FUSED = 9,
+  BF16_ODD = 10,
+  FORMATS = 11
 };
+constexpr bool of_panels(int format) { return format >= INT8_PANELS && format <= INT8_EIGHTS; }
 constexpr bool of_halves(int format) { return format >= BF16_PANELS; }
 
 // The number of products that can be summed in 16 bits before they are widened. Kernels without 16-bit sums ignore it.
@@ -149,8 +153,8 @@ struct Kernels {
   // Multiply two panels of one group each at once, so that a value of x is read once for both. Null if this is not
   // faster.
   void (*multiply_two[WIDTHS])(const Tile&);
-  // Return true if a panel of 8-bit codes has the layout of INT8_PANELS: [k / 4][CHANNELS][4], codes plus 128.
-  bool takes_panels() const { return wide_unit == 4 && wide_bias == 128; }
+  // Return the format of weights whose panels are those of expanded 8-bit codes, or -1 if these codes have 16 bits.
+  int panels() const { return wide_unit == 2 ? -1 : wide_unit == 8 ? INT8_EIGHTS : wide_bias ? INT8_PANELS : INT8_FOURS; }
 };
 
 // Products of bfloat16, added in float32 as sinew/layers/stores/lowbit.py defines. A panel is [k / 2][CHANNELS][2]. Blocks
@@ -216,13 +220,13 @@ struct Traits {
 };
 constexpr Traits TRAITS[FORMATS] = {
     {TWO_BITS, 1, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS_IN_GROUPS, 0, 32}, {FOUR_BITS, 8, 32}, {EIGHT_BITS, 0, 0},
-    {EIGHT_BITS, 0, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS, 0, 0}};
+    {EIGHT_BITS, 0, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS, 0, 0}};
 
 constexpr int64_t row_bytes(int format, int64_t k) {
-  return format == TERNARY                          ? round_up(k, 64) / 4
-         : of_halves(format)                       ? 2 * k
-         : format == INT8 || format == INT8_PANELS ? k
-                                                   : k / 32 * (format == Q8_0 ? 34 : 18);
+  return format == TERNARY                     ? round_up(k, 64) / 4
+         : of_halves(format)                   ? 2 * k
+         : format == INT8 || of_panels(format) ? k
+                                               : k / 32 * (format == Q8_0 ? 34 : 18);
 }
 
 // Attention of float32 tensors whose heads are adjacent in a row: q [batch, queries, heads, size], k and v [batch,
@@ -306,8 +310,10 @@ struct Set {
   }
   bool takes(int format) const {
     if (format == BF16_TILES) return half_tiles != nullptr;
-    return of_halves(format) ? halves != nullptr && halves->format == format : tiles != nullptr || products->takes_panels();
+    return of_halves(format) ? halves != nullptr && halves->format == format : format == panels();
   }
+  // Return the format of panels of int8 weights that the set multiplies, or -1.
+  int panels() const { return tiles != nullptr ? INT8_PANELS : products->panels(); }
 };
 
 const Set* set_here(int index);  // the index-th set that this CPU supports, best first; null after the last set

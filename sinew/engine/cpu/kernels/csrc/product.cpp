@@ -40,7 +40,7 @@ struct Plan : Call {
     halves = of_halves(format) && format != BF16_TILES ? call.set->halves : nullptr;
     traits = TRAITS[format];
     wide = traits.width >= EIGHT_BITS;
-    const bool in_fours = format == INT8_PANELS || (wide ? kernels->takes_panels() : kernels->unit == 4);
+    const bool in_fours = format == INT8_PANELS || (wide ? kernels->panels() == INT8_PANELS : kernels->unit == 4);
     tiles = format == BF16_TILES                   ? call.set->half_tiles
             : !halves && !traits.group && in_fours ? call.set->tiles
                                                    : nullptr;
@@ -195,7 +195,7 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
   float* scales = reinterpret_cast<float*>(memory + count * c.panel_bytes());
   int32_t* bases = reinterpret_cast<int32_t*>(memory + count * (c.panel_bytes() + c.group_bytes()));
   const int each = c.groups * CHANNELS;
-  const bool laid = c.format == INT8_PANELS || c.round;
+  const bool laid = of_panels(c.format) || c.round;
   for (int p = 0; p < count && !c.round; ++p)
     c.kernels->expand(layer.weights, (panel + p) * CHANNELS, memory + p * c.panel_bytes(), scales + p * each,
                       bases + p * each);
@@ -266,8 +266,8 @@ void multiply(const Call& call, int threads) {
 }
 
 bool fits(const Call& c, int threads) {
-  const bool scaled = c.format == TERNARY || c.format == INT8 || c.format == INT8_PANELS;
-  const bool laid = c.format == INT8_PANELS || of_halves(c.format);
+  const bool scaled = c.format == TERNARY || c.format == INT8 || of_panels(c.format);
+  const bool laid = of_panels(c.format) || of_halves(c.format);
   if (c.set == nullptr || c.format < 0 || c.format >= FORMATS || c.rows < 0 || c.k < 1 || c.k > (1 << 16) || threads < 1 ||
       !(c.smallest > 0) || (!scaled && !laid && c.k % 32 != 0) || c.count < 1 || c.count > MOST_LAYERS || c.action < 0 ||
       c.action >= ACTIONS)
@@ -378,12 +378,12 @@ PUBLIC int lowbit_jpeg(int kernels, const uint8_t* frame, const float* inverses,
   return 0;
 }
 
-// Convert rows of int8 [channels, k] to INT8_PANELS. Return 1 if a size does not divide, or if the kernels do not use
-// panels.
-PUBLIC int lowbit_lay_out(int kernels, const uint8_t* rows, uint8_t* panels, int64_t channels, int64_t k, int threads) {
+// Convert rows of int8 [channels, k] to a format of panels. Return 1 if a size does not divide, or if the kernels do not
+// multiply this format.
+PUBLIC int lowbit_lay_out(int kernels, int format, const uint8_t* rows, uint8_t* panels, int64_t channels, int64_t k, int threads) {
   using namespace lowbit;
   const Set* chosen = set_here(kernels);
-  if (chosen == nullptr || !chosen->takes(INT8_PANELS) || channels < 0 || channels % CHANNELS != 0 || k < 1 ||
+  if (chosen == nullptr || !of_panels(format) || !chosen->takes(format) || channels < 0 || channels % CHANNELS != 0 || k < 1 ||
       k > (1 << 16) || k % 8 != 0 || threads < 1)
     return 1;
   const float none = 0;
@@ -393,7 +393,7 @@ PUBLIC int lowbit_lay_out(int kernels, const uint8_t* rows, uint8_t* panels, int
     int32_t bases[CHANNELS];
     uint8_t* to = panels + panel * CHANNELS * k;
     chosen->products->expand(weights, static_cast<int64_t>(panel) * CHANNELS, to, scales, bases);
-    for (int64_t i = 0; i < CHANNELS * k && !chosen->products->takes_panels(); ++i) to[i] ^= 128;
+    for (int64_t i = 0; i < CHANNELS * k && chosen->products->panels() != format; ++i) to[i] ^= 128;
   });
   return 0;
 }

@@ -195,7 +195,9 @@ void expand(const Weights& w, int64_t channel, void* panel, float* scales, int32
     case TERNARY: return expand_panel<TERNARY, UNIT, 0>(w, channel, panel, scales);
     case Q4_0: return expand_panel<Q4_0, UNIT, 0>(w, channel, panel, scales);
     case INT8: return expand_panel<INT8, WIDE_UNIT, BIAS>(w, channel, panel, scales);
-    case INT8_PANELS: return expand_scales<INT8_PANELS>(w, channel, 0, w.k, scales);
+    case INT8_PANELS:
+    case INT8_FOURS:
+    case INT8_EIGHTS: return expand_scales<INT8_PANELS>(w, channel, 0, w.k, scales);
     default: return expand_panel<Q8_0, WIDE_UNIT, BIAS>(w, channel, panel, scales);
   }
 }
