@@ -27,7 +27,7 @@ struct Multiply {
       for (int c = 0; c < CHANNELS; c += WIDE) {
         const int units = t.units - first < UNITS ? t.units - first : UNITS;
         multiply(static_cast<const uint32_t*>(t.x) + first * 4 * PAIRS,
-                 static_cast<const uint32_t*>(t.w) + first * 2 * CHANNELS + c, units, t.out + c, first > 0);
+                 static_cast<const uint32_t*>(t.w) + first * 2 * CHANNELS + c, units, t.out + c, t.more || first > 0);
       }
   }
 
@@ -133,7 +133,7 @@ class Products {
   float* const out_;     // [width / 16][ROWS][16]
 };
 
-const Halves HALVES = {BF16_ODD, HALVES_ROWS, round, MULTIPLY, nullptr, attend_halves<Products>};
+const Halves HALVES = {BF16_ODD, HALVES_ROWS, round, MULTIPLY, nullptr, attend_halves<Products>, ARM_DEPTH};
 
 }  // namespace
 

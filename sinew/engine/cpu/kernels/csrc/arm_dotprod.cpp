@@ -26,12 +26,13 @@ struct Multiply {
   static void run(const Tile& t) {
     const int32_t* x = static_cast<const int32_t*>(t.x);
     const int8_t* w = static_cast<const int8_t*>(t.w);
-    std::memset(t.out, 0, R * CHANNELS * sizeof(float));
+    int32_t* const waiting = reinterpret_cast<int32_t*>(t.out);  // the sums between two parts of k
+    if (!t.more) std::memset(t.out, 0, R * CHANNELS * sizeof(float));
     for (int g = 0; g < t.groups; ++g) {
       int32x4_t sums[R][4];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
-        for (int v = 0; v < 4; ++v) sums[r][v] = vdupq_n_s32(-t.offsets[g * R + r]);
+        for (int v = 0; v < 4; ++v) sums[r][v] = t.more ? vld1q_s32(waiting + r * CHANNELS + 4 * v) : vdupq_n_s32(-t.offsets[g * R + r]);
       for (int u = 0; u < t.units; ++u, x += R, w += 4 * CHANNELS) {
         int8x16_t rows[At::VECTORS];
 #pragma GCC unroll 4
@@ -40,6 +41,12 @@ struct Multiply {
 #pragma GCC unroll 4
         for (int v = 0; v < 4; ++v) add_rows(sums, v, vld1q_s8(w + 16 * v), rows, std::make_integer_sequence<int, R>());
       }
+      if (t.part) {
+        for (int r = 0; r < R; ++r)
+          for (int v = 0; v < 4; ++v) vst1q_s32(waiting + r * CHANNELS + 4 * v, sums[r][v]);
+        return;
+      }
+      if (t.more) std::memset(t.out, 0, R * CHANNELS * sizeof(float));
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -55,7 +62,7 @@ struct Multiply {
 const auto MULTIPLY = Table<Multiply, ROWS>::run;
 const Kernels DOTPROD = {
     "neon-dotprod", {ROWS, ROWS, ROWS, ROWS}, 0, 4, 4, 0, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 0>, pack<4, 4>,
-    finish, resize, resample, jpeg, nullptr,
+    finish, resize, resample, jpeg, nullptr, {}, ARM_DEPTH,
 };
 
 }  // namespace

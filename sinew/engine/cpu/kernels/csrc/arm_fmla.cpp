@@ -32,7 +32,7 @@ struct Multiply {
   }
 
   static void run(const Tile& t) {
-    std::memset(t.out, 0, R * CHANNELS * sizeof(float));
+    if (!t.more) std::memset(t.out, 0, R * CHANNELS * sizeof(float));
     constexpr int UNITS = DEPTH / 2;
     for (int first = 0; first < t.units; first += UNITS)
       for (int c = 0; c < CHANNELS; c += WIDE) {
@@ -72,7 +72,7 @@ struct Multiply {
   }
 };
 
-const Halves HALVES = {BF16_FUSED, HALVES_ROWS, round, Table<Multiply, HALVES_ROWS>::run, nullptr};
+const Halves HALVES = {BF16_FUSED, HALVES_ROWS, round, Table<Multiply, HALVES_ROWS>::run, nullptr, nullptr, ARM_DEPTH};
 
 }  // namespace
 

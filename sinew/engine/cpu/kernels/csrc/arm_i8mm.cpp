@@ -18,6 +18,7 @@ struct Multiply {
   static void run(const Tile& t) {
     const int8_t* x = static_cast<const int8_t*>(t.x);
     const int8_t* w = static_cast<const int8_t*>(t.w);
+    int32_t* const waiting = reinterpret_cast<int32_t*>(t.out);  // the sums between two parts of k
     float32x4_t out[R][4];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < 4; ++v) out[r][v] = vdupq_n_f32(0);
@@ -27,7 +28,7 @@ struct Multiply {
 #pragma GCC unroll 4
       for (int p = 0; p < PAIRS; ++p) {
         const int32x4_t least = vcombine_s32(vdup_n_s32(-offsets[2 * p]), vdup_n_s32(2 * p + 1 < R ? -offsets[2 * p + 1] : 0));
-        for (int c = 0; c < 8; ++c) sums[p][c] = least;
+        for (int c = 0; c < 8; ++c) sums[p][c] = t.more ? vld1q_s32(waiting + (p * 8 + c) * 4) : least;
       }
       for (int u = 0; u < t.units; ++u, x += 16 * PAIRS, w += 8 * CHANNELS) {
         int8x16_t rows[PAIRS];
@@ -39,6 +40,11 @@ struct Multiply {
 #pragma GCC unroll 4
           for (int p = 0; p < PAIRS; ++p) sums[p][c] = vmmlaq_s32(sums[p][c], rows[p], codes);
         }
+      }
+      if (t.part) {
+        for (int p = 0; p < PAIRS; ++p)
+          for (int c = 0; c < 8; ++c) vst1q_s32(waiting + (p * 8 + c) * 4, sums[p][c]);
+        return;
       }
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < 4; ++v) {
@@ -57,7 +63,7 @@ struct Multiply {
 const auto MULTIPLY = Table<Multiply, ROWS>::run;
 const Kernels I8MM = {
     "neon-i8mm", {ROWS, ROWS, ROWS, ROWS}, 1, 8, 8, 0, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<8, 8, 0>, pack<8, 8>,
-    finish, resize, resample, jpeg, nullptr,
+    finish, resize, resample, jpeg, nullptr, {}, ARM_DEPTH,
 };
 
 }  // namespace

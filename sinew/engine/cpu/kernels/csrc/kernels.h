@@ -45,6 +45,10 @@ constexpr bool of_halves(int format) { return format >= BF16_PANELS; }
 // The number of products that can be summed in 16 bits before they are widened. Kernels without 16-bit sums ignore it.
 enum Width : int { TWO_BITS, FOUR_BITS, EIGHT_BITS, EIGHT_BITS_IN_GROUPS, WIDTHS };
 
+// The depth of kernels for ARM (Kernels::depth). A panel has 64 KiB of this depth, and two panels are half of Jetson Orin's
+// second-level cache of 256 KiB.
+constexpr int64_t ARM_DEPTH = 4 << 10;
+
 struct Tile {
   const void* x;           // a block of activations
   const void* w;           // a panel of codes
@@ -57,7 +61,8 @@ struct Tile {
   int rows, width;         // width: number of rows of the block in memory
   int groups, units;       // units: number of units of a group
   int64_t apart;           // bytes between two tiles of rows of the block; for Tiles only
-  bool more;               // add to the sums in `out`, which an earlier part of k left there; for Tiles only
+  bool more;               // add to the sums in `out`, which an earlier part of k left there
+  bool part;               // leave the sums in `out` for a later part of k; for Kernels with a `depth` only
 };
 
 // A frame of bytes with lines `row_bytes` apart, and its float32 planes [3][height][width] in [0, 1]. Row y mixes the
@@ -153,6 +158,8 @@ struct Kernels {
   // Multiply two panels of one group each at once, so that a value of x is read once for both. Null if this is not
   // faster.
   void (*multiply_two[WIDTHS])(const Tile&);
+  // The bytes of a row that a task multiplies at a time, if all of k has one scale. 0 for whole rows only.
+  int64_t depth;
   // Return the format of weights whose panels are those of expanded 8-bit codes, or -1 if these codes have 16 bits.
   int panels() const { return wide_unit == 2 ? -1 : wide_unit == 8 ? INT8_EIGHTS : wide_bias ? INT8_PANELS : INT8_FOURS; }
 };
@@ -169,6 +176,7 @@ struct Halves {
   // Attention with products of bfloat16 (attend_halves.h). `memory` has attend_bytes() for `rows` rows. Null if the set
   // has no such attention.
   void (*attend)(const struct Attention&, int64_t batch, int64_t head, int64_t first, int64_t last, char* memory);
+  int64_t depth;  // as in Kernels
 };
 
 // The last step of a tile: y = add + (sums * scale * inverse + bias) * gate, each operation rounded, in this order.

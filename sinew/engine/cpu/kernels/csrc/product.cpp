@@ -61,7 +61,8 @@ struct Plan : Call {
     even = kernels->even && !tiles;
     if (even) width = static_cast<int>(round_up(width, 2));
     if (tiles && blocks > 1) width = most;
-    parts = tiles ? (padded + TILES_DEPTH - 1) / TILES_DEPTH : 1;
+    const int64_t deepest = tiles ? TILES_DEPTH : halves ? halves->depth : groups == 1 ? kernels->depth : 0;
+    parts = deepest ? (padded + deepest - 1) / deepest : 1;
     depth = round_up((padded + parts - 1) / parts, 64);
   }
   // The sizes of blocks differ by at most one row, because a small last block would leave most of the multipliers idle.
@@ -189,8 +190,8 @@ void multiply_tiles(const Plan& c, const Layer& layer, int64_t panel, int count,
 void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count, const char* blocks,
                      const int32_t* offsets, const float* inverses) {
   thread_local Buffer buffer;
-  const int64_t results = c.parts > 1 ? c.blocks * ((count + 1) / 2) : 2;
-  const int64_t expanded = count * (c.panel_bytes() + 2 * c.group_bytes()), sums_bytes = c.tiles ? results * SUMS * sizeof(float) : 0;
+  const int64_t results = c.parts > 1 ? c.blocks * ((count + 1) / 2) : c.tiles ? 2 : 0;
+  const int64_t expanded = count * (c.panel_bytes() + 2 * c.group_bytes()), sums_bytes = results * SUMS * sizeof(float);
   char* memory = static_cast<char*>(buffer.get(sums_bytes + expanded)) + sums_bytes;
   float* scales = reinterpret_cast<float*>(memory + count * c.panel_bytes());
   int32_t* bases = reinterpret_cast<int32_t*>(memory + count * (c.panel_bytes() + c.group_bytes()));
@@ -200,35 +201,40 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
     c.kernels->expand(layer.weights, (panel + p) * CHANNELS, memory + p * c.panel_bytes(), scales + p * each,
                       bases + p * each);
   const char* panels = laid ? reinterpret_cast<const char*>(layer.weights.data) + panel * c.panel_bytes() : memory;
-  if (c.tiles) {
-    float* sums = reinterpret_cast<float*>(memory - sums_bytes);
-    return multiply_tiles(c, layer, panel, count, panels, blocks, offsets, scales, inverses, sums);
-  }
+  float* const sums = reinterpret_cast<float*>(memory - sums_bytes);
+  if (c.tiles) return multiply_tiles(c, layer, panel, count, panels, blocks, offsets, scales, inverses, sums);
   alignas(64) float out[SUMS];
   const int64_t channels = layer.weights.channels;
   // Prefetch the weights of the following panels, which this or another thread reads next. Their rows are too short for
-  // the prefetcher of the CPU. Tiles are slower with a prefetch (research/log/2026-11-29.md).
+  // the prefetcher of the CPU, unless k has several parts. Tiles are slower with a prefetch
+  // (research/log/2026-11-29.md).
   const int64_t bytes = row_bytes(c.format, c.k), behind = (panel + count) * CHANNELS;
   const char* next = reinterpret_cast<const char*>(layer.weights.data) + behind * bytes;
   const int64_t left = (channels - behind) * bytes, most = count * CHANNELS * bytes;
   const int64_t wanted = left < 0 ? 0 : left < most ? left : most, slice = round_up(wanted / c.blocks + 1, 64);
-  for (int64_t b = 0; b < c.blocks; ++b) {
-    for (int64_t i = b * slice; i < wanted && i < (b + 1) * slice; i += 64) __builtin_prefetch(next + i, 0, 2);
-    const int64_t row = c.first(b);
-    for (int p = 0, together; p < count; p += together) {
-      together = c.two != nullptr && p + 1 < count ? 2 : 1;
-      const char* w = panels + p * c.panel_bytes();
-      const Tile tile = {blocks + b * c.block_bytes(), w, w + c.panel_bytes(), scales + p * each,
-                         offsets + b * c.groups * c.width, bases + p * each, out, c.size(b), c.width_of(b), c.groups,
-                         c.units};
-      (together == 2 ? c.two : c.one)(tile);
-      for (int i = 0; i < together; ++i) {
-        const int64_t channel = (panel + p + i) * CHANNELS;
-        const int there = static_cast<int>(channels - channel < CHANNELS ? channels - channel : CHANNELS);
-        c.kernels->finish(out + i * MAX_ROWS * CHANNELS, tile.rows, there, inverses + row,
-                          layer.bias == nullptr ? nullptr : layer.bias + channel, layer.y + row * layer.apart() + channel,
-                          layer.apart());
-        if (layer.gate != nullptr || layer.add != nullptr) join(layer, row, tile.rows, channel, there);
+  for (int64_t part = 0; part < c.parts; ++part) {
+    const int64_t skipped = part * c.depth, depth = c.padded - skipped < c.depth ? c.padded - skipped : c.depth;
+    const int units = c.parts > 1 ? static_cast<int>(depth / c.unit) : c.units;
+    for (int64_t b = 0; b < c.blocks; ++b) {
+      for (int64_t i = b * slice; c.parts == 1 && i < wanted && i < (b + 1) * slice; i += 64) __builtin_prefetch(next + i, 0, 2);
+      const int64_t row = c.first(b);
+      for (int p = 0, together; p < count; p += together) {
+        together = c.two != nullptr && p + 1 < count ? 2 : 1;
+        const char* w = panels + p * c.panel_bytes() + skipped * c.bytes * CHANNELS;
+        float* const to = c.parts > 1 ? sums + (b * count + p) * c.width * CHANNELS : out;
+        const Tile tile = {blocks + b * c.block_bytes() + skipped * c.bytes * c.width_of(b), w, w + c.panel_bytes(), scales + p * each,
+                           offsets + b * c.groups * c.width, bases + p * each, to, c.size(b), c.width_of(b), c.groups,
+                           units, 0, part > 0, part + 1 < c.parts};
+        (together == 2 ? c.two : c.one)(tile);
+        if (tile.part) continue;
+        for (int i = 0; i < together; ++i) {
+          const int64_t channel = (panel + p + i) * CHANNELS;
+          const int there = static_cast<int>(channels - channel < CHANNELS ? channels - channel : CHANNELS);
+          c.kernels->finish(to + i * MAX_ROWS * CHANNELS, tile.rows, there, inverses + row,
+                            layer.bias == nullptr ? nullptr : layer.bias + channel, layer.y + row * layer.apart() + channel,
+                            layer.apart());
+          if (layer.gate != nullptr || layer.add != nullptr) join(layer, row, tile.rows, channel, there);
+        }
       }
     }
   }
@@ -250,7 +256,7 @@ void multiply(const Call& call, int threads) {
 
   int64_t panels = 0;
   for (int i = 0; i < c.count; ++i) panels += c.layers[i].panels();
-  int64_t each = c.bytes == 2 ? 1 : PANELS_BYTES / c.panel_bytes();
+  int64_t each = c.bytes == 2 ? 1 : PANELS_BYTES / (c.parts > 1 ? c.depth * c.bytes * CHANNELS : c.panel_bytes());
   each = c.tiles ? TILES_PANELS : each < 1 ? 1 : each > PANELS ? PANELS : each;
   while (each > 1 && panels / each < 4 * threads) --each;
   if (c.tiles && each > 1) each -= each % 2;  // a panel alone needs three loads for two products
