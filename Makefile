@@ -55,7 +55,8 @@ sim-%: $(READY) ## a simulator in an interpreter of its own: sim-aloha sim-pusht
 
 # One compute thread per worker: more threads than cores would spin against each other.
 test: $(READY) ## all tests that need no full-size weights
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) -m "not slow and not gpu and not kernels" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) -m "not slow and not gpu and not kernels" \
+		--durations 20 --durations-min 10 $(PYTEST_ARGS)
 
 test-tools: $(READY) ## the tests of tools/ and research/: the runner, releases, install lines, small faults, a paper's tables
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) -m "not slow" tools/tests research/tests $(PYTEST_ARGS)
