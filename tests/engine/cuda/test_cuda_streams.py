@@ -72,9 +72,8 @@ class Order(TorchDispatchMode):
         super().__init__()
         self.thread, self.stream = "main", ""
         self.clocks: dict[str, Clock] = {}
-        self.accesses: dict[
-            int, list[tuple[str, int, bool]]
-        ] = {}  # of each memory: who, when, whether it writes
+        # For each memory, its accesses: the stream or thread, its time, and whether it writes.
+        self.accesses: dict[int, list[tuple[str, int, bool, int, int]]] = {}
         self.kept: list[Any] = []  # memory is never freed, so each address belongs to one tensor
         self.races: list[str] = []
 
@@ -316,7 +315,7 @@ class Touched(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", some(ONE_PER_MODEL, "pi05-2cam"))
 def test_no_buffer_is_shared(open_case, name):
-    """What one of the three programs writes, no other one touches. All of them only read weights and tables."""
+    """No program touches memory that another one of the three writes. All of them only read weights and tables."""
     case = open_case(name)
     engine = case.engine()
     inputs, noise = batched(robots(case, 1))[0]

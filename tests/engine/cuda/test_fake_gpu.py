@@ -85,7 +85,7 @@ def test_the_attention_of_batches_compiles_for_every_gpu(tmp_path) -> None:
 
 # The operations of an engine on its two CUDA streams, for one prefix and one solution.
 TWO_STREAMS = [
-    "wait for an event",  # of the former upload, whose memory is written now
+    "wait for an event",  # The former upload has read the memory that is written now.
     "prefix records",
     *["prefix replays"] * 2,  # vision, and the language model
     "prefix records",
