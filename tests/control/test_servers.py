@@ -290,10 +290,24 @@ def test_a_stream_sends_nothing_to_another_policy_than_the_robot_was_fitted_to()
             in alone.error
         )
         assert not alone.send([0.0, 0.0], 0.0)
-        assert alone.faults.counts["UnsafeChunk"] == alone.errors
         alone.close()
+        alone._thread.join(WAIT_S)  # until then it may try again, and count
+        assert alone.faults.counts["UnsafeChunk"] == alone.errors
         both = StreamLink([wrong.native, right.native], 20.0, policy=policy)
         assert both.wait_connected(WAIT_S)
         assert both.address == right.native
         assert both.send([0.0, 0.0], 0.0)
         both.close()
+
+
+def test_an_error_of_a_stream_is_counted_after_its_text_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A robot's loop reads them in its own thread as soon as the count has changed."""
+    known: list[tuple[int, str]] = []
+    link = StreamLink("tcp://127.0.0.1:1", 20.0)
+    link.close()
+    link._thread.join(WAIT_S)
+    link.errors, link.error = 0, ""
+    monkeypatch.setattr(link.faults, "add", lambda *_: known.append((link.errors, link.error)))
+    link._note(ClientError("no head"))
+    assert known == [(0, "no head")]
+    assert link.errors == 1

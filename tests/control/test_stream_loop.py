@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -626,6 +626,40 @@ def test_each_error_between_two_ticks_is_counted() -> None:
     loop.run(3)
     assert (loop.report().failed_requests, loop.report().unanswered, loop.reason) == (5, 5, "busy")
     assert StreamReport.of(loop).faults == report.faults
+
+
+def test_an_error_that_comes_while_errors_are_read_is_returned_by_the_next_poll() -> None:
+    """The link's own thread may add an error between any two lines of a poll."""
+
+    class Busy(Link):
+        """A link with one more error at each look, and with one more kind of error at each step of an iteration."""
+
+        @property
+        def errors(self) -> int:
+            self.looks += 1
+            return self.looks
+
+        @errors.setter
+        def errors(self, _count: int) -> None:
+            self.looks = 0
+
+    link = Busy()
+    source, told = Stream(link), 0
+    for _ in range(3):
+        while source.poll(0.0) is not None:
+            told += 1
+        assert told == link.looks
+
+    class Growing(Counter):  # type: ignore[type-arg]
+        def items(self) -> Any:
+            for number, item in enumerate(super().items()):
+                yield item
+                self[f"kind {number}"] = 1
+
+    link.faults.counts = Growing(internal=1)
+    outcome = source.poll(0.0)
+    assert outcome is not None
+    assert outcome.kind == "internal"
 
 
 def test_a_human_who_drives_a_stream_leaves_it_alone_in_another_world() -> None:

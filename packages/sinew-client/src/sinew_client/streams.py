@@ -277,14 +277,15 @@ class StreamLink:
 
     def _note(self, error: ClientError) -> None:
         """Count an error. If the server stops or is unhealthy, change to the next address."""
-        self.errors += 1
-        if kind := kind_of(error):
-            self.faults.add(kind, str(error))
-        self.error = str(error)
-        if isinstance(error, ServerError) and error.code in LEAVING and len(self._addresses) > 1:
-            with self._changed:
-                if self._link is not None:
-                    self._lose(self._link, str(error))
+        with self._changed:
+            # Other threads read the text and the kind as soon as the count has changed, so it changes last.
+            self.error = str(error)
+            if kind := kind_of(error):
+                self.faults.add(kind, str(error))
+            self.errors += 1
+            leaves = isinstance(error, ServerError) and error.code in LEAVING
+            if leaves and len(self._addresses) > 1 and self._link is not None:
+                self._lose(self._link, str(error))
 
     def restart(self) -> None:
         """Begin a new stream with the next sample, without any earlier context."""

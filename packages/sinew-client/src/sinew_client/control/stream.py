@@ -118,10 +118,12 @@ class Stream:
         have the text of the last error. Another thread may add an error at the same time.
         """
         link = self.link
-        fresh, self._told = link.errors - self._told, link.errors
+        errors = link.errors  # read once, because an error between two reads would never be returned
+        fresh, self._told = errors - self._told, errors
         if not fresh:
             return
-        kinds = list((link.faults.counts - self._kinds).elements())[:fresh]
+        # Copy the counts at once, because a kind that another thread adds would end an iteration with an exception.
+        kinds = list((Counter(link.faults.counts) - self._kinds).elements())[:fresh]
         texts = [link.error] * fresh
         if kinds and not self._kinds:
             texts[0] = link.faults.first
