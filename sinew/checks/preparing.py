@@ -44,9 +44,9 @@ class Preparing:
     """The result of ``sinew prepare`` for a bundle.
 
     Attributes:
-        text: The result as a sentence.
-        finding: The measurement of this run; None if nothing was measured.
-        kept: The stored measurement of an earlier run, if nothing was measured.
+        text: The result as a sentence, with the times of all engines that were compared.
+        finding: The result for one engine, with ``text`` as its reason. None if this run had nothing to measure.
+        kept: The stored result of an earlier run, if this run had nothing to measure.
         need: Bytes of the policy that will serve.
     """
 
@@ -86,18 +86,22 @@ def prepare(
     Raises:
         SinewError: An engine cannot be made or timed now, for example because memory or disk space is missing.
     """
-    from sinew.engine import prepared
+    from sinew.engine import measured, prepared
     from sinew.engine.backend import BACKENDS, candidates, choose, unmeasured
     from sinew.policy import open_bundle
 
     options: dict[str, Any] = {"device": device, "dtype": dtype, "providers": (), "ignore_recipe": False}
-    done: Preparing | None = None
+    done: EngineFinding | None = None  # the engine that was taken last, else the first result
+    refusals: list[str] = []
     with scratch.ended_by_signals():
         opened = open_bundle(source)
         if again:
             for name in BACKENDS:
                 prepared.forget(opened.path, name, threads)
         started = choose(opened, threads=threads, **options)
+        if again:
+            with contextlib.suppress(OSError):
+                measured.store(_under(opened, started), chunks={})
         size = sum(need(str(opened.path), options, None, 1))
         for candidate in candidates(opened, started):
             choice = choose(opened, threads=threads, prepared=True, **options)
@@ -107,34 +111,44 @@ def prepare(
                 earlier = prepared.kept(opened.path, candidate.engine, threads)
                 if earlier is not None and earlier.against == choice.engine:
                     if not earlier.taken:
-                        text = f"{earlier.why} (result of an earlier run; pass --again to repeat it)"
-                        done = done or Preparing(text, earlier)
+                        refusals.append(
+                            f"{earlier.why} (result of an earlier run; pass --again to repeat it)"
+                        )
+                        done = done or earlier
                         continue
                     verdict = BACKENDS[earlier.engine].should(opened, candidate.options, prepared=True)
                     # Another process made this engine while this process waited for the lock.
                     if not verdict.against:
-                        done = Preparing(earlier.why, earlier, need=size)
+                        done = earlier
                         continue
                 _check_room(opened, candidate, size, memory_gib)
                 finding = _prepare(opened, choice, candidate, observations, episodes)
                 if not finding.taken:
                     _keep(finding, opened.path)
-            if done is None or done.finding is None or finding.taken:
-                done = Preparing(finding.why, finding, need=size)
+                    refusals.append(finding.why)
+            if done is None or finding.taken:
+                done = finding
         choice = choose(opened, threads=threads, prepared=True, **options)
-        measured_already = done is not None and done.finding is not None and bool(done.finding.seconds)
-        if unmeasured(opened, choice, reference=True) or (again and not measured_already):
+        if unmeasured(opened, choice, reference=True):
             with _alone(opened.path, "times"):
-                timed = _time(opened, started, choice, size, memory_gib, again)
+                timed = _time(opened, started, choice, size, memory_gib)
             if timed is not None and (done is None or timed.taken):
-                done = Preparing(timed.why, timed, need=size)
-            # No prepared engine is faster, so the text also names the fastest engine.
-            elif timed is not None and done is not None:
-                done = replace(done, text=f"{done.text}; {timed.why}")
+                done = timed
+            choice = choose(opened, threads=threads, prepared=True, **options)
     if done is None:
         text = f"engine {choice.engine} is the fastest that can run it: {choice.engine_reason}"
-        return Preparing(text, kept=prepared.kept(opened.path, choice.engine, threads))
-    return done
+        kept = prepared.kept(opened.path, choice.engine, threads)
+        return Preparing(text, kept=None if kept is None else replace(kept, why=text))
+    # A later comparison may have changed the times or the choice since this result.
+    taken = done.taken and done.engine == choice.engine
+    if taken:
+        parts = [choice.times, done.why, *refusals]
+    else:
+        parts = [*refusals, ": ".join(filter(None, (f"--engine auto keeps {choice.engine}", choice.times)))]
+    text = "; ".join(filter(None, parts))
+    seconds = measured.stored(_under(opened, choice)).chunks if done.seconds else {}
+    finding = replace(done, taken=taken, why=text, seconds=seconds)
+    return Preparing(text, finding, need=size)
 
 
 def _time(
@@ -143,7 +157,6 @@ def _time(
     choice: EngineChoice,
     size: int,
     memory_gib: float | None,
-    again: bool,
 ) -> EngineFinding | None:
     """Time every engine that needs no preparation, and store the times, unless another process has already done so.
 
@@ -153,10 +166,9 @@ def _time(
         choice: The engine that runs the bundle now.
         size: Bytes of the policy that will serve.
         memory_gib: Memory that a server has for the policy, in GiB.
-        again: Repeat earlier measurements.
 
     Returns:
-        The fastest engine; None if only one engine can run the bundle.
+        The fastest engine, without a reason; None if only one engine can run the bundle.
     """
     from sinew.engine.backend import choose, ready, requested, unmeasured
     from sinew.engine.measured import stored
@@ -165,17 +177,14 @@ def _time(
     others = [each for each in ready(bundle, choice) if each.engine != choice.engine]
     if not others:
         return None
-    if again or unmeasured(bundle, choice, reference=True):
+    if unmeasured(bundle, choice, reference=True):
         _check_room_for_two(bundle, size, memory_gib)
         _store(bundle, choice, *_measure(bundle, choice, [(each, bundle.path) for each in others]))
     options = choice.options
     best = choose(bundle, None, options.device, requested(choice), threads=options.threads, prepared=True)
-    times = stored(_under(bundle, choice))
-    words = times.text(best.engine, {*times.chunks})
-    return EngineFinding(
-        best.engine, started.engine, best.engine != started.engine, f"engine {best.engine} is the fastest: {words}",
-        times.chunks, options.device, options.threads or 1,
-    )  # fmt: skip
+    seconds = stored(_under(bundle, choice)).chunks
+    taken, threads = best.engine != started.engine, options.threads or 1
+    return EngineFinding(best.engine, started.engine, taken, "", seconds, options.device, threads)
 
 
 def _prepare(
@@ -194,7 +203,6 @@ def _prepare(
         The result.
     """
     from sinew.engine.backend import ready
-    from sinew.engine.measured import stored
     from sinew.engine.prepared import EngineFinding
 
     name, against, device = candidate.engine, choice.engine, candidate.options.device
@@ -212,11 +220,10 @@ def _prepare(
             ]
             seconds, note = _measure(bundle, choice, [(candidate, form), *others])
             _store(bundle, choice, seconds, note)
-            words = stored(_under(bundle, choice)).text(name, {*seconds})
             if min(took for each, took in seconds.items() if each != name) < MARGIN * seconds[name]:
-                why = f"engine {name} is not taken: it is not {MARGIN - 1:.0%} faster ({words}); {proof}"
+                why = f"engine {name} is not taken: it is not {MARGIN - 1:.0%} faster; {proof}"
                 return refused(why, seconds)
-            finding = EngineFinding(name, against, True, f"{words}; {proof}", seconds, device, threads)
+            finding = EngineFinding(name, against, True, proof, seconds, device, threads)
             # Store the result before its files. A result without files has no effect, and files alone would be used.
             _keep(finding, bundle.path)
             publish()
@@ -353,7 +360,7 @@ def _store(bundle: Bundle, choice: EngineChoice, seconds: Mapping[str, float], n
     from sinew.engine import measured
 
     with _kept_as("expected to store the measured times"):
-        measured.store(_under(bundle, choice), chunks=seconds, unit=_unit(choice), note=note)
+        measured.add(_under(bundle, choice), choice.engine, seconds, unit=_unit(choice), note=note)
 
 
 def fastest(

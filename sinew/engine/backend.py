@@ -89,6 +89,8 @@ class EngineChoice:
         ignored: The part of the bundle's quantisation recipe that the engine does not follow, because the user chose
             to ignore the recipe.
         recipe: The precision in use of each component (vision, language or head).
+        times: The measured times of all engines that can run the bundle, as text. "" if the user named the engine, or
+            if nothing was measured. ``sinew prepare``, ``sinew doctor`` and the server print this text.
     """
 
     engine: str
@@ -98,6 +100,7 @@ class EngineChoice:
     options: EngineOptions
     ignored: str = ""
     recipe: Mapping[str, str] = field(default_factory=dict)
+    times: str = ""
 
     @property
     def precision_text(self) -> str:
@@ -210,13 +213,15 @@ def _fastest(
         margin = REFERENCE_MARGIN if each.backend.reference else MARGIN
         if not each.verdict.unmade and times.faster(each.name, than=best.name, margin=margin):
             best = each
-    reason = _reason(bundle, best, contenders, times, options.device)
+    runs = {each.name for each in contenders} | {each.name for each in passed_over if each.runs}
+    seconds = times.text(best.name, runs)
+    reason = _reason(bundle, best, contenders, seconds, options.device)
     if options.adapters:
         reason += f", among the engines that compute adapters ({', '.join(options.adapters)})"
     notes = [] if best.verdict.reason else _told(bundle, best, contenders, passed_over, times)
-    return _choice(
-        best.backend, bundle, best.options, "; ".join([reason, *notes]), device_reason, best.dtype_reason
-    )
+    reason = "; ".join([reason, *notes])
+    choice = _choice(best.backend, bundle, best.options, reason, device_reason, best.dtype_reason)
+    return replace(choice, times=seconds)
 
 
 class _Contender(NamedTuple):
@@ -256,12 +261,13 @@ def _contenders(
             continue
         own, dtype_reason = with_precision(backend, bundle, options, word)
         verdict = rejection(backend, bundle, own)
-        if not verdict.against:
+        runs = not verdict.against
+        if runs:
             verdict = backend.should(bundle, own, prepared)
         if not verdict.against and stream is not None:
             verdict = replace(verdict, against=unstreamed(backend, bundle, own, stream))
         if verdict.against:
-            passed_over.append(_Passed(name, verdict.against, verdict.elsewhere))
+            passed_over.append(_Passed(name, verdict.against, verdict.elsewhere, runs))
             continue
         follows = bool(kinds) and backend.follows.issuperset(kinds)
         contenders.append(_Contender(name, backend, own, dtype_reason, verdict, follows))
@@ -270,7 +276,7 @@ def _contenders(
         finding = findings.kept(bundle.path, each.name, options.threads)
         if finding is not None and not finding.taken and finding.against in names - {each.name}:
             contenders.remove(each)
-            passed_over.append(_Passed(each.name, finding.why))
+            passed_over.append(_Passed(each.name, finding.why, runs=True))
     return contenders, passed_over
 
 
@@ -314,11 +320,10 @@ def _times(bundle: Bundle, contenders: Sequence[_Contender], word: str | None) -
 
 
 def _reason(
-    bundle: Bundle, best: _Contender, contenders: Sequence[_Contender], times: Times, where: str
+    bundle: Bundle, best: _Contender, contenders: Sequence[_Contender], seconds: str, where: str
 ) -> str:
-    """Return the reason why the engine ``best`` is chosen, with the measured times."""
+    """Return the reason why the engine ``best`` is chosen. The measured times, ``seconds``, are a part of it."""
     kinds = {*recipe(bundle).values()}
-    seconds = times.text(best.name, {each.name for each in contenders})
     if kinds and best.options.recipe:
         if not (widened := sorted(kinds - best.backend.follows)):
             reason = "it follows the bundle's recipe"
@@ -336,9 +341,8 @@ def _reason(
         reason = f"the fastest verified engine for {bundle.manifest.architecture} on {where}"
         reason += ", by measurements on this machine" if seconds else ""
     finding = findings.kept(bundle.path, best.name, best.options.threads)
-    if finding is not None and finding.taken:
-        return f"{reason}; {finding.why}"
-    return f"{reason}; {seconds}" if seconds else reason
+    proof = finding.why if finding is not None and finding.taken else ""
+    return "; ".join(filter(None, (reason, seconds, proof)))
 
 
 def _told(
@@ -373,11 +377,12 @@ def _told(
 
 
 class _Passed(NamedTuple):
-    """An engine that was not chosen, with the reason."""
+    """An engine that was not chosen, with the reason. ``runs`` is True if the engine could run the bundle."""
 
     name: str
     text: str
     elsewhere: bool = False
+    runs: bool = False
 
 
 def choose_device(device: str | None, backend: Backend | None = None) -> tuple[str, str]:
@@ -426,7 +431,7 @@ def _each_once(passed_over: Sequence[_Passed]) -> str:
     """Return the problems as text, each problem once, with the names of all engines that have it: "engine cpu or plan
     needs torch"."""
     owners: dict[tuple[bool, str], list[str]] = {}
-    for name, problem, _ in passed_over:
+    for name, problem, *_ in passed_over:
         own = f"engine {name} "
         owners.setdefault((problem.startswith(own), problem.removeprefix(own)), []).append(name)
     return "; ".join(

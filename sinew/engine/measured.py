@@ -170,6 +170,27 @@ def store(under: Conditions, **changes: Any) -> Times:
     return times
 
 
+def add(under: Conditions, engine: str, chunks: Mapping[str, float], **changes: Any) -> Times:
+    """Write the seconds of chunks, and keep the stored seconds of the engines that were not measured again.
+
+    The stored seconds are multiplied by the ratio of the new to the stored seconds of ``engine``, with which all
+    engines were compared.
+
+    Args:
+        under: The conditions.
+        engine: The engine with which the others were compared.
+        chunks: For each engine that was measured, the seconds of a chunk. They contain ``engine``.
+        **changes: New values for other attributes of :class:`Times`.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    before = _read(under).chunks
+    others = {name: took for name, took in before.items() if name not in chunks} if engine in before else {}
+    scaled = {name: took * chunks[engine] / before[engine] for name, took in others.items()}
+    return store(under, chunks={**chunks, **scaled}, **changes)
+
+
 def time_products(products: Mapping[str, Callable[[], object]], threads: int) -> dict[str, float]:
     """Return the seconds that each engine's small matrix product takes.
 

@@ -37,7 +37,7 @@ class EngineFinding:
         engine: The engine that was prepared.
         against: The engine that runs the bundle without the preparation.
         taken: True if the prepared engine is verified, and is faster than ``against`` on this machine.
-        why: The reason, as a sentence.
+        why: The reason, as a sentence without times. ``EngineChoice.times`` states the times of all engines.
         seconds: For each engine, the measured seconds for a chunk. On a CPU, processor seconds. Empty if no chunk was
             measured.
         device: The device.

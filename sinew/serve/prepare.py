@@ -102,7 +102,7 @@ def preparation(
         if finding is not None and not finding.taken and finding.against == choice.engine:
             logger.info(
                 "%s (an earlier result; to measure again, run `sinew prepare %s --again`)",
-                finding.why,
+                "; ".join(filter(None, (finding.why, choice.times))),
                 bundle,
             )
             continue

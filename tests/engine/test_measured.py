@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,8 +21,9 @@ from sinew.cli.options import Runs
 from sinew.cli.validate import validate
 from sinew.convert.sources import ASSETS
 from sinew.engine import backend, measured
-from sinew.engine.backend import BACKENDS, choose, unmeasured
+from sinew.engine.backend import BACKENDS, candidates, choose, unmeasured
 from sinew.engine.measured import Conditions, Times, store, stored
+from tests.engine.test_choose import needs_kernels, stored_in_int8
 
 ENGINES = '''
 import time
@@ -127,6 +132,101 @@ def test_the_choice_follows_the_measurement(act: Path, planted: None, monkeypatc
     # With two threads, what was measured with one counts until it is measured with two
     assert choose(opened, device="cpu", threads=2).engine != "slow"
     assert "slow" in unmeasured(opened, choose(opened, device="cpu", threads=2))
+
+
+LISTED = "processor ms of a chunk, measured on this machine: "
+
+
+def times_in(text: str) -> dict[str, float]:
+    """Return the times that a text lists once: engine -> ms."""
+    assert text.count(LISTED) == 1, text
+    listing = re.split(r" \(load average|;|\)", text.partition(LISTED)[2])[0]
+    return {name: float(ms) for name, ms in (each.split() for each in listing.split(", "))}
+
+
+def printed(act: Path, tmp_path: Path, capsys, *words: str) -> tuple[str, dict[str, Any]]:
+    """Run `sinew prepare`. Returns the last line that it prints, and its JSON output."""
+    out = tmp_path / "prepared.json"
+    capsys.readouterr()
+    arguments = [str(act), "--device", "cpu", "--observations", "1", *words]
+    assert main(["prepare", *arguments, "--json", str(out)]) == 0
+    return capsys.readouterr().out.strip().splitlines()[-1], json.loads(out.read_text())
+
+
+def test_the_last_line_has_the_times_of_all_engines(
+    act: Path, tmp_path: Path, planted, monkeypatch, capsys
+) -> None:
+    """An engine that was refused first, or measured after the choice, is in it: with planted times, everything else as
+    it is."""
+    seconds = {"slow": 0.009, "fast": 0.001, "onnx": 0.003, "plan": 0.004, "eager": 0.005}
+
+    def fastest(policies: dict[str, Any], clock: object) -> dict[str, float]:
+        factor = 2.0 if "onnx" in policies else 1.0  # the machine is slower while onnx is measured
+        return {name: factor * seconds[name] for name in policies}
+
+    monkeypatch.setattr(preparing, "fastest", fastest)
+    assert [each.engine for each in candidates(Bundle(act), choose(Bundle(act), device="cpu"))] == [
+        "slow",
+        "fast",
+        "onnx",
+    ]
+    line, told = printed(act, tmp_path, capsys)
+    assert line == f"{told['text']}; --engine auto takes fast from now on"
+    ratios = {name: ms / times_in(line)["fast"] for name, ms in times_in(line).items()}
+    assert ratios == pytest.approx({name: each / seconds["fast"] for name, each in seconds.items()})
+    assert {name: 1e3 * took for name, took in told["seconds"].items()} == pytest.approx(times_in(line))
+    for name in ("slow", "onnx"):
+        assert f"; engine {name} is not taken: it is not 5% faster; proved: " in line
+    # `sinew doctor` and the next run print the same times.
+    (shown,) = (each.detail for each in checks.bundle(act, {"device": "cpu"}) if each.name == "bundle engine")
+    assert times_in(shown) == times_in(line)
+    assert times_in(printed(act, tmp_path, capsys)[0]) == times_in(line)
+
+    # If no engine is faster, the line states which one stays. Measured again, nothing of before is in it.
+    seconds |= {"slow": 0.009, "fast": 0.008, "onnx": 0.007}
+    monkeypatch.setattr(BACKENDS["slow"].__class__, "packages", ("no_such_package",))
+    line, told = printed(act, tmp_path, capsys, "--again")
+    assert told["taken"] is False
+    assert f"; --engine auto keeps plan: {LISTED}" in line
+    assert times_in(line) == pytest.approx(
+        {name: 1e3 * seconds[name] for name in ("plan", "fast", "onnx", "eager")}
+    )
+
+
+@needs_kernels
+def test_engines_of_a_recipe_are_all_in_the_last_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    """For a bundle in int8: cpu, onnx, plan and eager. The export and the comparison are left out."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    bundle = stored_in_int8(tmp_path / "small.gguf")
+    (graphs,) = tmp_path.glob("small.onnx-*")
+    shutil.rmtree(graphs)
+    seconds = {"cpu": 0.01, "onnx": 0.02, "plan": 0.03, "eager": 0.04}
+    form = lambda bundle, candidate: contextlib.nullcontext((bundle.path, lambda: None))  # noqa: E731
+    monkeypatch.setattr(preparing, "_form", form)
+    monkeypatch.setattr(preparing, "_prove", lambda *given: ("", "proved: for a test"))
+    monkeypatch.setattr(preparing, "_open", lambda *given: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(
+        preparing, "fastest", lambda policies, clock: {name: seconds[name] for name in policies}
+    )
+    for again in ([], ["--again"]):
+        line, told = printed(bundle.path, tmp_path, capsys, *again)
+        assert line.startswith(
+            "engine onnx is not taken: it is not 5% faster; proved: for a test; --engine auto keeps cpu: "
+        )
+        assert times_in(line) == pytest.approx({name: 1e3 * took for name, took in seconds.items()})
+        assert told["seconds"] == pytest.approx(seconds)
+
+
+def test_times_of_engines_that_were_not_measured_again_follow_the_machine(act: Path) -> None:
+    under = Conditions(act, "cpu", "fp32")
+    assert measured.add(under, "plan", {"plan": 1.0, "cpu": 2.0}).chunks == {"plan": 1.0, "cpu": 2.0}
+    assert measured.add(under, "plan", {"plan": 3.0, "onnx": 1.0}).chunks == {
+        "plan": 3.0,
+        "onnx": 1.0,
+        "cpu": 6.0,
+    }
+    # Times that were never compared with this engine say nothing about it.
+    assert measured.add(under, "eager", {"eager": 1.0, "fast": 2.0}).chunks == {"eager": 1.0, "fast": 2.0}
 
 
 def test_another_machine_s_measurement_is_not_trusted(act: Path, monkeypatch) -> None:

@@ -425,8 +425,9 @@ def test_an_engine_that_is_slower_is_not_taken(act: Path, tmp_path: Path, monkey
     told = json.loads(capsys.readouterr().out)
     assert (told["taken"], told["prepared"], told["against"]) == (False, True, "plan")
     assert told["seconds"]["onnx"] > told["seconds"]["plan"] > 0
-    assert told["why"].startswith(
-        "engine onnx is not taken: it is not 5% faster (processor ms of a chunk, measured on"
+    assert told["why"].startswith("engine onnx is not taken: it is not 5% faster; proved: ")
+    assert (
+        "; --engine auto keeps plan: processor ms of a chunk, measured on this machine: plan " in told["why"]
     )
     with serving(tmp_path, act, *ONE) as server, Client(server.address, timeout=START_S) as client:
         assert client.metadata()["server"]["engine"] == "plan"
