@@ -21,9 +21,14 @@ class WarmUp:
 
     def __init__(self, threads: int | None, reuse: bool):
         self.threads_reason = "one per core" if threads is None else ASKED
-        self.reuse_reason = "not tried yet" if reuse else "off"
-        self.reuse_open = reuse
+        self.reuse_reason, self.reuse_open = "off", False
+        if reuse:
+            self.enable_reuse()
         self._threads_open = threads is None
+
+    def enable_reuse(self) -> None:
+        """Let the next inference start the cache of repeated inputs. The engine must support the cache."""
+        self.reuse_reason, self.reuse_open = "not tried yet", True
 
     def tune_threads(self, engine: Engine, infer: Callable[[], object]) -> None:
         """Choose the number of threads by a measurement, unless the user has set the number."""

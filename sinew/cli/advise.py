@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,11 @@ from sinew.cli.options import CAMERAS, RUNS, Cameras, Count, Runs, changed
 from sinew.core import SinewError, progress
 
 if TYPE_CHECKING:
+    from sinew_client.policy import Policy as AnyPolicy
+
     from sinew.checks.advice import Advised
     from sinew.checks.plan_age import PlanAges
-    from sinew.core import ActionChunk, Observation
+    from sinew.core import PolicySpec
     from sinew.records.recorder import Record
 
 MAX_AGE = 100  # largest age of a plan that is compared, in actions
@@ -102,14 +104,18 @@ def _plans(
     from sinew.records.recorder import record_files
 
     count = len(record_files(frames))
-    infer, hz, close = _open(policy, cameras, runs)
+    opened, spec = _open(policy, cameras, runs)
+    if spec is not None and not spec.noise_dim:
+        draws = 1  # The policy uses no noise, so each seed would give the same plan.
     try:
-        with progress.task(f"computing up to {count} observations {draws} times", count) as advance:
+        what = f"computing up to {_counted(count, 'observation')} with {_counted(draws, 'seed')}"
+        with progress.task(what, count) as advance:
             oldest = max((age for _, age in log.waits), default=0)
             records = _first_episodes(frames, episodes)
-            plans = plan_again(infer, records, log.settings.hz, draws, oldest, lambda: advance(""))
+            plans = plan_again(opened.infer, records, log.settings.hz, draws, oldest, lambda: advance(""))
     finally:
-        close()
+        opened.close()
+    hz = None if spec is None else spec.control_hz
     return compare(plans, range(1, min(plans[0].plans.shape[2], MAX_AGE))), hz
 
 
@@ -125,10 +131,8 @@ def _first_episodes(frames: Path, episodes: int) -> Iterator[Record]:
         yield record
 
 
-def _open(
-    policy: str, cameras: Cameras, runs: Runs
-) -> tuple[Callable[[Observation], ActionChunk], float | None, Callable[[], None]]:
-    """Open a policy. Return its inference, its control rate and the function that closes it."""
+def _open(policy: str, cameras: Cameras, runs: Runs) -> tuple[AnyPolicy, PolicySpec | None]:
+    """Open a policy on this machine, or connect to a server. Return it with its specification, if that is known."""
     from sinew_client.target import addresses_of, connect
 
     if addresses_of(policy):
@@ -136,12 +140,19 @@ def _open(
             raise SinewError(f"{flag}: expected a policy that runs on this machine, got the server {policy}")
         opened: Any = connect(policy)
     else:
+        from sinew.engine.capability import Capability
         from sinew.policy import Policy, open_bundle
 
         with progress.task(f"loading {policy}"):
             opened = Policy(open_bundle(policy), **runs.keywords(), **cameras.keywords())
-    hz = getattr(getattr(opened, "spec", None), "control_hz", None)
-    return opened.infer, hz, opened.close
+        # The seeds of an observation differ in their noise only, so the model reads the frames and the prompt once.
+        if not opened.capabilities.why_not(Capability.REUSE):
+            opened.start.enable_reuse()
+    return opened, getattr(opened, "spec", None)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _print(log: RunLog, outcomes: Sequence[Played], plans: PlanAges | None, advised: Advised) -> None:
@@ -179,8 +190,8 @@ def _print(log: RunLog, outcomes: Sequence[Played], plans: PlanAges | None, advi
     console.print(table)
     if plans is not None:
         title = (
-            f"old plans compared with new ones: {plans.observations} observations, {plans.draws} seeds,"
-            f" {plans.episodes} episodes"
+            f"old plans compared with new ones: {_counted(plans.observations, 'observation')},"
+            f" {_counted(plans.draws, 'seed')}, {_counted(plans.episodes, 'episode')}"
         )
         table = terminal.table(
             title, ">age, ms", ">actions", ">outdated, %", ">episodes with one", ">typical change"
@@ -192,7 +203,7 @@ def _print(log: RunLog, outcomes: Sequence[Played], plans: PlanAges | None, advi
         console.print(table)
         console.print(
             f"noise of the policy: {plans.noise:.2f} standard deviations of its actions; abrupt changes:"
-            f" {len(plans.abrupt)} in {plans.abrupt_episodes} of {plans.episodes} episodes",
+            f" {len(plans.abrupt)} in {plans.abrupt_episodes} of {_counted(plans.episodes, 'episode')}",
             markup=False,
         )
     console.print("advice:" if advised.advice else "advice: none", markup=False)

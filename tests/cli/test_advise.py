@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from sinew.cli import main
+from sinew.core import ActionChunk
+from sinew.policy import Policy, open_bundle
+from sinew.records.recorder import record_files
 
 pytest.importorskip("mujoco", reason="the built-in tasks need mujoco")
-from benchmarks.truth import opened, record
+from benchmarks.truth import ASSETS, opened, record
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +48,45 @@ def test_old_plans_of_the_pen_give_a_shorter_interval(
     own = result["settings"][0]
     assert own["held"] == result["held"]
     assert figure.stat().st_size > 0
+
+
+def test_the_seeds_of_an_observation_share_what_the_model_read(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The actions are those of a policy that reads each observation anew, for each seed."""
+    timings = []
+    infer = Policy.infer
+
+    def watched(self: Policy, observation: Any) -> ActionChunk:
+        chunk = infer(self, observation)
+        again = infer(anew, observation)
+        assert np.array_equal(chunk.actions, again.actions)
+        timings.append(chunk.timing)
+        return chunk
+
+    frames = tmp_path / "frames"
+    frames.mkdir()
+    for file in record_files(run / "frames")[:3]:
+        shutil.copy(file, frames)
+    with Policy(open_bundle("pen")) as anew:
+        monkeypatch.setattr(Policy, "infer", watched)
+        flags = ("--frames", str(frames), "--policy", "pen", "--draws", "2")
+        assert main(["recording", "advise", str(run / "run.jsonl"), *flags]) == 0
+    assert len(timings) == 6
+    assert not timings[0].reused_prefix
+    assert all(timing.reused_prefix for timing in timings[1::2])
+    assert "2 seeds" in capsys.readouterr().out
+
+
+def test_a_policy_without_noise_needs_one_seed(
+    tmp_path: Path, dry_ends: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = str(ASSETS / "act.gguf")
+    files = ("--record", str(tmp_path / "run.jsonl"), "--frames", str(tmp_path / "frames"))
+    assert main(["run", policy, "--robot", "dry", "--seconds", "60", *files]) == 0
+    flags = ("--frames", str(tmp_path / "frames"), "--policy", policy, "--draws", "3")
+    assert main(["recording", "advise", str(tmp_path / "run.jsonl"), *flags]) == 0
+    assert ", 1 seed, 1 episode" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_log_alone_gives_no_advice_about_age(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
