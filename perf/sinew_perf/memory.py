@@ -20,11 +20,17 @@ from sinew.bundle import Bundle
 from sinew.bundle.quant import WEIGHT
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import PROMPT_TABLE, SinewError
+from sinew.engine.clone import on_meta
+from sinew.engine.cuda.fused.fuse import ON_CUDA, fuse
+from sinew.engine.cuda.fused.launches import Kernels
+from sinew.engine.cuda.kernels.workspace import STREAM_NBYTES
 from sinew.engine.cuda.lowbit.choice import rows_of
 from sinew.engine.cuda.lowbit.weights import keep_codes
-from sinew.engine.example import Shapes
+from sinew.engine.example import Inputs, Shapes
 from sinew.engine.loading import load_model
+from sinew.engine.plan.plan import Plan
 from sinew.layers.linear import Stored
+from sinew.models.base import AutoregressiveModel
 from sinew.policy import open_bundle
 from torch import nn
 
@@ -54,6 +60,10 @@ MMAP_THRESHOLDS = (128 << 10, 32 << 20)
 PAGE = 4096  # bytes per page of a mapped file
 # Key: an engine. Value: the only device on which the engine runs.
 DEVICES: Mapping[str, Device] = {"cpu": "cpu", "cuda": "cuda"}
+# Memory in bytes of libraries and of the kernels' workspace in engine cuda, for one CUDA stream.
+ENGINE_WORKSPACE = WORKSPACE["cuda"] + STREAM_NBYTES
+TWO_STREAMS = "cuda"  # the engine that runs prefix and head of a stream on two CUDA streams
+STREAMED_CONTEXTS = 3  # contexts of a stream: the one in use, the next one, and the copy that the head reads
 CHUNKS = 2  # a robot stores the chunk that it executes and the chunk that arrives
 
 # Key: a quantity for which `fits` searches the largest value that fits into memory. Value: the field of the request
@@ -97,6 +107,32 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamMemory:
+    """Memory in bytes that a stream takes in engine cuda, in addition to the program for whole chunks.
+
+    Prefix and head run on two CUDA streams, so they share no memory with each other or with that program
+    (:mod:`sinew.engine.cuda.streams`).
+
+    Attributes:
+        inputs: Inputs of the prefix. Noise, actions and time embedding of the head.
+        contexts: Contexts of the prefix: the one in use, the next one, and the copy in the head's own memory. The
+            result of the recorded prefix is a part of ``intermediate``.
+        intermediate: Intermediate results and results of vision, language model and head. Each is a graph with its own
+            memory.
+        workspace: Workspaces of the second CUDA stream: of the kernels and of cuBLAS.
+    """
+
+    inputs: int
+    contexts: int
+    intermediate: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.inputs + self.contexts + self.intermediate + self.workspace
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryReport:
     """Memory of a policy, in bytes.
 
@@ -114,6 +150,7 @@ class MemoryReport:
         kept: Freed memory that the C library does not return to the system.
         mapped: True if weights are mapped from the file. The system may reclaim these pages and read them again.
         laid_out: True if the engine copies int8 weights, so that they are not mapped.
+        stream: Memory that a stream takes in addition. None if no stream is counted.
     """
 
     name: str
@@ -128,6 +165,7 @@ class MemoryReport:
     kept: int
     mapped: bool
     laid_out: bool = False
+    stream: StreamMemory | None = None
 
     @property
     def peak(self) -> Peak:
@@ -163,7 +201,8 @@ class MemoryReport:
     @property
     def total(self) -> int:
         """Return the bytes of memory that are in use during an inference."""
-        return self.loading + self.peak.nbytes + self.kept + self.workspace + self.actions
+        streamed = 0 if self.stream is None else self.stream.total
+        return self.loading + self.peak.nbytes + self.kept + self.workspace + self.actions + streamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +245,7 @@ def memory_report(
     whole_tables: bool = False,
     embodiments: int = 1,
     stages: Collection[str] = STAGES,
+    stream: bool = False,
 ) -> MemoryReport:
     """Compute the memory of one observation.
 
@@ -219,9 +259,10 @@ def memory_report(
             published files may contain more.
         stages: Stages that run on this machine, which determine its weights. The prefix's keys and values count where
             the head runs.
+        stream: True to count a stream in engine cuda, too.
 
     Raises:
-        SinewError: The device is unknown.
+        SinewError: The device is unknown, or the policy cannot stream on engine cuda.
     """
     if device not in RUNTIME:
         raise SinewError(f"device: expected one of {', '.join(RUNTIME)}, got {device!r}")
@@ -238,13 +279,67 @@ def memory_report(
         actions=4 * CHUNKS * math.prod(program.model.noise_shape),
         kept=kept(trace) if device == "cpu" else 0,
         mapped=device == "cpu" and program.precision is None,
+        stream=stream_memory(program) if stream else None,
     )
 
 
-def missing(program: PublishedProgram, machine: Hardware, stages: Collection[str] = STAGES) -> int:
-    """Return the bytes by which stages of a program exceed a machine's free memory. 0 if they fit."""
+def stream_memory(program: PublishedProgram) -> StreamMemory:
+    """Compute the memory that a stream takes in engine cuda, in addition to the program for whole chunks.
+
+    Args:
+        program: The program, with its plan.
+
+    Raises:
+        SinewError: The policy cannot stream on engine cuda.
+    """
+    if problem := unstreamed(program):
+        raise SinewError(f"stream: {problem}")
+    model, recorded, shapes = program.executed, program.trace, program.shapes
+    read = sum(tensor.nbytes for tensor in Inputs.example(model, shapes))
+    noise = torch.float32.itemsize * math.prod(model.noise_shape)
+    solved = noise * (
+        2 + max(1, model.solver.draws(shapes.steps))
+    )  # the noise, the solver's state, the actions
+    # The engine's own plan, because its rewrites and kernels decide the sizes of the time embedding.
+    plan = fuse(Plan.of(on_meta(program.model), rewrites=ON_CUDA), Kernels(torch.device("meta")))
+    embeddings = plan.time_embeddings(shapes.steps)
+    return StreamMemory(
+        inputs=read + solved + embeddings[0].nbytes,
+        contexts=STREAMED_CONTEXTS * recorded.context_nbytes,
+        intermediate=sum(own_peaks(recorded).values()),
+        workspace=STREAM_NBYTES + WORKSPACE["cuda"],
+    )
+
+
+def unstreamed(program: PublishedProgram) -> str:
+    """Return the reason why a policy cannot stream on engine cuda. "" if it can."""
+    kind = ""
+    if isinstance(program.model, AutoregressiveModel):
+        kind = "one that generates tokens"
+    elif getattr(program.model.config, "rolling", False):
+        kind = "one that denoises each action at its own time"
+    return f"expected a head with common solver steps on engine {TWO_STREAMS}, got {kind}" if kind else ""
+
+
+def missing(
+    program: PublishedProgram, machine: Hardware, stages: Collection[str] = STAGES, *, stream: bool = False
+) -> int:
+    """Return the bytes by which stages of a program exceed a machine's free memory. 0 if they fit.
+
+    Args:
+        program: The program.
+        machine: The machine.
+        stages: Stages that run on this machine.
+        stream: True to count a stream on a GPU, too, if the policy can stream on engine cuda.
+    """
     device: Device = "cpu" if machine.name == "cpu" else "cuda"
-    return max(0, memory_report(program, device, stages=stages).total - machine.free_bytes)
+    if stream and device == "cuda" and not unstreamed(program):
+        report = memory_report(
+            program, device, workspace=ENGINE_WORKSPACE, whole_tables=True, stages=stages, stream=True
+        )
+    else:
+        report = memory_report(program, device, stages=stages)
+    return max(0, report.total - machine.free_bytes)
 
 
 def too_large(nbytes: int) -> str:
@@ -267,6 +362,7 @@ def fits(
     embodiments: int = 1,
     search: bool = True,
     balance: float = math.inf,
+    stream: bool = False,
 ) -> Fit:
     """Check whether a policy fits a machine's memory, and find the largest request that fits.
 
@@ -284,6 +380,7 @@ def fits(
         search: False to leave ``largest`` empty. With True, each axis takes about ten traces of half a second.
         balance: The machine's :attr:`sinew_perf.hardware.Hardware.balance`. It decides which components of a bundle
             keep their low-bit weights in engine cuda.
+        stream: True to count the memory of a stream in engine cuda, too.
 
     Returns:
         The result.
@@ -293,6 +390,10 @@ def fits(
     """
     if engine in DEVICES and device != DEVICES[engine]:
         raise SinewError(f"device: engine {engine} needs {DEVICES[engine]}, got {device!r}")
+    if stream and engine != TWO_STREAMS:
+        raise SinewError(
+            f"stream: expected engine {TWO_STREAMS}, which uses two CUDA streams, got engine {engine}"
+        )
     if not 0 <= system < memory:
         raise SinewError(f"system memory: expected 0 to {memory} bytes, got {system}")
     path = Path(source) if engine == "cpu" else None
@@ -313,9 +414,11 @@ def fits(
     )
 
     def asked(program: PublishedProgram) -> MemoryReport:
+        on_gpu = engine == "cuda"
         report = memory_report(
-            program, device, runtime, whole_tables=engine == "cuda", embodiments=embodiments
-        )
+            program, device, runtime, ENGINE_WORKSPACE if on_gpu else None, whole_tables=on_gpu,
+            embodiments=embodiments, stream=stream,
+        )  # fmt: skip
         if kept is not None:
             return replace(report, weights=cuda_weights(kept, program, balance))
         if path is None:
@@ -524,6 +627,22 @@ def peaks(recorded: ProgramTrace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
         if event.stage not in highest or live > highest[event.stage].nbytes:
             highest[event.stage] = Peak(event.stage, live, cache)
     return tuple(highest.values())
+
+
+def own_peaks(recorded: ProgramTrace) -> dict[str, int]:
+    """Return the largest number of bytes of each stage's own blocks that exist at one time, including its results.
+
+    A graph that records this stage alone needs about this memory. Inputs do not count.
+    """
+    live: dict[str, int] = dict.fromkeys(STAGES, 0)
+    most, owners = dict(live), dict[TracedBlock, str]()
+    for event in recorded.events:
+        if event.block.maker is None:
+            continue
+        owner = owners.setdefault(event.block, event.stage)
+        live[owner] += event.change * event.block.nbytes
+        most[owner] = max(most[owner], live[owner])
+    return most
 
 
 def kept(recorded: ProgramTrace) -> int:

@@ -173,12 +173,14 @@ class ProgramTrace:
         calls: Calls of all stages. The head appears once, as one solver step or token of ``steps``.
         events: Allocations and releases of memory, in their order.
         cache_nbytes: Bytes of the blocks that contain the prefix's keys and values.
+        context_nbytes: Bytes of all tensors that the prefix returns for the head, as a copy of them takes.
         steps: Number of solver steps, or of tokens.
     """
 
     calls: tuple[TracedCall, ...]
     events: tuple[Event, ...]
     cache_nbytes: int
+    context_nbytes: int
     steps: int
 
     def of(self, stage: str) -> list[TracedCall]:
@@ -406,9 +408,10 @@ def trace(model: Model, shapes: Shapes, plan: Plan | None = None) -> ProgramTrac
         recorder.stage = "prefix"
         context = runs.read(image_tokens, *inputs[1:])
         cache = recorder.adopt(runs.cache(context), "cache")
+        copied = sum(leaf.nbytes for leaf in tree_leaves(context) if isinstance(leaf, Tensor))
         recorder.stage = "head"
         schedule = runs.time_embeddings(shapes.steps) if plan is None else plan.schedule(shapes.steps)
         runs.run_head(noise, shapes.steps, schedule, context)
         # Copy the events before the tensors of this function are freed.
         events = tuple(recorder.events)
-    return ProgramTrace(tuple(recorder.calls), events, cache, runs.head_runs(shapes.steps))
+    return ProgramTrace(tuple(recorder.calls), events, cache, copied, runs.head_runs(shapes.steps))

@@ -19,6 +19,7 @@ from tests.engine.test_guidance import BLOCKS
 import sinew_perf
 from sinew_perf import events, scenarios
 from sinew_perf.hardware import Hardware, Network, hardware, load_hardware, load_network, networks
+from sinew_perf.memory import fits, missing
 from sinew_perf.needs import TASKS, budget, needs
 from sinew_perf.operators import Component, Operator, Residency, Tensor
 from sinew_perf.program import PublishedProgram
@@ -593,7 +594,7 @@ def test_480_hz_on_a_4090_need_both_loops_at_once(capsys):
 @pytest.mark.slow
 def test_what_does_not_fit_is_placed_nowhere(capsys):
     """Where `perf fit` refuses a machine, so do the verbs that would compute its times."""
-    fit = run(capsys, "fit", "pi0", "--dtype", "bf16", "--no-search")
+    fit = run(capsys, "fit", "pi0", "--dtype", "bf16", "--engine", "cuda", "--stream", "--no-search")
     assert fit[0] == 1
     code, result = run(capsys, "stream", "pi0", "--hardware", "orin-nano,h200", "--hz", 1)
     nano, large = result["machines"]
@@ -604,7 +605,8 @@ def test_what_does_not_fit_is_placed_nowhere(capsys):
     rows = {row["where"]: row for row in result["rows"]}
     assert code == 0
     assert {where for where, row in rows.items() if "why" in row} == {"robot", "dual, robot"}
-    assert rows["robot"]["missing_bytes"] == nano["missing_bytes"]
+    chunks = run(capsys, "fit", "pi0", "--dtype", "bf16", "--no-search")[1]
+    assert rows["robot"]["missing_bytes"] == -chunks["headroom"] < nano["missing_bytes"]
     assert rows["split"]["latency_ms"] > 0  # the head alone fits
     code, result = run(capsys, "scenario", "openvla", "--device", "orin-nano", "--server", "orin-nano")
     assert code == 1
@@ -612,6 +614,39 @@ def test_what_does_not_fit_is_placed_nowhere(capsys):
     split = next(row for row in result["rows"] if row["where"] == "split")
     assert "robot" in split["why"]
     assert "server" in split["why"]
+
+
+def test_a_stream_counts_its_second_cuda_stream(capsys) -> None:
+    """In `fit`, and in `stream`, where a machine has to hold both."""
+    board = ("pi0.5", "--hardware", "rtx5070", "--engine", "cuda", "--no-search")
+    (_, whole), (_, streamed) = run(capsys, "fit", *board), run(capsys, "fit", *board, "--stream")
+    parts = streamed["report"]["stream"]
+    assert whole["report"]["stream"] is None
+    assert min(parts.values()) > 0
+    assert streamed["total"] - whole["total"] == sum(parts.values())
+    gib = str((whole["total"] + streamed["total"]) / 2 / 2**30)
+    for flags, code in (((), 0), (("--stream",), 1)):
+        assert run(capsys, "fit", *board, *flags, "--memory-gib", gib, "--system-gib", 0)[0] == code
+    program, machine = PublishedProgram.load("pi0.5", engine="plan"), load_hardware("rtx5070")
+    # Of a stream, `missing` counts the engine's whole token table, too, and its kernels' workspace.
+    assert missing(program, replace(machine, memory_gib=0, system_gib=0), stream=True) == streamed["total"]
+    assert missing(program, replace(machine, memory_gib=0, system_gib=0)) < whole["total"]
+
+
+@pytest.mark.parametrize(
+    ("source", "engine", "words"),
+    [
+        ("pi0.5", "plan", "stream: expected engine cuda, which uses two CUDA streams, got engine plan"),
+        (
+            "openvla",
+            "cuda",
+            "stream: expected a head with common solver steps on engine cuda, got one that generates",
+        ),
+    ],
+)
+def test_a_stream_that_engine_cuda_does_not_run_is_not_counted(source: str, engine: str, words: str) -> None:
+    with pytest.raises(SinewError, match=words):
+        fits(source, 1 << 40, engine=engine, device="cuda", search=False, stream=True)
 
 
 def test_a_camera_and_an_actuator_take_their_time(capsys):

@@ -33,6 +33,7 @@ def fit(
     dtype: str | None = None,
     engine: Literal["eager", "plan", "cpu", "cuda"] = "plan",
     device: Literal["cpu", "cuda"] | None = None,
+    stream: Flag = False,
     alone: Flag = False,
     embodiments: Count = 1,
     search: bool = True,
@@ -52,6 +53,8 @@ def fit(
             weights by the engine's rule).
         device: Device whose runtime and libraries are added: cuda or cpu. Default: cuda, and cpu for engine
             cpu.
+        stream: Also count a stream (`sinew run --stream`): in engine cuda, prefix and head have memory of
+            their own, in addition to the program for whole chunks.
         alone: Assume that nothing else runs on the machine: no desktop, and the simulator elsewhere. The
             system then needs less.
         embodiments: Number of robots whose projections the head of a GR00T holds. Upstream's files have 32, a
@@ -81,6 +84,7 @@ def fit(
         embodiments=embodiments,
         search=search,
         balance=board.balance,
+        stream=stream,
     )
     console = terminal.console()
     print_fit(result, board.title, console)
@@ -113,9 +117,15 @@ def print_fit(result: Fit, board: str, console: Console) -> None:
     table.add_row(f"other activations (peak, in {peak.stage})", "", _mib(report.activations))
     if report.kept:
         table.add_row("freed blocks that the C library keeps", "", _mib(report.kept))
-    table.add_row("libraries' workspace", "", _mib(report.workspace))
+    table.add_row("workspace of libraries and kernels", "", _mib(report.workspace))
     table.add_row("chunks that wait to be executed", "", _mib(report.actions))
-    table.add_row("runtime", "", _mib(report.runtime), end_section=True)
+    table.add_row("runtime", "", _mib(report.runtime), end_section=report.stream is None)
+    if report.stream is not None:
+        table.add_section()
+        table.add_row("stream: inputs and actions", "", _mib(report.stream.inputs))
+        table.add_row("stream: contexts", "", _mib(report.stream.contexts))
+        table.add_row("stream: intermediate results", "", _mib(report.stream.intermediate))
+        table.add_row("stream: second workspace", "", _mib(report.stream.workspace), end_section=True)
     table.add_row("total", "", _mib(report.total), style="bold")
     table.add_row("at the end of loading", "", _mib(report.loading))
     if report.mapped:

@@ -79,7 +79,7 @@ def stream(
         ),
     )
     for machine in machines:
-        if excess := missing(program, machine):
+        if excess := missing(program, machine, stream=True):
             rows.append({"machine": machine.name, "fits": False, "missing_bytes": excess, "reached": False})
             table.add_row(machine.title, *[""] * 7, too_large(excess))
             continue

@@ -7,10 +7,14 @@ import itertools
 import math
 import weakref
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
-from sinew_perf.program import preset
+from sinew_perf.memory import stream_memory
+from sinew_perf.program import PublishedProgram, preset
+from sinew_perf.request import TracedRequest
+from sinew_perf.trace import TracedAttention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,7 +29,7 @@ from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.tiles import default, has_work
 from sinew.engine.cuda.lowbit.weights import keep_codes
 from sinew.engine.cuda.options import CudaOptions
-from sinew.engine.cuda.program import Key, Program
+from sinew.engine.cuda.program import ApartHead, Key, PrefixProgram, Program, tensors_of
 from sinew.engine.plan.plan import Plan
 from sinew.layers.linear import Linear, hold, width_of
 from sinew.layers.stores.codes import codes
@@ -356,6 +360,44 @@ def test_every_launch_of_a_batch_is_accepted(
         grids = {launch.grid[2] for kernel, launch in seen if kernel == "packed_attention"}
         assert grids == {batch}
         seen.clear()
+
+
+@pytest.mark.parametrize(("name", "views", "tokens", "side"), [each[:4] for each in MODELS])
+@torch.no_grad()
+def test_memory_of_a_stream(monkeypatch, architecture, name, views, tokens, side):
+    """What `sinew perf fit --stream` counts, against the memory of the graphs that a stream records. The count of
+    intermediate results is that of the planned model, which has other operations than the kernels, so it is compared
+    roughly."""
+    architecture(90)
+    monkeypatch.setattr(Launch, "__call__", lambda launch: None)
+    whole = program(name, views, tokens, side, Kernels(META))
+    plan = SimpleNamespace(model=whole.model, time_embeddings=lambda steps: whole.time_embeddings)
+    prefix = PrefixProgram(Key(views, (), tokens, 0), plan, whole.ops, processing_of(side), Calls(), META)
+    head = ApartHead(Key(views, (), tokens, 10), plan, Calls(), META, None)
+    prefix.recorded("vision").replay()
+    head.load(prefix.read())
+    head.solution()  # fills the tables that later runs read
+    intermediate = 0
+    for graph in (prefix.vision, prefix.read, head.solution):
+        with TracedAttention(), Memory() as memory:
+            kept = graph()  # the results stay
+        intermediate += memory.most
+        del kept
+    context = sum(each.nbytes for each in tensors_of(head.context))
+    inputs = [
+        *prefix.staging.device.values(),
+        *head.staging.device.values(),
+        head.x,
+        head.x,
+        head.time_embedding,
+    ]
+
+    request = TracedRequest(cameras=views, prompt_tokens=tokens, steps=10)
+    counted = stream_memory(PublishedProgram.load(name, request, dtypes="bf16", engine="plan"))
+    print(f"{name}: contexts {counted.contexts / 2**20:.1f} MiB, intermediate {intermediate / 2**20:.0f} MiB")
+    assert counted.contexts == pytest.approx(3 * context, rel=0.01)
+    assert counted.inputs == pytest.approx(sum(each.nbytes for each in inputs), rel=0.01)
+    assert 0.7 * intermediate < counted.intermediate < 1.3 * intermediate
 
 
 @pytest.mark.parametrize("case", some([each[0] for each in MODELS], "smolvla"))

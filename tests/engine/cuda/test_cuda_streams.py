@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sinew_perf.memory import WORKSPACE, stream_memory
+from sinew_perf.program import PublishedProgram
+from sinew_perf.request import TracedRequest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinew.core import CancelledError, SinewError
@@ -26,6 +29,7 @@ from sinew.engine.backend import choose
 from sinew.engine.cuda import engine as engines
 from sinew.engine.cuda import program as programs
 from sinew.engine.cuda.engine import CudaEngine
+from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.program import tensors_of
 from sinew.engine.cuda.staging import Staging
 from sinew.engine.cuda.streams import FLOAT_SUMS, EngineStream
@@ -348,6 +352,42 @@ def test_no_buffer_is_shared(open_case, name):
     ]
     assert len(set(blocks)) == 6
     assert engine._chunks.data_ptr() != engine._apart_chunks.data_ptr()
+
+
+@pytest.mark.parametrize("name", some(ONE_PER_MODEL, "pi05-2cam"))
+def test_perf_counts_the_buffers_of_a_stream(open_case, smolvla_bundle, pi_bundle, name):
+    """A stream that reads the next prefix while its head uses the last one: bytes of each buffer, against `sinew perf
+    fit --stream`."""
+    case = open_case(name)
+    engine, members = case.engine(Frozen()), robots(case, 2)
+    # Pixels, which `sinew perf` counts, instead of frames, whose sizes the camera decides.
+    inputs, newer = (case.prepared(each).batched() for each, _ in members)
+    noise = members[0][1][None]
+    in_use = engine.read(inputs)
+    engine.solve(in_use, noise, STEPS)
+    following = engine.read(newer)
+    prefix, head = (kept[kept.keys()[-1]] for kept in (engine.prefixes, engine.heads))
+
+    contexts = [
+        tensors_of(each) for each in (in_use.parts[0].tensors, following.parts[0].tensors, head.context)
+    ]
+    recorded = tensors_of(prefix.recorded("read").result)
+    places = [{each.untyped_storage()._cdata for each in group} for group in (*contexts, recorded)]
+    assert len(set.union(*places)) == sum(len(each) for each in places)  # four, in memory of their own
+    request = TracedRequest(cameras=prefix.key.views, prompt_tokens=prefix.key.tokens, steps=STEPS)
+    bundle = (pi_bundle if name.startswith("pi") else smolvla_bundle)(name)
+    counted = stream_memory(PublishedProgram.load(bundle, request, dtypes="fp32", engine="plan"))
+    # The masks of the engine's plan differ by some bytes.
+    copies = sum(each.nbytes for group in contexts for each in group)
+    assert counted.contexts == pytest.approx(copies, rel=0.01)
+
+    fields = [*prefix.staging.device.values(), *head.staging.device.values()]
+    buffers = [head.x, head.time_embedding]
+    assert head.actions is head.x  # the engine of this test leaves the conversion to robot units to the CPU
+    actions = head.x.nbytes
+    assert counted.inputs == sum(each.nbytes for each in (*fields, *buffers)) + actions
+    workspace = Kernels(torch.device("meta")).workspace
+    assert counted.workspace - WORKSPACE["cuda"] == workspace.parts.nbytes + workspace.arrivals.nbytes
 
 
 # ----------------------------------------------------------------------------- the engine

@@ -26,7 +26,7 @@ from sinew.engine.cuda.kernels import (
 )
 from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 from sinew.engine.cuda.kernels.tiles import tile_for
-from sinew.engine.cuda.kernels.workspace import BLOCKS, PARTS
+from sinew.engine.cuda.kernels.workspace import STREAM_BLOCKS, STREAM_PARTS
 from sinew.layers.decoder import KeyValue
 
 
@@ -45,8 +45,7 @@ class Kernels(Ops):
         on_gpu = self._device.type == "cuda"
         stream = torch.cuda.current_stream(self._device).cuda_stream if on_gpu else 0
         if stream not in self._workspaces:
-            # Twice the size that the published models need in float32, whose tiles are small: 64 MiB.
-            self._workspaces[stream] = Workspace(2 * PARTS, 2 * BLOCKS, self._device)
+            self._workspaces[stream] = Workspace(STREAM_PARTS, STREAM_BLOCKS, self._device)
         return self._workspaces[stream]
 
     def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:

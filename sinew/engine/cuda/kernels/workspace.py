@@ -10,6 +10,10 @@ PARTS, BLOCKS = (
     1 << 23,
     1 << 12,
 )
+# The workspace of one CUDA stream: twice the size that the published models need in float32, whose tiles are small.
+# This is 64 MiB.
+STREAM_PARTS, STREAM_BLOCKS = 2 * PARTS, 2 * BLOCKS
+STREAM_NBYTES = STREAM_PARTS * torch.float32.itemsize + STREAM_BLOCKS * torch.int32.itemsize
 
 
 class Workspace:
