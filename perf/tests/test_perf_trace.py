@@ -201,7 +201,9 @@ COUNTED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("name", [name for name in COUNTED if "bitvla" not in str(name)])
 def test_flops_are_torchs_on_meta(name: str) -> None:
-    program = PublishedProgram.load(name, TracedRequest(24 if name == "omnivla-edge" else 2, 20))
+    program = PublishedProgram.load(name, TracedRequest(prompt_tokens=20))
+    if "cameras" not in program.fixed:
+        program = program.at(TracedRequest(cameras=2))
     with torch.no_grad(), Known(), FlopCounterMode(display=False) as counter:
         run(program.model, program.shapes)
     traced = sum(program.trace.flops(stage) for stage in STAGES)
