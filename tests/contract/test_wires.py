@@ -135,18 +135,27 @@ def test_a_full_server_says_so(wire: str) -> None:
 @each_wire
 def test_a_missed_deadline_is_told(wire: str) -> None:
     """Of a request that waits; what is being computed is answered, and counted as late."""
-    with desk((wire,), deadline_ms=1000.0) as at, contextlib.ExitStack() as opened:
-        robots = [opened.enter_context(client(wire, getattr(at, wire))) for _ in range(2)]
-        running = threading.Thread(target=ask, args=(robots[0], 0.5, "wait"))
+    answers: list[np.ndarray] = []
+
+    def insist() -> None:
+        """Ask again if a busy machine begins with the inference only after the deadline."""
+        for _ in range(20):
+            with client(wire, getattr(at, wire)) as robot, contextlib.suppress(Exception):
+                answers.append(ask(robot, 0.5, "wait"))
+                return
+
+    with desk((wire,), deadline_ms=1000.0) as at, client(wire, getattr(at, wire)) as other:
+        running = threading.Thread(target=insist)
         running.start()
         until(lambda: at.scheduler.stats()["running"])
-        waiting, told = in_background(lambda: ask(robots[1]))
-        until(lambda: at.scheduler.stats()["waiting"])
+        waiting, told = in_background(lambda: ask(other))
+        until(lambda: at.scheduler.stats()["waiting"] or told)
         until(lambda: at.service.tend() or told)  # as the server's process does now and then
         waiting.join(WAIT_S)
         assert "deadline" in told[0], told
         at.puppet.release.set()
         running.join(WAIT_S)
+        assert len(answers) == 1
         assert at.puppet.computed == ["wait"]
 
 
