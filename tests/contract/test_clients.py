@@ -26,7 +26,9 @@ from tests import processes
 
 WAIT_S = 30.0
 SOON_S = 0.3  # a time-out that is meant to pass
-REFUSED_S = 2.0  # a time-out that is meant to pass too, but long enough for one attempt to connect on a busy machine
+REFUSED_S = (
+    2.0  # a time-out that is meant to pass too, but long enough for one attempt to connect on a busy machine
+)
 KEY = "a key of the test"
 OBSERVATION = {"images": {"front": np.zeros((4, 6, 3), np.uint8)}, "state": [0.5], "prompt": "go"}
 

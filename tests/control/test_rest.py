@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from sinew_client.arm.takeover import Takeover
 from sinew_client.control import Limits, NoObservation, Outcome, SettingsError, SimulatedPace, Stopped, repeat
 from sinew_client.control.motion import parse_motion
-from sinew_client.control.rest import FROZEN_SHARE, SETTLE_S, read_poses
+from sinew_client.control.rest import FROZEN_SHARE, read_poses
 from sinew_client.control.robots import LeRobotArm, ordered
 from sinew_client.control.run import Run, RunPlan
 
@@ -560,7 +560,11 @@ policy = {
 }
 answer = lambda observation, seconds: np.full((8, 2), 0.5, np.float32)
 arm = Arm(sys.argv[1])
-with Run.open(policy, arm, {"limits": {"velocity": 1.0}}, source=lambda: answer) as driving:
+limits = {"velocity": 1.0}
+if sys.argv[2] == "True":
+    # The way back is then the whole range, which takes at least 10 s. So the second signal comes before its end.
+    limits.update(low=0.0, high=0.5)
+with Run.open(policy, arm, {"limits": limits}, source=lambda: answer) as driving:
     drive(driving, arm, policy, None)
     print(driving.rest.outcome["text"])
 """
@@ -574,14 +578,14 @@ def test_one_signal_returns_the_robot_and_a_second_one_stops_it(
     (tmp_path / "driver.py").write_text(DRIVER, encoding="utf-8")
     path = tmp_path / "commands"
     with subprocess.Popen(
-        [sys.executable, str(tmp_path / "driver.py"), str(path)], stdout=subprocess.PIPE, text=True,
+        [sys.executable, str(tmp_path / "driver.py"), str(path), str(second)], stdout=subprocess.PIPE, text=True,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - a background job ignores it
     ) as started:  # fmt: skip
         try:
-            until(lambda: path.exists() and path.read_text(encoding="utf-8").count("\n") > 30)
+            until(lambda: path.exists() and path.read_text(encoding="utf-8").count("0.5 0.5\n") > 5)
             started.send_signal(number)
             if second:
-                time.sleep(SETTLE_S + 1.0)
+                until(lambda: " 0.4" in path.read_text(encoding="utf-8").rpartition("0.5 0.5\n")[2])
                 started.send_signal(number)
             text, _ = started.communicate(timeout=60)
         finally:
