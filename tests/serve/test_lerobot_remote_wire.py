@@ -369,10 +369,11 @@ def test_an_invalidation_ends_the_inference_under_way(at: SimpleNamespace, robot
 def test_the_first_reset_waits_until_the_robot_hears_its_answers(
     at: SimpleNamespace, robot: RemoteRobot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_wire, "HEARS_S", SHORT_S)
     robot.describe()
     robot.open()
-    assert fault(lambda: robot.control("reset", 0)).code == "timeout"
+    with monkeypatch.context() as patch:
+        patch.setattr(remote_wire, "HEARS_S", SHORT_S)
+        assert fault(lambda: robot.control("reset", 0)).code == "timeout"
     robot.begin()
 
 

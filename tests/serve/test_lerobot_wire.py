@@ -36,6 +36,7 @@ from sinew.serve.service import Service
 from sinew.serve.transport.listen import AddressError, Listen
 from sinew.serve.wires.lerobot import features as lerobot_features
 from sinew.serve.wires.lerobot import sessions as lerobot_sessions
+from sinew.serve.wires.lerobot import wire as lerobot_wire
 from sinew.serve.wires.lerobot.features import agree, observation
 from sinew.serve.wires.lerobot.messages import SERVICE, messages
 from sinew.serve.wires.lerobot.types import RemotePolicyConfig as Config
@@ -240,17 +241,6 @@ def test_without_an_observation_the_answer_is_empty(robot):
     start = time.monotonic()
     assert robot.actions() == []
     assert time.monotonic() - start > 1.5
-
-
-def test_get_actions_waits_for_the_observation(robot):
-    robot.hello()
-    found: list = []
-    asking = threading.Thread(target=lambda: found.extend(robot.actions()))
-    asking.start()
-    time.sleep(0.5)
-    robot.observe()
-    asking.join(START_S)
-    assert len(found) == 50
 
 
 def test_the_newest_observation_wins_and_predicted_ones_are_dropped(server, robot):
@@ -623,6 +613,34 @@ def test_requests_that_come_early_wait(policy):
         assert found
 
 
+def waits_for_an_observation(own: InProcess) -> threading.Event:
+    """Return an event that is set as soon as a call of GetActions waits for an observation."""
+    come, following = threading.Event(), own.wire._next
+
+    async def noted(session: Any) -> Any:
+        come.set()
+        return await following(session)
+
+    own.wire._next = noted  # type: ignore[method-assign]
+    return come
+
+
+def test_get_actions_waits_for_the_observation(policy, monkeypatch):
+    monkeypatch.setattr(lerobot_wire, "OBSERVATION_WAIT_S", START_S)
+    with in_process(policy) as own, Robot(own.wire.address) as robot:
+        own.start()
+        robot.hello()
+        found: list = []
+        come = waits_for_an_observation(own)
+        asking = threading.Thread(target=lambda: found.extend(robot.actions()))
+        asking.start()
+        assert come.wait(START_S)
+        assert not found
+        robot.observe()
+        asking.join(START_S)
+        assert len(found) == 50
+
+
 def test_stopping_answers_those_who_wait(policy):
     with in_process(policy) as own, Robot(own.wire.address) as waiting:
         own.start()
@@ -635,13 +653,7 @@ def test_stopping_answers_those_who_wait(policy):
             except grpc.RpcError as error:
                 outcome.append((error.code(), error.details()))
 
-        come, following = threading.Event(), own.wire._next
-
-        async def noted(session: Any) -> Any:
-            come.set()
-            return await following(session)
-
-        own.wire._next = noted  # type: ignore[method-assign]
+        come = waits_for_an_observation(own)
         asking = threading.Thread(target=ask)
         asking.start()
         assert come.wait(START_S)

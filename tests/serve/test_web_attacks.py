@@ -152,7 +152,7 @@ def ask_with(connection, payload: bytes) -> object:
 def half_a_frame(address: str, size: int) -> socket.socket:
     """A WebSocket on which a frame of LARGE bytes was announced and ``size`` of them sent."""
     host, port = address.removeprefix("ws://").split(":")
-    made = socket.create_connection((host, int(port)), timeout=20)
+    made = socket.create_connection((host, int(port)), timeout=START_S)
     made.sendall(
         b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
@@ -181,7 +181,7 @@ def test_unfinished_frames_hold_neither_memory_nor_connections(server, observed)
     before = resident_mib(server)
     with robot(server, observed), contextlib.ExitStack() as stack:
         halves = [stack.enter_context(half_a_frame(server.address, 40 << 20)) for _ in range(20)]
-        assert all(ends_within(each, 15) for each in halves)
+        assert all(ends_within(each, START_S) for each in halves)
     assert resident_mib(server) - before < 700
 
 
@@ -195,7 +195,7 @@ def test_a_frame_that_trickles_is_ended(server, observed):
 
 def test_the_second_request_of_a_connection_may_not_trickle_either(server):
     host, port = server.http.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as peer:
+    with socket.create_connection((host, int(port)), timeout=START_S) as peer:
         peer.sendall(b"GET /v1/metadata HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"200 OK" in peer.recv(4096)
         with contextlib.suppress(OSError):
@@ -210,10 +210,10 @@ def test_what_is_not_http_leaves_one_line_at_most(server, observed):
     before = len(server.log.read_text().splitlines())
     with robot(server, observed):
         for data in (b"\x16\x03\x01" * 100, b"G" * 10_000, b"GET / HTTP/9\r\nA\r\n\r\n", b"\r\n" * 500) * 5:
-            with socket.create_connection((host, int(port)), timeout=20) as peer:
+            with socket.create_connection((host, int(port)), timeout=START_S) as peer:
                 peer.sendall(data)
                 peer.shutdown(socket.SHUT_WR)
-                assert ends_within(peer, 20)
+                assert ends_within(peer, START_S)
     assert len(server.log.read_text().splitlines()) - before <= 20
 
 
