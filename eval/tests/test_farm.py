@@ -18,6 +18,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -361,8 +362,12 @@ def test_another_process_joins_and_its_loss_is_made_up_for(
 
 
 @needs_pen
-def test_a_shard_that_stood_still_counts_once(tmp_path: Path, few: list[dict[str, Any]]) -> None:
+def test_a_shard_that_stood_still_counts_once(
+    tmp_path: Path, few: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIGSTOP: its lease ages, another one plays the episode, and then it wakes and stores it as well."""
+    now = [100.0]  # by a clock that the test moves
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: now[0]))
     queue = files.EpisodeQueue(tmp_path, "first", lease_s=0.1)
     queue.make()
     plan = files.FarmPlan.of(TASK, [pen()], [(0, SEEDS[0])])
@@ -371,11 +376,12 @@ def test_a_shard_that_stood_still_counts_once(tmp_path: Path, few: list[dict[str
     other = files.EpisodeQueue(tmp_path, "second", lease_s=0.1)
     assert not other.claim(job)
     other.expire(job)
-    time.sleep(0.15)
-    queue.beat()
+    now[0] += 0.15
+    before = files._state(tmp_path / files.LEASES / job.name)
+    wait_for(lambda: queue.beat() or files._state(tmp_path / files.LEASES / job.name) != before)
     other.expire(job)  # it lives
     assert not other.claim(job)
-    time.sleep(0.15)
+    now[0] += 0.15
     other.expire(job)
     assert other.claim(job)
     episode = campaign.run(TASK, [pen()], SEEDS[:1])[0][0]
@@ -453,8 +459,7 @@ def _kill_heads_and_hosts(
     there, here, out = tmp_path / "there", tmp_path / "here", tmp_path / "out"
     there.mkdir(), here.mkdir()
     shutil.copy(PEN, there / "own.gguf")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{processes.free_port()}"
     head = [*command(out, "--shards", 1, "--listen", address, seeds=seeds)]
     head[head.index(PEN)] = "own.gguf"
     join = [sys.executable, "-m", "sinew", "eval", "--join", f"http://{address}", "--shards", 1]
@@ -538,7 +543,7 @@ def test_whoever_has_no_key_is_not_read_and_a_bundle_is_never_whole_in_memory(
     )
     queue = hosts.RemoteQueue(server.address, "one", 1.0)
     place = urlsplit(server.address)
-    with socket.create_connection((str(place.hostname), place.port or 0), 20.0) as stranger:
+    with socket.create_connection((str(place.hostname), place.port or 0), 60.0) as stranger:
         stranger.sendall(b"POST /claim HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n")
         assert stranger.recv(100).startswith(b"HTTP/1.1 401")  # before anything of it is there
     queue.beat()

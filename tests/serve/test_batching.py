@@ -405,18 +405,23 @@ class Desk:
         self.found: dict[str, ActionChunk | SinewError] = {}
         self.number = 0
 
-    def ask(self, prompt: str, client: str, **options) -> Request:
-        """Ask as ``client``; the answer is found under the client's name, or prompt and client."""
+    def ask(self, prompt: str, client: str, **options) -> ServingJob:
+        """Ask as ``client``; the answer is found under the client's name, or prompt and client.
+
+        Returns when the request is decoded, because two threads decode and one could overtake the other.
+        """
         self.number += 1
         observation = Observation(images={"front": FRAME}, state=np.full(2, self.number), prompt=prompt)
         name = f"{prompt} {client}"
-        return enqueue(
+        job = enqueue(
             self.scheduler,
             lambda check: observation,
             lambda outcome: self.found.__setitem__(name, outcome),
             client=client,
             **options,
         )
+        until(lambda: not job.waiting or job in self.scheduler._ready.order())
+        return job
 
     def hold(self) -> None:
         """Begin an inference behind which others queue."""

@@ -193,8 +193,9 @@ def status(address: str) -> int:
 
 def test_health_is_a_sign_of_life():
     """Row 16: a stage that hangs, a policy that always fails: health said ok."""
-    with desk(("native", "web"), stuck_s=0.3) as at, client(at) as robot:
+    with desk(("native", "web")) as at, client(at) as robot:
         assert (robot.health()["status"], status(at.web)) == ("ok", 200)
+        at.service.supervisor.stuck_s = 0.3
         with raw_socket(at.native, zmq.DEALER) as other:
             other.send(request(1, "hang"))
             until(lambda: robot.health()["status"] == "unhealthy")
