@@ -484,19 +484,19 @@ def another_reply_behind_the_first(made: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(
-    ("talk", "told"),
+    ("talk", "told", "seconds"),
     [
-        (never_stops_talking, ["no answer in time [timeout]"]),
-        (never_shakes_hands, ["no answer in time [timeout]"]),
-        (a_long_command, ["the reply: expected at most 1024 bytes, got 1048581 [bad_reply]"]),
-        (many_warnings, ["warnings: expected at most 1024, got more [bad_reply]"]),
+        (never_stops_talking, ["no answer in time [timeout]"], 0.5),
+        (never_shakes_hands, ["no answer in time [timeout]"], 0.5),
+        (a_long_command, ["the reply: expected at most 1024 bytes, got 1048581 [bad_reply]"], WAIT_S),
+        (many_warnings, ["warnings: expected at most 1024, got more [bad_reply]"], WAIT_S),
         # The second call opens a connection of its own, which nobody answers, and does not take what was left.
-        (another_reply_behind_the_first, ["one", "no answer in time [timeout]"]),
+        (another_reply_behind_the_first, ["one", "no answer in time [timeout]"], SILENT_S),
     ],
 )
-def test_they_leave_a_server_that_is_none(talk: Any, told: list[str], fields: Path) -> None:
+def test_they_leave_a_server_that_is_none(talk: Any, told: list[str], seconds: float, fields: Path) -> None:
     with peer(talk) as address:
-        assert run(fields, "reset", address, len(told), 0.5).splitlines() == told
+        assert run(fields, "reset", address, len(told), seconds).splitlines() == told
 
 
 def test_they_go_past_an_address_that_is_silent(fields: Path, tmp_path: Path) -> None:
@@ -522,7 +522,7 @@ def test_they_go_past_an_address_that_is_silent(fields: Path, tmp_path: Path) ->
         both = run("env", f"LD_PRELOAD={both_hosts}", fields, "reset", f"tcp://both.test:{port}", 1, SILENT_S)
         socket.create_connection(("127.0.0.1", port)).close()  # whoever still waits there ends
         alone = run(fields, "reset", f"tcp://127.0.0.2:{port}", 1, 0.5)
-    refused = run(fields, "reset", f"tcp://127.0.0.3:{port}", 1, 0.5)  # where nobody listens
+    refused = run(fields, "reset", f"tcp://127.0.0.3:{port}", 1, SILENT_S)  # where nobody listens
     assert refused.startswith(f"no server at 127.0.0.3:{port}: Connection refused")
     assert both.splitlines() == ["one"]
     assert alone.lower().splitlines() == [f"no server at 127.0.0.2:{port}: connection timed out [timeout]"]

@@ -144,6 +144,8 @@ def test_messages_in_trajectories_out(domain: int) -> None:
         robot.enable({"data": False})
         until(lambda: bridge.loop.controller.paused, "a pause")
         until(lambda: robot.status, "a status")
+        # The pause ends the trajectory where it was.
+        until(lambda: len(robot.arm[-1].points) == 1, "the end of the trajectory")
     points = robot.arm[0].points
     assert robot.arm[0].joint_names == ["a"]
     assert [point.positions[0] for point in points] == pytest.approx([0.5] * len(points), abs=1e-6)
@@ -163,7 +165,7 @@ def test_messages_in_trajectories_out(domain: int) -> None:
     assert report["topics"]["front"]["age_ms"]["max"] >= 0
     assert report["published"]["/arm"] >= len(robot.arm) > 0
     assert report["control"]["executed"] > 0
-    assert len(robot.arm[-1].points) == 1  # the pause ended the trajectory where it was
+    assert len(robot.arm[-1].points) == 1
 
 
 def test_a_robot_without_messages_holds_and_says_why(domain: int) -> None:

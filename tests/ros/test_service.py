@@ -150,7 +150,7 @@ def test_a_reply_waits_for_its_callers_reader(domain: int) -> None:  # noqa: F81
         assert answered.wait(WAIT_S)
         time.sleep(0.05)
         reader = DataReader(caller._participant, caller._topic(NAME + "Reply", response, "rr"), qos=qos)
-        end = time.monotonic() + 5.0
+        end = time.monotonic() + WAIT_S
         while not (found := reader.take(1)) and time.monotonic() < end:
             time.sleep(0.005)
     finally:

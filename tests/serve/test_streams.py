@@ -38,6 +38,7 @@ from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.swap import MemoryNeed, Swapper
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import streams
+from tests.processes import free_port
 from tests.serve.puppet import WAIT_S, desk, lone, until
 
 FRAME = np.zeros((16, 16, 3), np.uint8)
@@ -94,7 +95,8 @@ def drive(loop: Loop, until_windows: int) -> None:
 
 
 def test_a_robot_streams_and_goes_on_with_a_restarted_server(policy: Policy) -> None:
-    with serving(policy) as server:
+    port = free_port()
+    with serving(policy, Listen(port=port)) as server:
         address = server.native
         link = StreamLink(address, RATE, session="arm")
         loop = robot_loop(link)
@@ -115,7 +117,6 @@ def test_a_robot_streams_and_goes_on_with_a_restarted_server(policy: Policy) -> 
     for _ in range(12):  # and nothing is raised
         loop.tick(loop.pace.next())
     assert loop.reason in held
-    port = int(address.rpartition(":")[2])
     with serving(policy, Listen(port=port)) as server:
         drive(loop, before + 10)
         assert len(server.streams.robots) == 1
