@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,38 +23,39 @@ def unchanged():
     torch.set_num_threads(before)
 
 
-class Sleeper:
-    """An inference that takes ``alone`` seconds with one thread and ``shared`` with more."""
+class Timed:
+    """An inference that takes ``alone`` seconds of the test's clock with one thread, and ``shared`` with more."""
 
-    def __init__(self, alone: float, shared: float):
-        self.alone, self.shared, self.set = alone, shared, 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, alone: float, shared: float):
+        self.alone, self.shared, self.set, self.now = alone, shared, 0, 100.0
         self.runs: list[int] = []
+        monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def set_threads(self, count: int) -> None:
         self.set = count
 
     def __call__(self) -> None:
         self.runs.append(self.set)
-        time.sleep(self.alone if self.set == 1 else self.shared)
+        self.now += self.alone if self.set == 1 else self.shared
 
 
 @pytest.mark.parametrize(("alone", "shared", "chosen"), [(0.002, 0.02, 1), (0.02, 0.002, 4)])
-def test_the_faster_one_stays(alone, shared, chosen):
-    run = Sleeper(alone, shared)
+def test_the_faster_one_stays(alone, shared, chosen, monkeypatch):
+    run = Timed(monkeypatch, alone, shared)
     assert threads.tune_threads(run, run.set_threads, 4)[0] == run.set == chosen
     assert run.runs == [4] * threads.TRIES + [1] * threads.TRIES
 
 
 def test_a_slow_inference_is_tried_once(monkeypatch):
     monkeypatch.setattr(threads, "TOO_LONG_S", 0.005)
-    run = Sleeper(0.001, 0.01)
+    run = Timed(monkeypatch, 0.001, 0.01)
     count, reason = threads.tune_threads(run, run.set_threads, 4)
     assert (count, run.set, run.runs) == (4, 4, [4])
     assert "one per core" in reason
 
 
-def test_one_core_needs_no_trial():
-    run = Sleeper(1, 1)
+def test_one_core_needs_no_trial(monkeypatch):
+    run = Timed(monkeypatch, 1, 1)
     assert threads.tune_threads(run, run.set_threads, 1)[0] == 1
     assert not run.runs
 
