@@ -58,7 +58,8 @@ class BackgroundWriter(ABC):
     def __init__(self, name: str, goal: str):
         self._goal = goal
         self._written = self._dropped = self._failed = 0
-        self._waiting_bytes = 0
+        self._lock = threading.Lock()  # several threads add records, and the writer's thread takes them
+        self._waiting_bytes = 0  # the caller must have locked `_lock`
         self._retry_at = 0.0
         self._logger = logging.getLogger(type(self).__module__)
         self._quiet = RateLimitedLog(self._logger)
@@ -78,12 +79,14 @@ class BackgroundWriter(ABC):
         policy: str = "",
     ) -> None:
         """Queue one request and its answer. Never blocks. The arguments are those of :class:`Entry`."""
+        entry = Entry(time.time(), wire, session, observation, outcome, server, by, policy)
+        size = _size(observation)
         try:
-            if self._waiting_bytes > BACKLOG_BYTES:
-                raise Full
-            entry = Entry(time.time(), wire, session, observation, outcome, server, by, policy)
-            self._queue.put_nowait(entry)
-            self._waiting_bytes += _size(observation)
+            with self._lock:
+                if self._waiting_bytes > BACKLOG_BYTES:
+                    raise Full
+                self._queue.put_nowait(entry)
+                self._waiting_bytes += size
         except Full:
             self._dropped += 1
             self._quiet.warning("%s is too slow for the requests, so records are being dropped", self._goal)
@@ -147,7 +150,9 @@ class BackgroundWriter(ABC):
                 continue
             if entry is None:
                 return
-            self._waiting_bytes -= _size(entry.observation)
+            size = _size(entry.observation)
+            with self._lock:
+                self._waiting_bytes -= size
             if self.full:
                 continue
             if time.monotonic() < self._retry_at:

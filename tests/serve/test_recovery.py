@@ -21,6 +21,7 @@ import pytest
 from sinew_client import Client, ConnectionLost, RequestTimeout, UnsafeChunk, protocol, schema
 
 from sinew.core import ActionChunk, BusyError, Observation, SinewError
+from sinew.records import background_writer
 from sinew.records.recorder import Recorder, read_records
 from sinew.serve.access_log import access_logging
 from sinew.serve.process import DESCRIPTORS, HOPELESS, connections_within, raise_descriptor_limit
@@ -144,6 +145,25 @@ def test_a_refused_request_does_not_end_recording(tmp_path):
     assert recorder.stats()["alive"]
     recorder.close()
     assert len(list(read_records(tmp_path))) == recorder.stats()["written"] >= 2
+
+
+def test_a_record_that_is_written_while_it_is_added_leaves_no_bytes_behind(tmp_path, monkeypatch):
+    """Bytes that were never taken off the count would end the recording of a server that runs for weeks."""
+    recorder, real = Recorder(tmp_path), background_writer._size
+
+    def size(observation):
+        end = time.monotonic() + 0.2
+        while recorder._thread is not threading.current_thread() and time.monotonic() < end:
+            if recorder.stats()["written"]:
+                break
+            time.sleep(0.001)
+        return real(observation)
+
+    monkeypatch.setattr(background_writer, "_size", size)
+    recorder.put("native", "", OBSERVATION, CHUNK)
+    until(lambda: recorder.stats()["written"] == 1)
+    until(lambda: not recorder._waiting_bytes, "the count of waiting bytes to be zero")
+    recorder.close()
 
 
 def test_two_recorders_share_a_folder(tmp_path):
