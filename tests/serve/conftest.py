@@ -38,6 +38,14 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
+def recorders_end_whole() -> Iterator[None]:
+    """A recorder that is closed writes all that it has, also on a machine whose disk or processor is busy for 5 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sinew.records.background_writer.CLOSE_S", 60.0)
+        yield
+
+
+@pytest.fixture(autouse=True)
 def suite_stays_frozen() -> Iterator[None]:
     """Exclude the objects of the test suite from the garbage collection of a hot-swap.
 
