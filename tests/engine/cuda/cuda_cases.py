@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,18 @@ import numpy as np
 import torch
 
 import sinew
+from sinew.bundle.quant import SCALE
+from sinew.bundle.schema import COMPONENTS
 from sinew.core import Observation, machine
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fp8.scales import calibrate, linears
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.graphs import GraphRecorder, RecordedGraph
+from sinew.engine.cuda.lowbit.weights import keep_codes
 from sinew.engine.cuda.options import CudaOptions
+from sinew.engine.eager.engine import EagerEngine
+from sinew.engine.engine import Engine
+from sinew.engine.loading import load_model
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.export import ON_ONNX, export_graphs
 from sinew.engine.plan.engine import PlannedEngine
@@ -46,15 +52,20 @@ class Case:
     noise: np.ndarray
 
     @property
+    def reference(self) -> Engine:
+        """The engine with which others are compared."""
+        return self.policy.engine
+
+    @property
     def model(self) -> Model:
-        return self.policy.engine.model
+        return self.reference.model
 
     def inputs(self, pixels: bool = False) -> ModelInputs:
         return self.policy.processor.inputs(self.observation, pixels=pixels)
 
     def eager(self, inputs: ModelInputs | None = None, steps: int = 10) -> np.ndarray:
         """Return eager's chunk for the frames that the processor has prepared."""
-        return run_one(self.policy.engine, inputs or self.inputs(pixels=True), self.noise, steps)[0]
+        return run_one(self.reference, inputs or self.inputs(pixels=True), self.noise, steps)[0]
 
     def engine(self, recorder: GraphRecorder | None = None, **options: Any) -> CudaEngine:
         """Return an engine. FP8 layers get scales that are calibrated with the observation."""
@@ -131,6 +142,42 @@ def golden_case(directory: Path, bundle: Callable[[str], Path], name: str, dtype
     with mock.patch.object(machine, "half_units", return_value="the references'"):
         policy = load(bundle(name), dtype=dtype, device="cpu", engine="eager", allow_missing_cameras=True)
     return Case(policy, Observation.from_mapping(g.observation()), g.numpy("noise")[0])
+
+
+@dataclass
+class LowbitCase(Case):
+    """A case whose weights stay low-bit, in the reference and in the engines. Their references multiply the same codes
+    and scales.
+
+    Attributes:
+        held: The reference.
+    """
+
+    held: EagerEngine
+
+    @property
+    def reference(self) -> Engine:
+        return self.held
+
+
+def lowbit_case(path: Path, parts: Collection[str] = COMPONENTS) -> LowbitCase:
+    """Return a case over a bundle with low-bit weights.
+
+    Norms and biases are set to values far from their initial values, as in :func:`shaken`.
+
+    Args:
+        path: The bundle.
+        parts: Components whose weights stay low-bit.
+    """
+    policy = load(path, "cpu", "float32", "eager", allow_missing_cameras=True)
+    model = load_model(policy.bundle, CPU, "fp32", lowbit=parts)
+    keep_codes(model, torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and not name.endswith(SCALE):
+            parameter.data += torch.rand(parameter.shape, generator=generator) - 0.5
+    observation = policy.dummy_observation()
+    return LowbitCase(policy, observation, policy.processor.noise(observation)[0], EagerEngine(model, CPU))
 
 
 def asset_case(name: str) -> Case:

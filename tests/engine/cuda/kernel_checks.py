@@ -355,6 +355,8 @@ EDGES = {
         {"form": "q8_0", "tile": Tile(16, 32, 32, stages=2)},
         {"form": "q4_0", "tile": Tile(32, 16, 128, stages=2), "residual": False},
         {"form": "q4_0", "K": 32, "to": torch.bfloat16},  # one group, onto a narrower stream
+        # The rows of four observations, with the tile that the engine chooses for them.
+        *({"form": form, "M": 200, "K": 64, "tile": None} for form in ("int8", "q8_0", "q4_0")),
     ],
     "packed_attention": [
         {"S": 0, "tile": Tile(16, 16)},

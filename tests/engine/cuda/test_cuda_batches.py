@@ -8,16 +8,34 @@ from functools import partial
 import numpy as np
 import pytest
 
+from sinew.bundle.schema import COMPONENTS
 from sinew.core import Observation, SinewError
+from sinew.engine.cuda.engine import CudaEngine
+from sinew.engine.cuda.fp8.linear import Fp8Linear
+from sinew.engine.cuda.fused.fuse import ON_CUDA
+from sinew.engine.cuda.kernels import fp8_quantize, weight_only_linear
+from sinew.engine.cuda.lowbit.weights import WeightOnly
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.guidance import Inpainting, Ramp
+from sinew.engine.plan.plan import Plan
 from sinew.engine.watch import Watch
 from sinew.policy import load
 from sinew.processing import ModelInputs, stack
 from sinew.serve.batching import Batcher
 from tests.closeness import rounding
 from tests.covering import pairs, some
-from tests.engine.cuda.cuda_cases import ASSETS, CASES, ONE_PER_MODEL, Case, Frozen, golden_case, shaken
+from tests.engine.cpu.test_cpu_engine import RECIPES, stored
+from tests.engine.cuda.cuda_cases import (
+    ASSETS,
+    CASES,
+    CPU,
+    ONE_PER_MODEL,
+    Case,
+    Frozen,
+    golden_case,
+    lowbit_case,
+    shaken,
+)
 from tests.engines import run_one
 
 STEPS = 2
@@ -57,7 +75,7 @@ def together(case: Case, engine, members, guidance=None, apart: bool = False) ->
 def refusal(case: Case, inputs: ModelInputs, noise: np.ndarray, found: np.ndarray) -> str:
     """Return the reason why ``found`` cannot be what eager computes for one observation alone."""
     prepared = case.prepared(inputs)
-    return rounding(lambda: run_one(case.policy.engine, prepared, noise, STEPS)[0]).refusal(found)
+    return rounding(lambda: run_one(case.reference, prepared, noise, STEPS)[0]).refusal(found)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +120,139 @@ def test_neighbours_change_nothing(open_case, name):
         assert not refusal(case, *own, moved[3])
     nothing = replace(own[0], frames=tuple(np.zeros_like(frame) for frame in own[0].frames))
     assert np.array_equal(together(case, engine, [(nothing, own[1]), own, *others])[1], wanted)
+
+
+KINDS = ("int8", "q8_0", "q4_0")
+FP8 = (("language",), ("language.mlp",))
+
+
+@pytest.fixture
+def open_lowbit(case_bundle, tmp_path):
+    def make(name: str, kind: str, parts: tuple[str, ...] = COMPONENTS) -> Case:
+        return lowbit_case(stored(case_bundle(name), RECIPES[kind], tmp_path / f"{name}-{kind}.gguf"), parts)
+
+    return make
+
+
+def products(engine) -> set[str]:
+    """Return the formats of the engine's low-bit and FP8 layers."""
+    found = set()
+    for layer in engine.model.modules():
+        if isinstance(store := getattr(layer, "store", None), WeightOnly):
+            found.add(store.name)
+        found |= {"fp8"} if isinstance(layer, Fp8Linear) else set()
+    return found
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["whole", "apart"])
+@pytest.mark.parametrize(("name", "kind"), pairs(ONE_PER_MODEL, KINDS, ("pi0-2cam", "q4_0")))
+def test_low_bit_weights_in_a_batch(open_lowbit, name, kind, apart):
+    """One, two and four observations give the actions of each alone, within rounding, as with float weights."""
+    case = open_lowbit(name, kind)
+    members, alone = robots(case, 4), case.engine()
+    assert kind in products(alone)
+    wanted = [run_one(alone, *member, STEPS)[0] for member in members]
+    for count in (1, 2, 4):
+        engine = case.engine(Frozen())
+        found = together(case, engine, members[:count], apart=apart)
+        assert [key.batch for key in engine.programs.keys()] == [count]  # noqa: SIM118
+        for (inputs, noise), chunk, own in zip(members, found, wanted, strict=False):
+            assert not refusal(case, inputs, noise, chunk)
+            assert np.abs(chunk - own).max() <= 1e-5 * np.abs(own).max()
+    assert refusal(case, *members[1], found[0])
+
+
+# A number whose float32 sum has another last bit may become another number of e4m3. If all frames change by 3e-5 of
+# their values, a hundred times the rounding of a batch, the actions change by up to a third of the error of FP8.
+FLIPS = 0.1
+
+
+@pytest.mark.parametrize("lowbit", [False, True], ids=["float head", "low-bit head"])
+@pytest.mark.parametrize(("name", "fp8"), pairs(ONE_PER_MODEL, FP8, ("pi05-2cam", FP8[0])), ids=str)
+def test_fp8_weights_in_a_batch(open_case, open_lowbit, name, fp8, lowbit):
+    """One, two and four observations give the actions of each alone. Scales are those of the calibration, and not of
+    the batch."""
+    case = open_lowbit(name, "q4_0", ("head",)) if lowbit else open_case(name)
+    members, alone, plain = robots(case, 4), case.engine(fp8=fp8), case.engine()
+    assert products(alone) == products(plain) | {"fp8"}
+    assert ("q4_0" in products(plain)) == lowbit
+    wanted = [run_one(alone, *member, STEPS)[0] for member in members]
+    errors = [
+        np.abs(run_one(plain, *member, STEPS)[0] - own).max()
+        for member, own in zip(members, wanted, strict=True)
+    ]
+    for count in (1, 2, 4):
+        engine = case.engine(Frozen(), fp8=fp8)
+        found = together(case, engine, members[:count])
+        assert [key.batch for key in engine.programs.keys()] == [count]  # noqa: SIM118
+        for chunk, own, error in zip(found, wanted, errors, strict=False):
+            assert error > 1e-5 * np.abs(own).max()  # something was converted
+            assert np.abs(chunk - own).max() <= 1e-5 * np.abs(own).max() + FLIPS * error
+    assert np.abs(found[0] - wanted[1]).max() > 10 * errors[1]  # the robots' actions differ
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "fp8"])
+def test_neighbours_change_nothing_in_low_precision(open_case, open_lowbit, kind):
+    """To the bit: no scale depends on another robot."""
+    case = open_case("pi05-2cam") if kind == "fp8" else open_lowbit("pi05-2cam", kind)
+    engine = case.engine(Frozen(), **({"fp8": ("language",)} if kind == "fp8" else {}))
+    first, own, *others = robots(case, 4)
+    wanted = together(case, engine, [first, own, *others])[1]
+    strangers = robots(case, 4, 5)
+    # One neighbour is far louder than all inputs of the calibration.
+    loud = replace(strangers[0][0], state=1e3 * strangers[0][0].state)
+    found = together(case, engine, [(loud, strangers[0][1]), own, *strangers[2:]])
+    assert np.array_equal(found[1], wanted)
+    assert not np.array_equal(found[0], wanted)
+
+
+def scale_by_the_batch(engine, monkeypatch) -> None:
+    """FP8 with the largest input of the batch as scale, in the place of the calibration."""
+    right = fp8_quantize.reference
+
+    def dynamic(x, x_scale=None):
+        return right(x, x_scale=x.abs().max().float() / fp8_quantize.LARGEST)
+
+    monkeypatch.setattr(fp8_quantize, "reference", dynamic)
+
+
+def mix_the_rows(engine, monkeypatch) -> None:
+    """A low-bit product that exchanges the rows of two observations."""
+    right = weight_only_linear.reference
+
+    def mixed(x, *weights, **options):
+        return right(x.roll(len(x) // 2, 0), *weights, **options)
+
+    monkeypatch.setattr(weight_only_linear, "reference", mixed)
+
+
+@pytest.mark.parametrize(("kind", "fault"), [("fp8", scale_by_the_batch), ("q4_0", mix_the_rows)])
+def test_a_low_precision_batch_that_mixes_its_robots_is_caught(
+    open_case, open_lowbit, monkeypatch, kind, fault
+):
+    case = open_case("pi05-2cam") if kind == "fp8" else open_lowbit("pi05-2cam", kind)
+    engine = case.engine(**({"fp8": ("language",)} if kind == "fp8" else {}))
+    first, own = robots(case, 2)
+    loud = replace(first[0], frames=tuple(255 - frame // 9 for frame in first[0].frames))
+    wanted = together(case, engine, [first, own])[1]
+    fault(engine, monkeypatch)
+    before, after = (together(case, engine, [other, own])[1] for other in (first, (loud, first[1])))
+    assert not np.array_equal(before, after)
+    assert np.abs(before - wanted).max() > 1e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("fp8", FP8, ids=str)
+def test_fp8_over_low_bit_weights_is_rejected_by_name(open_lowbit, fp8):
+    case = open_lowbit("pi05-2cam", "q4_0")
+    words = rf"fp8: {fp8[0]}: these weights are stored as .*q4_0, and a layer has one format"
+    with pytest.raises(SinewError, match=words):
+        CudaEngine(
+            Plan.of(case.model, rewrites=ON_CUDA),
+            CPU,
+            processing=case.policy.manifest.processing,
+            options=CudaOptions(fp8=fp8),
+            scales={},
+        )
 
 
 def test_a_batch_that_mixes_its_robots_is_caught(open_case, monkeypatch):

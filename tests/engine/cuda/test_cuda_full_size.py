@@ -35,7 +35,7 @@ from sinew.layers.linear import Linear, hold, width_of
 from sinew.layers.stores.codes import codes
 from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.letterbox import Letterbox
-from tests.covering import some
+from tests.covering import pairs, some
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.kernels  # of GPUs alone; the rungs' actions are compared in test_cuda_engine.py
@@ -360,6 +360,35 @@ def test_every_launch_of_a_batch_is_accepted(
         grids = {launch.grid[2] for kernel, launch in seen if kernel == "packed_attention"}
         assert grids == {batch}
         seen.clear()
+
+
+NARROW = ({"lowbit": "q4_0"}, {"lowbit": "int8"}, {"fp8": ("language",)}, {"fp8": ("language.mlp",)})
+
+
+@pytest.mark.parametrize(
+    ("case", "narrow"), pairs(["pi0.5", "smolvla"], NARROW, ("smolvla", {"lowbit": "q4_0"})), ids=str
+)
+@torch.no_grad()
+def test_every_launch_of_a_low_precision_batch_is_accepted(launches, architecture, case, narrow):
+    """Two and four observations launch the products in 8 and 4 bits that one launches, with as many more rows."""
+    architecture(90)
+    (sizes,) = [each[:4] for each in MODELS if each[0] == case]
+    found: dict[int, tuple[Counter[str], Counter[int]]] = {}
+    for batch in (1, 2, 4):
+        launches.clear()
+        seen.clear()
+        program(*sizes, Kernels(META), batch=batch, **narrow).chunk()
+        rows = Counter(each.arguments["M"] for kernel, each in seen if kernel == "weight_only_linear")
+        found[batch] = Counter(launches), rows
+        grids = {each.grid[2] for kernel, each in seen if kernel == "packed_attention" and len(each.grid) > 2}
+        assert grids <= {batch}
+    single, rows = found[1]
+    narrow_kernels = ("weight_only_linear", "fp8_quantize")
+    assert bool(rows) == ("lowbit" in narrow)
+    for batch in (2, 4):
+        counts, more = found[batch]
+        assert [counts[each] for each in narrow_kernels] == [single[each] for each in narrow_kernels]
+        assert more == Counter({batch * m: count for m, count in rows.items()})
 
 
 @pytest.mark.parametrize(("name", "views", "tokens", "side"), [each[:4] for each in MODELS])

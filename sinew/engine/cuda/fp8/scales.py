@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from sinew.core import SinewError, machine, scratch
 from sinew.engine.cuda.fp8.linear import Fp8Linear, unfit
 from sinew.engine.cuda.kernels.fp8_quantize import LARGEST, SMALLEST
+from sinew.engine.cuda.lowbit.weights import WeightOnly
 from sinew.engine.cuda.options import check_fp8
 from sinew.layers.linear import not_linear
 from sinew.models.base import Model
@@ -67,10 +68,17 @@ def linears(model: Model, parts: Iterable[str]) -> dict[str, nn.Linear]:
     * layers whose sizes do not fit FP8 products
 
     Raises:
-        SinewError: A part is unknown, or it is slower in FP8.
+        SinewError: A part is unknown, it is slower in FP8, or its weights stay low-bit.
     """
     chosen = set(parts)
     check_fp8(chosen)
+    for name, module in model.named_modules():
+        both = chosen.intersection(_parts_of(model, name))
+        if both and isinstance(store := getattr(module, "store", None), WeightOnly):
+            raise SinewError(
+                f"fp8: {min(both)}: these weights are stored as {store.name}, and a layer has one format; quantise the"
+                f" original bundle with `sinew quantize --recipe language=fp8`, or omit fp8"
+            )
     return {
         name: module
         for name, module in model.named_modules()
