@@ -26,6 +26,9 @@ MAJORITY = 0.5
 # valid. Sinew's default is as long. All built-in tasks succeed with it. A longer interval may fail although plans are
 # valid in a recording, because the comparison does not show the small corrections that a grasp needs.
 QUARTER = 0.25
+# If a limit changed more than this share of the commands, the robot did not follow its plans. Newer plans then differ
+# from older ones, although they are not outdated.
+LIMITED = 0.25
 TARGETS = ("absolute", "relative")
 
 
@@ -90,6 +93,11 @@ def advise(
             "The replan interval, because the actions were not played at the policy's rate. Record a run with"
             f" --hz {policy_hz:g}."
         )
+    elif (limited := _limited(log)) > LIMITED:
+        unknown.append(
+            f"The replan interval, because limits changed {100 * limited:.0f} % of the commands. The robot did not"
+            " follow its plans, so newer plans differ. Record a run in which the limits change few commands."
+        )
     elif (replan := _replan(log, outcomes, method, plans, unknown)) is not None:
         advice.append(replan)
     return Advised(advice, unknown)
@@ -145,6 +153,12 @@ def _other_rate(log: RunLog, policy_hz: float | None) -> bool:
     if policy_hz is None:
         return False
     return all(abs(hz - policy_hz) > 0.01 * policy_hz for hz in (log.settings.hz, _played_hz(log)))
+
+
+def _limited(log: RunLog) -> float:
+    """Return the share of the commands that the limit with the most changes has changed."""
+    most = max((each.commands for each in log.clipped.values()), default=0)
+    return most / max(1, sum(log.ages.values()))
 
 
 def _limits(log: RunLog) -> list[Advice]:
