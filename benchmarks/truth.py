@@ -499,7 +499,9 @@ def stored(idea: str) -> list[dict[str, Any]]:
 
 
 def advised_run(row: dict[str, Any]) -> tuple[str, str]:
-    """Return the settings of a recorded run and the advice for it, as a page states them."""
+    """Return the settings of a recorded run and the advice for it, as a page states them. Without advice, the settings
+    that were played instead.
+    """
     settings = row["recorded"]
     flags = [f"`--replan {settings['replan']}`", f"`--handover {settings['handover']}`"]
     flags.append(settings["latency"].replace("ms", " ms"))
@@ -509,7 +511,12 @@ def advised_run(row: dict[str, Any]) -> tuple[str, str]:
     advice = [f"`{text.partition(': ')[2]}`" for text in row["advice"] if text.partition(": ")[2]]
     if "velocity" in settings and "velocity" not in row.get("advised", settings):
         advice.append("raise the limit")
-    return f"{task}, {', '.join(flags)}", ", ".join(advice) or "none"
+    if "missed" in row:
+        played = (
+            f"`--{name} {value}`" for name, value in row["missed"].items() if settings.get(name) != value
+        )
+        advice = [f"none (played: {', '.join(played)})"]
+    return f"{task}, {', '.join(flags)}", ", ".join(advice)
 
 
 # The function of each comparison, and its usual number of episodes.

@@ -140,6 +140,19 @@ def test_the_stored_outcomes_support_each_advice() -> None:
     assert sum(row["difference"][1] > 0 for row in advised) >= len(advised) - 1
 
 
+def test_every_recorded_run_was_played_and_states_what_it_misses() -> None:
+    """Without advice, the command prints that the recording cannot determine the setting that was played instead."""
+    rows = truth.stored("advise")
+    assert [(row["task"], row["recorded"]) for row in rows] == list(truth.RECORDED)
+    names = {"replan": "The replan interval", "handover": "Chunk merging"}
+    missed = [row for row in rows if "missed" in row]
+    assert len(missed) == 2
+    for row in missed:
+        played = {name for name, value in row["missed"].items() if row["recorded"][name] != value}
+        assert played <= names.keys()
+        assert {names[name] for name in played} <= {*row["unknown"]}
+
+
 def test_a_choice_that_is_sure_costs_least_in_new_episodes() -> None:
     choices = [row for row in truth.stored("choose") if "chosen" in row]
     assert sum(row["sure"] for row in choices) >= 3
