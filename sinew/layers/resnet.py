@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,6 +22,10 @@ NORM_EPS = 1e-5  # default of torchvision
 # Number of blocks per stage, by torchvision's name.
 LAYERS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 MAX_BLOCKS = 64
+# A float32 convolution of single pixels on a CPU is computed as a product over the pixels if a picture has at most
+# FEW_PIXELS of them. PyTorch's convolution multiplies in the other order. With 1152 channels it takes four times as
+# long for 3 x 3 pixels, and as long as the product for 6 x 6 pixels (research/log/2026-11-30.md).
+FEW_PIXELS = 16
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,17 @@ class Conv(nn.Conv2d):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
+        x = x.to(self.weight.dtype)
+        if not self._multiplies_rows(x):
+            return super().forward(x)
+        rows = F.linear(x.flatten(2).transpose(1, 2), self.weight.flatten(1), self.bias)
+        return rows.transpose(1, 2).unflatten(2, x.shape[2:])
+
+    def _multiplies_rows(self, x: Tensor) -> bool:
+        single = self.kernel_size == (1, 1) and self.stride == (1, 1) and self.groups == 1
+        if not single or x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
+            return False
+        return 1 < x.shape[2] * x.shape[3] <= FEW_PIXELS
 
 
 def norm(channels: int, group: int) -> nn.Module:
