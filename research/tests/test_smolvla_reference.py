@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,11 @@ pytest.importorskip("mujoco", reason="the modules of the built-in policies impor
 from research.policies.committed import ASSETS
 from research.policies.smolvla_reference import DESIGNS, write
 from sinew.convert import convert
+from sinew.convert.read.files import read_json
 from sinew.core import SinewError
 from sinew.policy import load
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", DESIGNS)
@@ -30,6 +34,17 @@ def test_the_checkpoint_has_the_actions_of_the_built_in_policy(name: str, tmp_pa
             # The checkpoint stores float32, and the bundle no wider type, so no weight is rounded.
             assert np.array_equal(*chunks)
             assert np.ptp(chunks[0]) > 0
+
+
+def test_the_page_has_the_successes_of_the_result_file() -> None:
+    pairs = read_json(ROOT / "benchmarks" / "results" / "lerobot_pairs.json")
+    page = (ROOT / "docs" / "eval-suites.md").read_text()
+    for task, env in (("blocks", "Blocks"), ("shove", "BlocksShove")):
+        ours, theirs = pairs[task]["sinew"], pairs[task]["lerobot"]
+        assert ours == theirs
+        assert len(ours) == 200
+        won = sum(steps > 0 for steps in ours)
+        assert re.search(rf"{won} of 200 episodes of\s+`sinew/{env}-v0`", page)
 
 
 def test_another_name_is_rejected(tmp_path: Path) -> None:
