@@ -46,8 +46,10 @@ os.environ.pop("COLUMNS", None)  # the width of the user's terminal would change
 with contextlib.suppress(ImportError):  # hypothesis is missing in some environments; only few tests need it
     import hypothesis
 
-    # on a busy machine, an example can take longer than the default deadline of 200 ms
-    hypothesis.settings.register_profile("sinew", deadline=None)
+    # On a busy machine, an example can take longer than the default deadline of 200 ms. The examples are the same in
+    # every run, so that no run fails by chance. With --order they are random, as the order of the tests.
+    hypothesis.settings.register_profile("sinew", deadline=None, derandomize=True)
+    hypothesis.settings.register_profile("sinew-random", deadline=None)
     hypothesis.settings.load_profile("sinew")
 
 with contextlib.suppress(ImportError):
@@ -297,6 +299,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(path))
     if count := config.getoption("--workers"):
         config.pluginmanager.register(Workers(count), "workers")
+    if config.getoption("--order"):
+        with contextlib.suppress(NameError):  # without hypothesis
+            hypothesis.settings.load_profile("sinew-random")
     # off until the tests begin: the collection of tests makes half a million objects and almost no garbage
     gc.disable()
 
