@@ -115,9 +115,9 @@ def test_a_server_that_comes_back_is_found(tmp_path: Path) -> None:
         async with at.client() as policy:
             with pytest.raises(
                 RequestTimeout,
-                match=r"no answer from tcp://127.0.0.1:\d+ within 1 s: no connection \(Connection refused\)",
+                match=r"no answer from tcp://127.0.0.1:\d+ within 3 s: no connection \(Connection refused\)",
             ):
-                await policy.infer(OBSERVATION, timeout=1)  # nobody is there, so nothing is queued
+                await policy.infer(OBSERVATION, timeout=3)  # nobody is there, so nothing is queued
             with at.run() as server:
                 await policy.infer(OBSERVATION)
                 server.process.kill()

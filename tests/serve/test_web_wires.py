@@ -468,7 +468,7 @@ def test_the_printed_programs_run(bundle, tmp_path):
 
 def test_slow_peers_do_not_hold_up_others(bundle, policy, tmp_path):
     """Half a header, half a body, half a frame, for as long as the server lets them: others are answered."""
-    running = ServerProcess(tmp_path, bundle, "--wire", "http:0", "--threads", 1, "--arrival-s", 3)
+    running = ServerProcess(tmp_path, bundle, "--wire", "http:0", "--threads", 1, "--arrival-s", 6)
     host, port = running.address.removeprefix("http://").split(":")
     try:
         slow = [socket.create_connection((host, int(port))) for _ in range(60)]
