@@ -23,12 +23,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 KINDS = ("all", "process", "thread")
 MOST_THREADS = 3  # stopped at the same time
-STOP_S = 1.0  # a thread in the kernel may need this long to stop; else the pause goes on without it
+STOP_S = 1.0  # a thread in the kernel may need this long to stop; else it goes on as soon as it has stopped
 SEIZE, INTERRUPT, DETACH, EVERY_CHILD = (
     0x4206,
     0x4207,
@@ -70,6 +70,7 @@ class Threads:
 
     def __init__(self, child: subprocess.Popen[bytes]):
         self._child, self.refused = child, 0
+        self._late: set[int] = set()  # threads that were asked to stop, and have not stopped yet
         self._ptrace = ctypes.CDLL(None, use_errno=True).ptrace
         self._ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
         self._ptrace.restype = ctypes.c_long
@@ -80,32 +81,41 @@ class Threads:
         self.refused += len(tids) - len(seized)
         for tid in seized:
             self._ptrace(INTERRUPT, tid, None, None)
-        stopped = {tid: status for tid in seized if (status := self._status(tid)) is not None}
-
-        def resume() -> None:
-            for tid, status in stopped.items():
-                # A signal that came meanwhile goes to the thread. The stop itself is an event and no signal.
-                number = 0 if status >> 16 else os.WSTOPSIG(status)
-                self._ptrace(DETACH, tid, None, ctypes.c_void_p(number))
-
-        return resume
-
-    def _status(self, tid: int) -> int | None:
-        """Wait until a thread has stopped. Returns its wait status; None if it has ended or does not stop."""
+        self._late.update(seized)
+        stopped = {}
         end = time.monotonic() + STOP_S
-        while time.monotonic() < end:
-            try:
-                found, status = os.waitpid(tid, EVERY_CHILD | os.WNOHANG)
-            except OSError:
-                return None
-            if found and os.WIFSTOPPED(status):
-                return status
-            if found:
-                if tid == self._child.pid:  # Popen cannot ask for this status again
-                    self._child.returncode = os.waitstatus_to_exitcode(status)
-                return None
+        while self._late.intersection(seized) and time.monotonic() < end:
+            stopped |= self._stopped()
             time.sleep(0.001)
-        return None
+        return lambda: self._resume(stopped)
+
+    def resume_late(self) -> None:
+        """Let threads go on that stopped only after the pause for which they were asked to."""
+        self._resume(self._stopped())
+
+    def _stopped(self) -> dict[int, int]:
+        """Return the wait status of each thread that has stopped since the last call."""
+        found = {}
+        for tid in sorted(self._late):
+            try:
+                ready, status = os.waitpid(tid, EVERY_CHILD | os.WNOHANG)
+            except OSError:  # it has ended
+                self._late.discard(tid)
+                continue
+            if not ready:
+                continue
+            self._late.discard(tid)
+            if os.WIFSTOPPED(status):
+                found[tid] = status
+            elif tid == self._child.pid:  # Popen cannot ask for this status again
+                self._child.returncode = os.waitstatus_to_exitcode(status)
+        return found
+
+    def _resume(self, stopped: Mapping[int, int]) -> None:
+        for tid, status in stopped.items():
+            # A signal that came meanwhile goes to the thread. The stop itself is an event and no signal.
+            number = 0 if status >> 16 else os.WSTOPSIG(status)
+            self._ptrace(DETACH, tid, None, ctypes.c_void_p(number))
 
 
 def threads_of(pid: int) -> list[int]:
@@ -135,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     threads = Threads(child)
     while child.poll() is None:
         time.sleep(rng.uniform(*given.every))
+        threads.resume_late()
         if not (found := processes(f"{name}={value}".encode())):
             continue
         kind, length, one = rng.choice(kinds), rng.uniform(*given.length), rng.choice(found)
