@@ -277,6 +277,20 @@ def test_deadline(made: Make) -> None:
         client.ask()
 
 
+def test_a_last_attempt_without_time_keeps_the_reason(kind: type[Blocking]) -> None:
+    """Of requests: the last attempt to connect may end by the time limit, although the server refuses connections."""
+    if kind is OfStreams:
+        pytest.skip("a stream tries until it is closed")
+    asker = kind(nobody())
+    asker.client._connecting(ConnectionRefusedError(111, "refused"))
+    asker.client._connecting(TimeoutError("timed out"))
+    with contextlib.suppress(RequestTimeout):
+        assert asker.client._unreached == "Connection refused"
+        asker.ask(timeout=0.0)
+    assert asker.client._unreached == ""  # of another request
+    asker.finish()
+
+
 def test_retries(made: Make) -> None:
     server = Server(does="keep")
     client = made(server.address, retries=1)

@@ -11,6 +11,7 @@ import functools
 import itertools
 import logging
 import os
+import socket
 import time
 from typing import Any, Generator, Mapping, Optional, Sequence, Tuple
 
@@ -106,8 +107,11 @@ class BaseClient:
     def _connecting(self, error: Exception | None) -> None:
         """Store the reason why connecting failed, for the final error message.
 
-        None clears the reason after a success.
+        None clears the reason after a success. The last attempt of a request may have too little time, so a timeout
+        does not replace the reason of an earlier attempt.
         """
+        if isinstance(error, (socket.timeout, TimeoutError)) and self._unreached:
+            return
         # Prefer the system's text for an error number, because asyncio writes longer texts of its own. Errors of name
         # resolution have negative numbers without such a text.
         number = getattr(error, "errno", None) or 0
@@ -242,6 +246,7 @@ class BaseClient:
             ClientError: See ``Client.infer``.
         """
         limit = self.timeout if timeout is None else timeout
+        self._unreached = ""
         addresses = self._addresses
         count = len(addresses.all)
         if self.retries or count > 1:
