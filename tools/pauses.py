@@ -115,7 +115,8 @@ class Threads:
         for tid, status in stopped.items():
             # A signal that came meanwhile goes to the thread. The stop itself is an event and no signal.
             number = 0 if status >> 16 else os.WSTOPSIG(status)
-            self._ptrace(DETACH, tid, None, ctypes.c_void_p(number))
+            if self._ptrace(DETACH, tid, None, ctypes.c_void_p(number)) != 0:
+                self._late.add(tid)  # a signal has moved it out of its stop, and it will stop again
 
 
 def threads_of(pid: int) -> list[int]:
