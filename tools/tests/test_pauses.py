@@ -16,7 +16,7 @@ import signal, subprocess, sys, time
 seen = []
 signal.signal(signal.SIGCONT, lambda *_: seen.append(1))
 child = subprocess.Popen([sys.executable, *sys.orig_argv[1:], "x"]) if len(sys.argv) == 1 else None
-end = time.monotonic() + 60
+end = time.monotonic() + 600
 while not seen and time.monotonic() < end:
     time.sleep(0.01)
 sys.exit(7 if seen and (child is None or child.wait() == 7) else 1)
@@ -25,9 +25,9 @@ sys.exit(7 if seen and (child is None or child.wait() == 7) else 1)
 TRACED = """
 import sys, threading, time
 from pathlib import Path
-second = threading.Thread(target=time.sleep, args=(600,), daemon=True)
+second = threading.Thread(target=time.sleep, args=(3000,), daemon=True)
 second.start()
-state, end = Path(f"/proc/self/task/{second.native_id}/status"), time.monotonic() + 60
+state, end = Path(f"/proc/self/task/{second.native_id}/status"), time.monotonic() + 600
 while "t (tracing stop)" not in state.read_text() and time.monotonic() < end:
     time.sleep(0.001)
 sys.exit(7 if time.monotonic() < end else 1)
