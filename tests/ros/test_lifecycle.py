@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from sinew_ros.bridge import Bridge
 from sinew_ros.contract import parse
+from sinew_ros.driven import hold
 from sinew_ros.lifecycle import ACTIVE, ASKED, FINALIZED, INACTIVE, STATES, TRANSITIONS, Managed
 
 from tests.ros.test_bridge import Robot, contract, domain, sending  # noqa: F401 - a fixture
@@ -317,3 +318,18 @@ def test_a_loop_that_fails_while_it_is_told_to_hold_is_named() -> None:
     with pytest.raises(OSError, match="the arm does not answer"):
         node.wait()
     assert node.state == FINALIZED
+
+
+def test_a_loop_that_does_not_hold_its_robot_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node must not report that the robot holds while its loop stands still."""
+    monkeypatch.setattr("sinew_ros.driven.HOLDS_S", 0.01)
+    asked: list[bool] = []
+    still = SimpleNamespace(
+        contract=SimpleNamespace(settings=SimpleNamespace(period=0.001)),
+        loop=SimpleNamespace(steps=7),
+        ended=False,
+        enable=asked.append,
+    )
+    with pytest.raises(RuntimeError, match="did not hold the robot in time"):
+        hold(still)
+    assert asked == [False]
