@@ -390,7 +390,8 @@ def section(results: dict[str, Any]) -> str:
         lines += ["", f"Not measured yet: {', '.join(absent)}."]
     if reasons:
         lines += ["", "These engines did not run:", ""]
-        lines += [f"* {', '.join(who)}: {reason}" for reason, who in reasons.items()]
+        # Behind a semicolon, an engine's message says what the user can do instead.
+        lines += [f"* {', '.join(who)}: {reason.partition(';')[0]}" for reason, who in reasons.items()]
     return "\n".join(lines) + "\n"
 
 
