@@ -366,7 +366,7 @@ def test_a_shard_that_stood_still_counts_once(
     tmp_path: Path, few: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP: its lease ages, another one plays the episode, and then it wakes and stores it as well."""
-    now = [100.0]  # by a clock that the test moves
+    now = [100.0]  # the test moves this clock
     monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: now[0]))
     queue = files.EpisodeQueue(tmp_path, "first", lease_s=0.1)
     queue.make()

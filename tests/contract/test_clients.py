@@ -26,9 +26,8 @@ from tests import processes
 
 WAIT_S = 30.0
 SOON_S = 0.3  # a time-out that is meant to pass
-REFUSED_S = (
-    2.0  # a time-out that is meant to pass too, but long enough for one attempt to connect on a busy machine
-)
+# This time limit is meant to pass as well, but it is long enough for one attempt to connect on a busy machine.
+REFUSED_S = 2.0
 KEY = "a key of the test"
 OBSERVATION = {"images": {"front": np.zeros((4, 6, 3), np.uint8)}, "state": [0.5], "prompt": "go"}
 
@@ -278,16 +277,16 @@ def test_deadline(made: Make) -> None:
 
 
 def test_a_last_attempt_without_time_keeps_the_reason(kind: type[Blocking]) -> None:
-    """Of requests: the last attempt to connect may end by the time limit, although the server refuses connections."""
+    """The time limit may end the last attempt of a request to connect, although the server refuses connections."""
     if kind is OfStreams:
         pytest.skip("a stream tries until it is closed")
     asker = kind(nobody())
     asker.client._connecting(ConnectionRefusedError(111, "refused"))
     asker.client._connecting(TimeoutError("timed out"))
+    assert asker.client._unreached == "Connection refused"
     with contextlib.suppress(RequestTimeout):
-        assert asker.client._unreached == "Connection refused"
         asker.ask(timeout=0.0)
-    assert asker.client._unreached == ""  # of another request
+    assert asker.client._unreached == ""  # the next request has not tried to connect yet
     asker.finish()
 
 

@@ -195,7 +195,8 @@ def test_the_last_line_has_the_times_of_all_engines(
 
 @needs_kernels
 def test_engines_of_a_recipe_are_all_in_the_last_line(tmp_path: Path, monkeypatch, capsys) -> None:
-    """For a bundle in int8: cpu, onnx, plan and eager. The export and the comparison are left out."""
+    """The bundle is in int8, and its engines are cpu, onnx, plan and eager. The test leaves out the export and the
+    comparison."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     bundle = stored_in_int8(tmp_path / "small.gguf")
     (graphs,) = tmp_path.glob("small.onnx-*")

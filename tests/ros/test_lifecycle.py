@@ -166,9 +166,8 @@ def test_a_manager_sets_its_states(domain: int, caplog: pytest.LogCaptureFixture
                 count = bridge.report()["published"]["/gripper"]
                 assert manager.change(2)
                 until(lambda: manager.state == "unconfigured")
-                assert (
-                    bridge.report()["published"]["/gripper"] <= count + 1
-                )  # of an inactive node nothing moves
+                # An inactive node moves nothing.
+                assert bridge.report()["published"]["/gripper"] <= count + 1
                 assert manager.change(1)
                 assert node.bridge is not None
                 assert node.bridge.robot.cameras["front"] is not front  # a bridge of its own
@@ -222,9 +221,8 @@ def test_a_node_whose_manager_is_gone_holds(domain: int, by: str) -> None:  # no
                 assert len({each.instance_id for each in lives()}) == 1
 
                 def bound(instance: str = instance) -> bool:
-                    heartbeat(
-                        instance
-                    )  # again and again: one before the node's reader is known would be lost
+                    # Repeat it, because a heartbeat before the node's reader is known would be lost.
+                    heartbeat(instance)
                     return node._bond is not None and node._bond._sister == instance
 
                 until(bound, "a bond")

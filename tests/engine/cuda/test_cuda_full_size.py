@@ -394,9 +394,11 @@ def test_every_launch_of_a_low_precision_batch_is_accepted(launches, architectur
 @pytest.mark.parametrize(("name", "views", "tokens", "side"), [each[:4] for each in MODELS])
 @torch.no_grad()
 def test_memory_of_a_stream(monkeypatch, architecture, name, views, tokens, side):
-    """What `sinew perf fit --stream` counts, against the memory of the graphs that a stream records. The count of
-    intermediate results is that of the planned model, which has other operations than the kernels, so it is compared
-    roughly."""
+    """`sinew perf fit --stream` counts the memory of the graphs that a stream records.
+
+    The intermediate results are counted in the planned model, which has other operations than the kernels. So their
+    count is compared roughly.
+    """
     architecture(90)
     monkeypatch.setattr(Launch, "__call__", lambda launch: None)
     whole = program(name, views, tokens, side, Kernels(META))
