@@ -52,7 +52,8 @@ def advise(
         frames: Folder of `sinew run --frames` of the same run.
         policy: Policy that computes the observations again, as for `sinew infer`, or the address of a server.
             Use the policy of the run.
-        draws: Number of seeds for each observation. More seeds separate noise better and take longer.
+        draws: Number of seeds for each observation. More seeds separate noise better and take longer. For a policy
+            without noise, one seed is used.
         episodes: Largest number of episodes whose observations are computed again.
         plot: File for a figure: outdated plans over their age.
     """
