@@ -29,12 +29,8 @@ from pathlib import Path
 KINDS = ("all", "process", "thread")
 MOST_THREADS = 3  # stopped at the same time
 STOP_S = 1.0  # a thread in the kernel may need this long to stop; else it goes on as soon as it has stopped
-SEIZE, INTERRUPT, DETACH, EVERY_CHILD = (
-    0x4206,
-    0x4207,
-    17,
-    0x40000000,
-)  # numbers from linux/ptrace.h and linux/wait.h
+# These numbers are from linux/ptrace.h and linux/wait.h.
+SEIZE, INTERRUPT, DETACH, EVERY_CHILD = 0x4206, 0x4207, 17, 0x40000000
 Resume = Callable[[], None]
 
 

@@ -297,9 +297,8 @@ def stream_memory(program: PublishedProgram) -> StreamMemory:
     model, recorded, shapes = program.executed, program.trace, program.shapes
     read = sum(tensor.nbytes for tensor in Inputs.example(model, shapes))
     noise = torch.float32.itemsize * math.prod(model.noise_shape)
-    solved = noise * (
-        2 + max(1, model.solver.draws(shapes.steps))
-    )  # the noise, the solver's state, the actions
+    # The head holds its noise, the state of the solver, and the actions.
+    solved = noise * (2 + max(1, model.solver.draws(shapes.steps)))
     # The engine's own plan, because its rewrites and kernels decide the sizes of the time embedding.
     plan = fuse(Plan.of(on_meta(program.model), rewrites=ON_CUDA), Kernels(torch.device("meta")))
     embeddings = plan.time_embeddings(shapes.steps)

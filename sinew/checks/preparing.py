@@ -100,6 +100,7 @@ def prepare(
                 prepared.forget(opened.path, name, threads)
         started = choose(opened, threads=threads, **options)
         if again:
+            # If the file cannot be written, storing the new times fails below and names the reason.
             with contextlib.suppress(OSError):
                 measured.store(_under(opened, started), chunks={})
         size = sum(need(str(opened.path), options, None, 1))

@@ -24,7 +24,8 @@ LAYERS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 MAX_BLOCKS = 64
 # A float32 convolution of single pixels on a CPU is computed as a product over the pixels if a picture has at most
 # FEW_PIXELS of them. PyTorch's convolution multiplies in the other order. With 1152 channels it takes four times as
-# long for 3 x 3 pixels, and as long as the product for 6 x 6 pixels (research/log/2026-11-30.md).
+# long for 3 x 3 pixels, and as long as the product for 6 x 6 pixels (research/log/2026-11-30.md). A single pixel is
+# quicker as a convolution.
 FEW_PIXELS = 16
 
 
